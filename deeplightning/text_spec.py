@@ -31,6 +31,7 @@ PADDINGS = ("[PAD]", "<pad>", "<|padding|>", "<|endoftext|>")
 FILES = {"words": "vocabulary.txt", "hugging_face": "tokenizer.json"}
 """Kinds of tokenizers, with the name of the file in which a bundle keeps the vocabulary or the tokenizer."""
 
+_KEYS = ("tokenizer", "file", "size", "lower", "max_length", "limit")  # of a spec in a bundle
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")  # noqa: RUF001 (the second apostrophe is the typographer's)
 
 
@@ -140,14 +141,7 @@ class TextSpec:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON types, for a bundle, which keeps the content in another file."""
-        return {
-            "tokenizer": self.tokenizer,
-            "file": self.file,
-            "size": self.size,
-            "lower": self.lower,
-            "max_length": self.max_length,
-            "limit": self.limit,
-        }
+        return {name: getattr(self, name) for name in _KEYS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], content: str) -> "TextSpec":
@@ -156,7 +150,7 @@ class TextSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is out of range or does not match this content.
         """
-        require_keys("a text spec", values, ("tokenizer", "file", "size", "lower", "max_length", "limit"))
+        require_keys("a text spec", values, _KEYS)
         spec = cls(values["tokenizer"], content, values["lower"], values["max_length"], values["limit"])
         for name in ("file", "size"):
             if getattr(spec, name) != values[name]:

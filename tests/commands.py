@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -356,9 +356,14 @@ def _run(order: dict, files: Path) -> None:
         sys.path += map(str, [tests, tests / "unit", tests / "runs", *tests.parent.glob("plugins/*/tests")])
     sys.argv = ["deeplightning", *order["argv"]]
     module, _, function = order["main"].partition(":")
+    end_with(lambda: getattr(importlib.import_module(module), function)())
+
+
+def end_with(call: Callable[[], object]) -> None:
+    """Call a function, and end this forked process with its exit code, as a new one would end."""
     code: object = 1
     try:
-        getattr(importlib.import_module(module), function)()
+        call()
         code = 0
     except SystemExit as ended:
         code = ended.code

@@ -5,7 +5,6 @@ signals and ends of its processes are real; only `python -m deeplightning` is ca
 new one.
 """
 
-import atexit
 import errno
 import os
 import signal
@@ -14,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from commands import end_with
 
 
 class Forked:
@@ -75,16 +76,7 @@ def _become(argv: Sequence[str], env: dict[str, str]) -> None:
     for name, module in list(sys.modules.items()):  # user code is imported again
         if str(getattr(module, "__file__", None)).startswith(f"{Path.cwd()}{os.sep}"):
             del sys.modules[name]
-    code: object = 1
-    try:
-        cli.main()
-    except SystemExit as ended:
-        code = ended.code
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    end_with(cli.main)
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deeplightning.address import is_address
 from deeplightning.checks.trust import is_own_code
@@ -222,17 +221,6 @@ def address_of(original: PastRun) -> str:
     return str(store.folder)
 
 
-def _copy_of(address: str, before: Mapping[str, Any]) -> str:
-    """Return the folder with the local copy of remote data.
-
-    Raises:
-        Exception: with exit code 3; the address does not respond, or the data no longer exist.
-    """
-    folder_of: Callable[..., Path] = find("deeplightning.data.remote_files.folder_of")
-    names = [name for name in before["files"] if not Path(name).is_absolute()]
-    return str(folder_of(address, [] if before["folders"] else names))
-
-
 def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -> None:
     """Compare the current data with those of a run.
 
@@ -242,12 +230,15 @@ def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) ->
 
     Raises:
         SetupError: the data have changed.
+        Exception: with exit code 3; an address does not respond, or its data no longer exist.
     """
     before = original.data
     if before is None:
         return
     if root is not None and is_address(root):
-        root = _copy_of(root, before)
+        folder_of: Callable[..., Path] = find("deeplightning.data.remote_files.folder_of")
+        names = [name for name in before["files"] if not Path(name).is_absolute()]
+        root = str(folder_of(root, [] if before["folders"] else names))  # of the local copy
     changed = [f"{name}: {what}" for name, what in changes(before, describe_again(before, root)).items()]
     if before["incomplete"]:
         say(f"warning: data: {before['incomplete']}")

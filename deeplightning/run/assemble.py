@@ -8,6 +8,10 @@ trainer.fit(task, data)
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.checks.examine import OWN_LOADERS
@@ -20,6 +24,8 @@ from deeplightning.run.resolve_auto import fill, refuse_unfilled
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
+
+log = logging.getLogger("deeplightning")
 
 
 def init_module(cfg: Config, section: str, read: bool = True) -> Any:
@@ -51,9 +57,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     if section == "data":
         fill(cfg, module, read)
     if section == "data" and cfg.train.overfit is not None:
-        from deeplightning.run.overfit import overfit
-
-        overfit(module, cfg.train.overfit)
+        _overfit(module, cfg.train.overfit)
     if section == "model" and cfg.engine.channels_last:
         lay_channels_last(module)
     return module
@@ -97,3 +101,39 @@ def init_trainer(cfg: Config) -> pl.Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+def _overfit(data: Any, number: int) -> None:
+    """Make a data module return its first `number` training batches in each epoch, for training and validation.
+
+    They are read once and kept in memory. Later changes to a batch, such as augmentation, still apply.
+    """
+    kept = functools.cache(functools.partial(_first, data.train_dataloader, number))
+    data.train_dataloader, data.val_dataloader = lambda: _Loader(kept(), data.trainer), lambda: _Loader(kept())
+
+
+def _first(make: Callable[[], Any], number: int) -> list[object]:
+    """Return the first batches of the first epoch of the loader that `make` creates."""
+    loader: Any = make()
+    sampler: Any = getattr(loader, "sampler", None)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(0)
+        sampler.start = 0  # that of a resumed run is behind the batches that are done
+    kept = list(itertools.islice(loader, number))
+    more = ", which has no more" if len(kept) < number else ""
+    log.info("%-10s %d batches of the training set%s, for training and validation", "overfit", len(kept), more)
+    return kept
+
+
+class _Loader:
+    """A loader of kept batches. In training, a pass begins behind the batches of its epoch that are done."""
+
+    def __init__(self, batches: list[object], trainer: Any = None):
+        self.batches, self.trainer = batches, trainer
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[object]:
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer is not None else 0
+        return iter(self.batches[done if done < len(self) else 0 :])

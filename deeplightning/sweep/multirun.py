@@ -11,8 +11,10 @@ import contextlib
 import csv
 import hashlib
 import io
+import itertools
 import json
 import logging
+import math
 import re
 import signal
 import sys
@@ -25,8 +27,8 @@ from typing import Any
 from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Config
-from deeplightning.config.source import read
-from deeplightning.config.tree import as_written, dump, line
+from deeplightning.config.source import is_file, read
+from deeplightning.config.tree import as_written, dump, line, scalar
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.set_environment import apply_environment
@@ -35,14 +37,17 @@ from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RUNS_FILE, RunFolder, make_private, permissions_of, read_object, write_whole
 from deeplightning.sweep.frozen_code import SearchCode, code_of_grid, own_code
-from deeplightning.sweep.grid import points
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
 
 log = logging.getLogger("deeplightning")
 
 MAX_CHECKED = 100  # points whose whole config is checked before the first run
+MAX_POINTS = 1000
 FINISHED, FAILED, UNDERWAY = "finished", "failed", "under way"
+
+_RANGE = re.compile(r"range\((.*)\)", re.DOTALL)
+_OPEN, _CLOSE = "([{", ")]}"
 
 
 @dataclass
@@ -297,3 +302,77 @@ def to_resume(folder: RunFolder) -> list[str]:
     """Return the override by which a run continues from its latest checkpoint; [] if it has none."""
     saved = folder.checkpoints()
     return [f"train.resume_ckpt={line(str(saved[0]))}"] if saved else []
+
+
+def points(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the keys that have several values, and the overrides of each point, the last key varying first.
+
+    `a,b,c` are the values a, b and c; `range(STOP)`, `range(START,STOP)` and `range(START,STOP,STEP)` numbers without
+    STOP. A comma inside quotes or brackets is part of a value.
+
+    Raises:
+        ConfigError: with every override that cannot be read, or there are more than `MAX_POINTS` points.
+    """
+    keys: list[str] = []
+    choices: list[list[str]] = []
+    faults: list[Fault] = []
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals or is_file(word) or key.startswith(("~", "+")):
+            choices.append([word])
+            continue
+        try:
+            values = values_of(text)
+        except ValueError as error:
+            faults.append(Fault(str(error), key, f"override {word}"))
+            continue
+        if len(values) > 1:
+            keys.append(key)
+        choices.append([f"{key}={value}" for value in values])
+    if faults:
+        raise ConfigError(faults)
+    if (number := math.prod(map(len, choices))) > MAX_POINTS:
+        message = f"this grid has {number} points, more than {MAX_POINTS}; `deeplightning tune` draws some of a space"
+        raise ConfigError(Fault(message))
+    return keys, [[*point] for point in itertools.product(*choices)]
+
+
+def values_of(text: str) -> list[str]:
+    """Return the values that an override's text lists; the text itself if it is no list.
+
+    Raises:
+        ValueError: says what cannot be read.
+    """
+    called = _RANGE.fullmatch(text.strip())
+    parts = _parts(called[1] if called else text)
+    if "" in parts and (called or len(parts) > 1):
+        raise ValueError(f"there is no value between two commas, or at an end: {text:.60}")
+    if called is None:
+        return parts if len(parts) > 1 else [text]
+    numbers = [scalar(part) for part in parts]
+    if not 1 <= len(numbers) <= 3 or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+        raise ValueError(f"range takes one to three numbers, range(STOP) or range(START,STOP,STEP), not {text:.60}")
+    start, stop, step = (0, *numbers, 1) if len(numbers) == 1 else (*numbers, 1)[:3]
+    if step == 0 or not 0 < (stop - start) / step <= MAX_POINTS:
+        raise ValueError(f"{text:.60} has no number in it, or more than {MAX_POINTS}")
+    numbers = [start + step * number for number in range(math.ceil((stop - start) / step - 1e-9))]
+    return [line(round(value, 12)) for value in numbers]
+
+
+def _parts(text: str) -> list[str]:
+    """Split a text at commas outside quotes and brackets."""
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in _OPEN:
+            depth += 1
+        elif sign in _CLOSE:
+            depth -= 1
+        if sign == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts]

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -88,17 +87,12 @@ def test_the_config_of_a_run_can_be_changed_and_used_again(run):
     assert again.public() == kept.public()
 
 
-def test_the_network_has_the_weights_of_the_bundle(run):
+def test_predictions_are_those_of_the_network(run, digits):
+    """200 pictures, as plain torch computes them with the weights of the bundle, to 1e-5."""
     network, held = run.network(), load_file(run.bundle / "weights.safetensors")
     assert not network.training
     for name, value in network.state_dict().items():
         assert torch.equal(value, held[f"network.{name}"]), name
-
-
-def test_predictions_are_those_of_the_network(run, digits):
-    """200 pictures, as plain torch computes them, to 1e-5."""
-    spec = yaml.safe_load((run.bundle / "bundle.json").read_text())["input"]
-    assert (spec["height"], spec["width"]) == (8, 8)
     task, _, _ = trained_task(RunFolder(run.folder))
     with torch.inference_mode():
         expected = task.inference_model()(torch.from_numpy(digits)[:, None]).numpy()  # (200, 10)
@@ -139,8 +133,11 @@ def test_what_is_no_picture_is_named(run, inputs, kind, message):
 
 
 def test_a_server_gives_the_same_answers_and_ends_with_its_block(run, digits):
-    """The answers are equal digit by digit; then nobody listens at its address."""
+    """The answers are equal digit by digit; then nobody listens; a server that does not start says why."""
     with run.serve(overrides=["serve.max_batch=4"]) as server:
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(SetupError, match=str(port)):
+            run.serve(port)
         answers = []
         for pixels in digits[:20]:
             request = urllib.request.Request(f"{server.url}/predict", png(pixels), {"Content-Type": "image/png"})
@@ -152,13 +149,6 @@ def test_a_server_gives_the_same_answers_and_ends_with_its_block(run, digits):
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{server.url}/info", timeout=5)
     server.stop()
-
-
-def test_a_server_that_does_not_start_says_why(run):
-    with run.serve() as server:
-        port = int(server.url.rpartition(":")[2])
-        with pytest.raises(SetupError, match=str(port)):
-            run.serve(port)
     with pytest.raises(ConfigError, match="max_bach"):
         run.serve(overrides=["serve.max_bach=4"])
 
@@ -214,8 +204,10 @@ def test_a_training_that_fails_is_an_exception(config, tmp_path, monkeypatch):
     assert caught.value.exit_code == 5
 
 
-def started(config, overrides, tmp_path):
-    """A program that trains, when it has shown the first epoch."""
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_ends_with_a_checkpoint_when_its_program_is_interrupted_or_killed(kill, config, tmp_path):
+    """A program that gets Ctrl-C lives on with KeyboardInterrupt."""
+    overrides = ["train.num_epochs=100000", f"logger.params.tracking_uri={tmp_path / 'runs'}"]
     program = tmp_path / "train it.py"
     program.write_text(SCRIPT.format(config=config, overrides=overrides))
     process = subprocess.Popen(
@@ -225,30 +217,18 @@ def started(config, overrides, tmp_path):
     for line in process.stdout:
         lines.append(line)
         if line.startswith("epoch 1 of"):
-            return process, lines
-    raise AssertionError("".join(lines))
-
-
-def test_an_interruption_ends_the_run_and_not_the_program(config, tmp_path):
-    """One Ctrl-C: the run saves a checkpoint, and the program gets KeyboardInterrupt."""
-    store = tmp_path / "runs"
-    process, _ = started(config, ["train.num_epochs=100000", f"logger.params.tracking_uri={store}"], tmp_path)
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert "interrupted, and alive" in rest
-    (last,) = store.glob("*/*/artifacts/last.ckpt")
-    assert dl.load_run(last.parent).status == "KILLED"
-
-
-def test_a_run_ends_when_its_program_is_killed(config, tmp_path):
-    """SIGKILL leaves the program no time to stop the run; the run saves a checkpoint and ends by itself."""
-    store = tmp_path / "runs"
-    process, _ = started(config, ["train.num_epochs=100000", f"logger.params.tracking_uri={store}"], tmp_path)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    (folder,) = store.glob("*/*/artifacts")
+            break
+    else:
+        raise AssertionError("".join(lines))
+    process.send_signal(kill)
+    if kill == signal.SIGINT:
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert "interrupted, and alive" in rest
+    else:
+        process.wait()
+        process.stdout.close()
+    (folder,) = (tmp_path / "runs").glob("*/*/artifacts")
     ends = time.monotonic() + 60
     while dl.load_run(folder).status == "RUNNING" and time.monotonic() < ends:
         time.sleep(0.1)

@@ -1,5 +1,7 @@
 """Augmentation in a run: training pictures are changed, and no others. Each module: tests/runs/test_data.py."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import pytorch_lightning as pl
@@ -57,8 +59,7 @@ class Looks(pl.LightningModule):
 
 
 def test_cifar_is_flipped_in_training_only(tmp_path, monkeypatch):
-    """DL-66: with `p: 1` each training picture comes mirrored, at each epoch; validation, test and prediction see the
-    files' own pixels."""
+    """With `p: 1` each training picture comes mirrored at each epoch; all other stages see the files' own pixels."""
     random = np.random.RandomState(0)
     labels = np.arange(40) % 10
     sets = {name: Samples(random.randint(0, 256, (40, 32, 32, 3), np.uint8), labels) for name in ("train", "test")}
@@ -71,12 +72,8 @@ def test_cifar_is_flipped_in_training_only(tmp_path, monkeypatch):
     trainer.fit(task, data)
     trainer.test(task, data, verbose=False)
     trainer.predict(task, data)
-    assert {stage: sum(len(b["image"]) for b in batches) for stage, batches in task.seen.items()} == {
-        "train": 72,
-        "val": 4 + 2 * 4,
-        "test": 40,
-        "predict": 40,
-    }
+    seen = {stage: sum(len(batch["image"]) for batch in batches) for stage, batches in task.seen.items()}
+    assert seen == {"train": 72, "val": 4 + 2 * 4, "test": 40, "predict": 40}
     for stage, batches in task.seen.items():
         dataset = data.dataset("test" if stage == "predict" else stage)
         for batch in batches:
@@ -88,8 +85,6 @@ def test_cifar_is_flipped_in_training_only(tmp_path, monkeypatch):
 @pytest.mark.parametrize("config", ["cifar10_resnet18", "cifar10_vit"])
 def test_the_configs_of_cifar_flip(config):
     """Both shipped configs of CIFAR-10 name crop and flip."""
-    from pathlib import Path
-
     cfg = load_config(Path(__file__).parents[2] / "configs" / f"{config}.yaml")
     kinds = [target["type"].rpartition(".")[2] for target in cfg.data.module.params["augment"]]
     assert kinds == ["RandomCrop", "RandomHorizontalFlip"]

@@ -27,9 +27,8 @@ def test_a_run_keeps_the_numbers_and_resumes(train):
     assert again.folder == first.folder
 
 
-def test_check_and_explain_know_it(tiny):
-    """Nothing is imported: the text is no fault where a number is wanted, and its source is named. Another text, or
-    another param, is a fault as ever."""
+def test_check_and_explain_know_it(tiny, command, place):
+    """The text is no fault where a number is wanted, and its source is named; a dry run fills it."""
     report = examine(tiny, [AUTO])
     assert report.faults == []
     source = "from image_spec of deeplightning.data.digits.Digits"
@@ -41,10 +40,6 @@ def test_check_and_explain_know_it(tiny):
     )
     wrong = examine(tiny, ["model.network.params={num_classes: some, num_channels: 1, image_size: 8}"]).faults
     assert "takes a whole number here, not the text 'some'" in str(wrong[0])
-
-
-def test_a_dry_run_fills_it(tiny, command, place):
-    """From what the data module declares before it reads."""
     outcome = command("check", tiny, AUTO, "--dry-run", cwd=place)
     assert outcome.code == 0, outcome
 
@@ -60,17 +55,17 @@ def test_a_network_is_not_built_before_the_data(tiny):
     assert task.network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
+DIGITS, KEY = "deeplightning.data.digits.Digits", "model.network.params.num_classes to a number"
+
+
 @pytest.mark.parametrize(
     ("declared", "expected"),
     [
-        ({"class_names": ["a", "b"], "image_spec": SPEC},
-         [2, 3, [4, 6]]),
-        ({"class_names": ["a"]}, "num_channels: `auto` needs image_spec or array_spec of deeplightning.data."
-         "digits.Digits, which"),
-        ({}, "num_classes: `auto` needs class_names of deeplightning.data.digits.Digits, which the data module does "
-             "not declare; set model.network.params.num_classes to a number"),
+        ({"class_names": ["a", "b"], "image_spec": SPEC}, [2, 3, [4, 6]]),
+        ({"class_names": ["a"]}, f"num_channels: `auto` needs image_spec or array_spec of {DIGITS}, which"),
+        ({}, f"num_classes: `auto` needs class_names of {DIGITS}, which the data module does not declare; set {KEY}"),
     ],
-)  # fmt: skip
+)
 def test_what_a_data_module_does_not_declare_is_named(tiny, declared, expected):
     """With the key, the attribute, and what to write instead."""
     cfg = load_config(tiny, [AUTO])

@@ -134,8 +134,8 @@ def test_metrics_are_those_of_the_whole_set(world, sizes, folders, expected):
             "macro": sklearn.metrics.f1_score(labels, predicted, average="macro"),
         }
         for stage in ("val", "test"):
-            found = json.loads((made[world] / str(size) / "version_0" / f"{stage}_results.json").read_text())
-            alone = json.loads((made[1] / str(size) / "version_0" / f"{stage}_results.json").read_text())
+            file = f"{stage}_results.json"
+            found, alone = (json.loads((made[n] / str(size) / "version_0" / file).read_text()) for n in (world, 1))
             assert found == pytest.approx(alone, abs=1e-6), size
             assert {name: found[f"{stage}_{name}"] for name in values} == pytest.approx(values, abs=1e-6), size
 

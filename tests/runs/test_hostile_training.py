@@ -18,7 +18,7 @@ from deeplightning.callbacks.record import Record
 from deeplightning.checks.examine import load_config
 from deeplightning.faults import CheckpointError, ConfigError, RunError
 from deeplightning.run.assemble import init_module, init_trainer
-from deeplightning.run.stage_errors import run_stage
+from deeplightning.run.train import run_stage
 
 TRAINING = corpus("training.jsonl")
 SETTINGS = [

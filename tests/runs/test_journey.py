@@ -45,8 +45,7 @@ def rows(path):
 
 
 def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store):
-    """A run leaves its config, weights, environment, log, pictures, results, predictions and bundle, and nothing else
-    of its own anywhere."""
+    """A run leaves its config, weights, log, pictures, results and bundle, and nothing else anywhere."""
     left = {str(path.relative_to(base.folder)) for path in base.folder.rglob("*") if path.is_file()}
     assert base.folder.is_relative_to(store)
     assert left == {
@@ -59,8 +58,7 @@ def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store
 
 
 def test_the_start_the_epochs_and_the_end_are_told(base):
-    """A table of at most fourteen lines, a line per epoch, the best, the duration and the results are printed, without
-    colour. The config is not."""
+    """A table of at most fourteen lines, a line per epoch, the best, the duration and the results, without colour."""
     start = next(number for number, line in enumerate(base.out.splitlines()) if line.startswith("first loss"))
     assert 8 <= start <= 14, base
     for text in ("14,538 parameters (0.015 M)", "1,439 training, 179 validation samples"):
@@ -87,20 +85,17 @@ def test_predictions_are_in_data_order_and_agree_with_the_results(base):
 
 
 def test_the_run_is_tracked_whole(base, tracked):
-    """One finished run with the config as parameters, the metrics by their names from step 0 on, and where it came
-    from."""
+    """One finished run with the config as parameters, the metrics by name from step 0 on, and where it came from."""
     run = tracked(base.folder)
     assert run.status == "FINISHED"
     assert run.params["model/optimizer/params/lr"] == "0.003"
     assert run.params["train/num_epochs"] == "2"
     series = run.series()
-    assert {"train_loss", "train_acc", "val_loss", "val_acc", "lr", "train_loss_epoch", "train_acc_epoch"} <= set(
-        series
-    )
-    assert [step for step, _ in series["train_loss"]] == list(range(0, 90, 10))
-    assert [step for step, _ in series["lr"]] == list(range(0, 90, 10))
-    assert [step for step, _ in series["val_acc"]] == [44, 89]
-    assert [step for step, _ in series["train_acc_epoch"]] == [44, 89]
+    assert {"train_acc", "val_loss", "train_loss_epoch"} <= set(series)
+    for name in ("train_loss", "lr"):
+        assert [step for step, _ in series[name]] == list(range(0, 90, 10))
+    for name in ("val_acc", "train_acc_epoch"):
+        assert [step for step, _ in series[name]] == [44, 89]
     assert series["test_acc"][0][1] == json.loads((base.folder / "test_results.json").read_text())["test_acc"]
     assert not [name for name in series if name.endswith("_step")]
     assert [name for name in run.metrics if name.startswith("system/")]
@@ -112,8 +107,7 @@ def test_the_run_is_tracked_whole(base, tracked):
 
 
 def test_a_saved_config_is_the_config(base, command, place):
-    """`cfg.yaml` passes `check`, and --show-config prints it as it is; `explain` says the same, every value set by this
-    file."""
+    """`check --show-config` prints `cfg.yaml` as it is; `explain` says the same, every value set by this file."""
     saved = base.folder / "cfg.yaml"
     checked = command("check", saved, "--show-config", cwd=place)
     assert (checked.code, checked.out) == (0, saved.read_text())
@@ -133,9 +127,6 @@ def test_a_saved_config_trains_to_the_same_bits(base, command, place, tracked):
         assert digest(again.folder / name) == digest(base.folder / name)
     for name in ("bundle/weights.safetensors", "test_predictions.csv"):
         assert (again.folder / name).read_bytes() == (base.folder / name).read_bytes()
-
-
-# ---- own pictures, to the endpoint
 
 
 CLASSES = ["cross", "disc", "stripes"]
@@ -166,29 +157,27 @@ def pictures(tmp_path_factory):
     return root
 
 
-def folder_config(pictures):
-    return [
-        f"data.root='{pictures}'",
-        "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 24, in_memory: false}}",
-        "model.network.params={num_classes: 3, num_channels: 3, image_size: 24}",
-        "data.module.params.augment=[{type: deeplightning.data.augment.RandomHorizontalFlip}]",
-        "~model.optimizer",
-        "model.optimizer={type: torch.optim.Adam, params: {lr: 0.003}}",
-        "train.num_epochs=3",
-    ]
+FOLDER = [
+    "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 24, in_memory: false}}",
+    "model.network.params={num_classes: 3, num_channels: 3, image_size: 24}",
+    "data.module.params.augment=[{type: deeplightning.data.augment.RandomHorizontalFlip}]",
+    "~model.optimizer",
+    "model.optimizer={type: torch.optim.Adam, params: {lr: 0.003}}",
+    "train.num_epochs=3",
+]
 
 
 @pytest.fixture(scope="module")
 def own(train, pictures):
     """A training on them from disk, exported."""
-    return train(*folder_config(pictures), "train.export=true")
+    return train(*FOLDER, f"data.root='{pictures}'", "train.export=true")
 
 
 @pytest.mark.slow
 def test_own_pictures_train_the_same_from_memory_from_disk_and_with_workers(own, train, pictures, tracked):
     """Metric series and weights are identical, and something is learned."""
-    for variant in (["data.module.params.in_memory=true"], ["data.num_workers=2"]):
-        again = train(*folder_config(pictures), *variant)
+    for variant in ("data.module.params.in_memory=true", "data.num_workers=2"):
+        again = train(*FOLDER, f"data.root='{pictures}'", variant)
         assert digest(again.folder / "last.ckpt") == digest(own.folder / "last.ckpt")
         assert tracked(again.folder).series() == tracked(own.folder).series()
     losses = [value for _, value in tracked(own.folder).series()["train_loss_epoch"]]
@@ -217,30 +206,41 @@ def ask(address, data, kind="image/jpeg"):
         return json.load(answer)
 
 
-def test_every_picture_is_answered_over_http_as_by_predict(own, server, pictures, command, place):
+def assert_answers(answers, expected):
+    """Answers of the endpoint have the classes and labels of the rows of `predict`, and probabilities to 1e-5."""
+    for answer, row in zip(answers, expected, strict=True):
+        assert (answer["predicted_class"], answer["label"]) == (row["predicted_class"], row["predicted_label"])
+        assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def predict(command, place):
+    """`predict(run, files)` gives the rows that `deeplightning predict` prints."""
+
+    def run(folder, files):
+        predicted = command("predict", folder, *files, cwd=place)
+        assert predicted.code == 0, predicted
+        return list(csv.DictReader(predicted.out.splitlines()))
+
+    return run
+
+
+def test_every_picture_is_answered_over_http_as_by_predict(own, server, pictures, predict):
     """180 pictures: class, label and probability of the endpoint and of `deeplightning predict` agree to 1e-5."""
     files = sorted(pictures.glob("*/*.jpg"))
-    predicted = command("predict", own.folder, *files, cwd=place)
-    assert predicted.code == 0, predicted
-    found = list(csv.DictReader(predicted.out.splitlines()))
+    found = predict(own.folder, files)
     assert [row["path"] for row in found] == [str(path) for path in files]
-    for path, row in zip(files, found, strict=True):
-        answer = ask(server, path.read_bytes())
-        assert answer["predicted_class"] == row["predicted_class"]
-        assert answer["label"] == row["predicted_label"]
-        assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
+    assert_answers([ask(server, path.read_bytes()) for path in files], found)
     assert {row["predicted_label"] for row in found} <= set(CLASSES)
 
 
-def test_digits_are_answered_alone_and_together_as_by_predict(base, command, place, tmp_path):
+def test_digits_are_answered_alone_and_together_as_by_predict(base, predict, tmp_path):
     """130 digits, each by itself, all in one form, all in one JSON: classes are equal, probabilities to 1e-5."""
     files = []
     for number, digit in enumerate(load_digits().images[:130]):
         files.append(tmp_path / f"{number:03}.png")
         Image.fromarray((digit * 255 / 16).astype(np.uint8)).save(files[-1])
-    predicted = command("predict", base.folder, *files, cwd=place)
-    assert predicted.code == 0, predicted
-    expected = list(csv.DictReader(predicted.out.splitlines()))
+    expected = predict(base.folder, files)
     parts = [
         f'--x\r\nContent-Disposition: form-data; name="image"; filename="{file.name}"\r\n\r\n'.encode()
         + file.read_bytes()
@@ -252,22 +252,16 @@ def test_digits_are_answered_alone_and_together_as_by_predict(base, command, pla
         form = ask(address, b"\r\n".join(parts) + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
         listed = ask(address, json.dumps(document).encode(), "application/json")
     for answers in (alone, form["predictions"], listed["predictions"]):
-        assert [one["predicted_class"] for one in answers] == [row["predicted_class"] for row in expected]
-        found = [float(one["predicted_probability"]) for one in answers]
-        assert found == pytest.approx([float(row["predicted_probability"]) for row in expected], abs=1e-5)
+        assert_answers(answers, expected)
 
 
 def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
     """`predict` of a text and of a missing file: exit 3, each named, no answer."""
-    (tmp_path / "text.jpg").write_text("no picture")
-    refused = command("predict", own.folder, tmp_path / "text.jpg", tmp_path / "missing.jpg", cwd=place)
-    assert refused.code == 3
-    assert str(tmp_path / "text.jpg") in refused.err
-    assert str(tmp_path / "missing.jpg") in refused.err
-    assert refused.out == ""
-
-
-# ---- the configuration of the project's seed
+    files = [tmp_path / "text.jpg", tmp_path / "missing.jpg"]
+    files[0].write_text("no picture")
+    refused = command("predict", own.folder, *files, cwd=place)
+    assert (refused.code, refused.out) == (3, "")
+    assert all(str(file) in refused.err for file in files)
 
 
 SEED = """\
@@ -315,8 +309,7 @@ def mnist(tmp_path_factory):
 
 
 def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, tracked, tmp_path):
-    """The text of the project's beginning trains with `engine.gpus=null` and the folder of an MNIST: tracked under
-    experiment Default, at a sensible accuracy."""
+    """The text of the project's beginning trains with `engine.gpus=null`, tracked under the experiment Default."""
     (tmp_path / "seed.yaml").write_text(SEED)
     overrides = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.num_epochs=4"]
     done = command("train", tmp_path / "seed.yaml", *overrides, cwd=place)
@@ -332,8 +325,7 @@ def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, trac
 
 @pytest.mark.slow
 def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, store, tracked, tmp_path):
-    """With `engine.gpus=null engine.processes=2` it trains by DeepSpeed's stage 3, goes on, is exported and served: the
-    loss is that of one process with twice the batch, and the answer over HTTP is that of the checkpoint."""
+    """By DeepSpeed's stage 3 it trains to the loss of one process, resumes, is exported, and answers as `predict`."""
     (tmp_path / "seed.yaml").write_text(SEED)
     settings = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.export=false"]
 
@@ -354,6 +346,4 @@ def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, stor
     picture = ROOT / "examples" / "digits" / "3.png"
     (predicted,) = csv.DictReader(jobs("predict", done.folder, picture, cwd=place).out.splitlines())
     with served(done.folder, tmp_path) as address:
-        answer = ask(address, picture.read_bytes(), "image/png")
-    assert answer["predicted_class"] == predicted["predicted_class"]
-    assert float(answer["predicted_probability"]) == pytest.approx(float(predicted["predicted_probability"]), abs=1e-5)
+        assert_answers([ask(address, picture.read_bytes(), "image/png")], [predicted])

@@ -8,7 +8,7 @@ import pytest
 
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
-from deeplightning.sweep.grid import points, values_of
+from deeplightning.sweep.multirun import points, values_of
 
 
 @pytest.mark.parametrize(

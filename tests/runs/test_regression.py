@@ -12,6 +12,7 @@ from deeplightning.task.regression import MeanSquaredError, RootMeanSquaredError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "linear_regression" / "linear_regression.yaml"
+ONE = "model.network.params.out_features=1"
 SETS = '''
 """Sets that a function makes."""
 
@@ -109,20 +110,15 @@ def predicted(folder):
     return columns["index"], pick("target"), pick("prediction")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_errors_are_those_of_scikit_learn(processes, tested):
-    """`test_mse`, `test_rmse` and the loss over 29 samples of two targets, which two processes cannot share evenly,
-    equal scikit-learn's of the predictions that were written."""
-    results = json.loads((tested[processes] / "test_results.json").read_text())
-    index, truth, given = predicted(tested[processes])
-    assert index == list(range(29))
-    assert results["test_mse"] == pytest.approx(mean_squared_error(truth, given), rel=1e-5)
-    assert results["test_rmse"] == pytest.approx(root_mean_squared_error(truth, given), rel=1e-5)
-    assert results["test_loss"] == pytest.approx(results["test_mse"], rel=1e-5)
-
-
-def test_two_processes_learn_what_one_learns(tested, tracked):
-    """67 samples by eights, or by fours in each of two processes: the same curve of the validation's errors."""
+def test_errors_are_those_of_scikit_learn(tested, tracked):
+    """Of 29 predictions of two targets on one process and two, whose curves of errors are the same."""
+    for folder in tested.values():
+        results = json.loads((folder / "test_results.json").read_text())
+        index, truth, given = predicted(folder)
+        assert index == list(range(29))
+        assert results["test_mse"] == pytest.approx(mean_squared_error(truth, given), rel=1e-5)
+        assert results["test_rmse"] == pytest.approx(root_mean_squared_error(truth, given), rel=1e-5)
+        assert results["test_loss"] == pytest.approx(results["test_mse"], rel=1e-5)
     one, two = (tracked(tested[n]).series() for n in (1, 2))
     for name in ("val_mse", "val_rmse", "train_mse", "train_rmse_epoch"):
         assert [s for s, _ in two[name]] == [s for s, _ in one[name]], name
@@ -158,43 +154,37 @@ def test_one_row_may_be_all_that_validates(command, tmp_path, store):
 
 def test_one_number_for_each_sample_may_stand_in_a_column(regress):
     """Outputs (B, 1) against targets (B, 1): a loss is taken of each with its own, and the file has one column."""
-    one = ["data.module.params={targets: 1}", "model.network.params.out_features=1"]
-    outcome = regress(*one, "stages=[train,test]")
-    with (outcome.folder / "test_predictions.csv").open() as file:
-        assert file.readline().strip() == "index,prediction,target"
+    outcome = regress("data.module.params={targets: 1}", ONE, "stages=[train,test]")
+    header = (outcome.folder / "test_predictions.csv").read_text().splitlines()[0]
+    assert header == "index,prediction,target"
     assert "warning" not in outcome.err
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "verb", "words"),
     [
-        (["model.network.params.out_features=3"], "gives 3 number(s) for each sample, the data have 2"),
-        (["model.network.params.in_features=5"], "does not take the data's inputs (8, 2)"),
-        (["model.network={type: sets.deep}"], "gives (8, 1, 2)"),
+        (["model.network.params.out_features=3"], "train", "gives 3 number(s) for each sample, the data have 2"),
+        (["model.network.params.in_features=5"], "train", "does not take the data's inputs (8, 2)"),
+        (["model.network={type: sets.deep}"], "train", "gives (8, 1, 2)"),
+        (["model.network.params.out_features=3", "--dry-run"], "check", "gives 3 number(s) for each sample, the data"),
+        (["train.checkpoint.monitor=val_acc"], "check", "no metric `val_acc`"),
+        (["data.module.params={size: 0}"], "train", "error: sets.ours gives no training batch: there are 0 samples"),
     ],
 )
-def test_a_network_that_does_not_fit_is_named(overrides, words, regress):
-    """Too many outputs, too many inputs, or no row of numbers: one note with the network, exit code 2."""
-    assert words in regress(*overrides, code=2).err
+def test_what_does_not_fit_is_named(overrides, verb, words, regress):
+    """A network, a metric and a data module that do not fit are one note with exit code 2."""
+    assert words in regress(*overrides, verb=verb, code=2).err
 
 
-def test_check_takes_a_batch_through(regress):
-    """`check --dry-run` passes the example, and tells a network that does not fit before anything is trained."""
+def test_check_passes_what_fits(regress):
+    """`check --dry-run` takes a batch through, and a monitored metric of the task is known."""
     assert "unchecked" not in regress("--dry-run", verb="check").err
-    outcome = regress("model.network.params.out_features=3", "--dry-run", verb="check", code=2)
-    assert "gives 3 number(s) for each sample, the data have 2" in outcome.err
-    monitored = regress("train.checkpoint.monitor=val_rmse", verb="check")
-    assert "unchecked: train" not in monitored.err
-    assert "no metric `val_acc`" in regress("train.checkpoint.monitor=val_acc", verb="check", code=2).err
-
-
-# A function as the data module
+    assert "unchecked: train" not in regress("train.checkpoint.monitor=val_rmse", verb="check").err
 
 
 def test_a_function_gives_one_set_and_lightnings_own_data_module(regress, tracked):
     """`LightningDataModule.from_datasets` of a training set alone: it trains, and nothing is validated."""
-    one = ["data.module.type=sets.lightnings", "model.network.params.out_features=1"]
-    metrics = tracked(regress(*one).folder).metrics
+    metrics = tracked(regress("data.module.type=sets.lightnings", ONE).folder).metrics
     assert metrics["train_loss_epoch"] > 0
     assert not [name for name in metrics if name.startswith("val_")]
 
@@ -216,8 +206,7 @@ def test_a_stage_without_its_data_is_told(stage, data, regress, tested):
 
 def test_folds_are_taken_from_the_training_set(regress, tracked):
     """Without a validation set of its own, `num_splits` makes one: 13 of 67 samples, seeded."""
-    folded = ["data.module.params={held_out: false}", "data.num_splits=5", "data.fold=1"]
-    outcome = regress(*folded)
+    outcome = regress("data.module.params={held_out: false}", "data.num_splits=5", "data.fold=1")
     assert "ours: 54 training, 13 validation samples" in outcome.out
     assert tracked(outcome.folder).metrics["val_mse"] > 0
 
@@ -226,10 +215,9 @@ def test_the_order_may_come_from_a_sampler_by_a_column_of_the_set(regress):
     """`data.sampler` with the column `size` of the user's own set; and a sample may be a pair."""
     sampler = "deeplightning.data.samplers.BucketedDistributedSampler"
     params = "{buckets: 2, sort_key: size, min_samples_per_bucket: 30}"
-    outcome = regress(f"data.sampler={{type: {sampler}, params: {params}}}")
-    assert outcome.code == 0, outcome
-    pairs = ["data.module.type=sets.pairs", "model.network.params.out_features=1"]
-    assert "pairs: 20 training" in regress(*pairs, "train.checkpoint.monitor=null").out
+    regress(f"data.sampler={{type: {sampler}, params: {params}}}")
+    pairs = regress("data.module.type=sets.pairs", ONE, "train.checkpoint.monitor=null")
+    assert "pairs: 20 training" in pairs.out
 
 
 def test_the_line_is_found(command, store, tmp_path):
@@ -245,12 +233,6 @@ def test_the_line_is_found(command, store, tmp_path):
 def test_the_start_shows_the_batch_size_of_a_loader_of_ones_own(regress):
     """64 samples in batches of 4 are 16 steps, whatever `data.batch_size` says."""
     own = "data.module={type: sets.of_size, params: {size: 64, batch: 4}}"
-    out = regress(own, "train.num_epochs=1", "model.network.params.out_features=1").out
+    out = regress(own, "train.num_epochs=1", ONE).out
     assert "batch      4 samples a step: 4 per process\n" in out
     assert "1 epoch; 16 steps\n" in out
-
-
-def test_an_empty_training_set_is_named(regress):
-    """With the data module that gives it, before a run begins."""
-    found = regress("data.module.params={size: 0}", code=2)
-    assert "error: sets.ours gives no training batch: there are 0 samples" in found.err

@@ -17,7 +17,6 @@ from conftest import digest
 from mlflow.tracking import MlflowClient
 
 from deeplightning.checks.trust import note_own
-from deeplightning.config.secret_scan import conceal
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import reproduce
 from deeplightning.reproduce.differences import as_text, differences
@@ -78,6 +77,18 @@ def git(folder, *arguments):
     subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True)
 
 
+def commit(tree):
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        git(tree, *arguments)
+
+
+def write(folder, files):
+    """Write texts to files by their names; folders are made."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def write_table(root):
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 10, 60)
@@ -93,23 +104,12 @@ def gone(command, tmp_path_factory):
     it), and its data; the tree, `.git` and all, is gone."""
     top = tmp_path_factory.mktemp("gone")
     tree, root, store = top / "a tree", top / "table", top / "mlruns"
-    (tree / "nets").mkdir(parents=True)
-    (tree / "conf").mkdir()
-    (tree / "own.py").write_text("# to be written\n")
-    (tree / "nets" / "narrow.py").write_text("WIDTH = 8\n")
-    (tree / "unused.py").write_text("UNUSED = 1\n")
-    git(tree, "init", "-q")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "first")
-    (tree / "own.py").write_text(OWN)
-    (tree / "nets" / "narrow.py").write_text("WIDTH = 12\n")
-    (tree / "nets" / "wide.py").write_text(WIDE)
-    (tree / "nets" / "factor.json").write_text("2\n")
-    (tree / "nets" / "weights.npz").write_bytes(bytes(1000))
-    (tree / "late.py").write_text("CLASSES = 10\n")
-    (tree / ".env").write_text("KEY=kept-elsewhere\n")
-    (tree / "conf" / "beside.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
-    (tree / "conf" / "c.yaml").write_text(CONFIG.replace("ROOT", str(root)))
+    write(tree, {"own.py": "# to be written\n", "nets/narrow.py": "WIDTH = 8\n", "unused.py": "UNUSED = 1\n"})
+    commit(tree)
+    write(tree, {"own.py": OWN, "nets/narrow.py": "WIDTH = 12\n", "nets/wide.py": WIDE, "nets/factor.json": "2\n"})
+    write(tree, {"nets/weights.npz": "0" * 1000, "late.py": "CLASSES = 10\n", ".env": "KEY=kept-elsewhere\n"})
+    beside = "from torch.nn import CrossEntropyLoss as Loss\n"
+    write(tree, {"conf/beside.py": beside, "conf/c.yaml": CONFIG.replace("ROOT", str(root))})
     write_table(root)
     done = command(
         *("train", "conf/c.yaml", f"logger.params.tracking_uri='{store}'"), cwd=tree, TABLE_PASSWORD=PASSWORD
@@ -149,13 +149,9 @@ def told(outcome):
     return [line for number, line in enumerate(lines) if line != "code" or behind[number].startswith("  ")]
 
 
-# ---- made again
-
-
 @pytest.mark.slow
 def test_a_run_of_a_dirty_tree_is_made_again_after_the_tree_is_gone(gone, command, tmp_path):
-    """From its id and the tracker alone: the same metrics and weights, bit for bit, as a new run with a tag that names
-    the first. The code is named before it runs, and nothing is left in the working directory."""
+    """From its id and the tracker alone a new run has the same metrics and weights, bit for bit."""
     done, _, store = gone
     run_id = done.folder.parent.name
     again = command("reproduce", run_id, cwd=tmp_path, MLFLOW_TRACKING_URI=str(store), TABLE_PASSWORD=PASSWORD)
@@ -173,8 +169,7 @@ def test_a_run_of_a_dirty_tree_is_made_again_after_the_tree_is_gone(gone, comman
 
 
 def test_what_a_run_keeps_of_its_code(gone):
-    """What it imported, also late, with its packages and the small texts in them; no data, no `.env`, nothing that it
-    does not import; a secret of the environment by its name, one that stands in the code not at all."""
+    """What it imported, also late, with the small texts in its packages; no data, no `.env` and no secret."""
     folder = RunFolder(gone[0].folder)
     with zipfile.ZipFile(folder.code) as archive:
         names = archive.namelist()
@@ -276,8 +271,8 @@ def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path,
 
 @pytest.mark.parametrize("name", ["cfg.yaml", "code.zip"])
 def test_the_code_of_a_run_that_was_made_elsewhere_is_not_executed(name, trained, tmp_path, command):
-    """Its files are named, and exit code 4; a copy of one's own run is one's own, until its config or code changes."""
-    copied = RunFolder(tmp_path / "copied")
+    """A copy of one's own run is one's own until its config or code changes; without code there is a remedy."""
+    copied = RunFolder(tmp_path / "a copy")
     shutil.copytree(trained, copied.path)
     with (copied.path / name).open("ab") as file:
         file.write(b"\n")
@@ -292,12 +287,6 @@ def test_the_code_of_a_run_that_was_made_elsewhere_is_not_executed(name, trained
     outcome = command("reproduce", copied.path, cwd=tmp_path)
     assert (outcome.code, "Traceback" in outcome.err) == (4, False)
     assert "--trust" in outcome.err
-
-
-def test_a_run_without_kept_code_is_refused(trained, command, tmp_path):
-    """With the command that trains its config with the code that is here; a shell takes it."""
-    copied = RunFolder(tmp_path / "a copy")
-    shutil.copytree(trained, copied.path)
     copied.code.unlink()
     outcome = command("reproduce", copied.path, "--trust", cwd=tmp_path)
     assert (outcome.code, "Traceback" in outcome.err) == (4, False)
@@ -318,17 +307,12 @@ def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_agai
     assert str(tmp_path / "own") not in folders
 
 
-@pytest.fixture
-def shipped(tmp_path):
-    """A repository whose settings name programs, each of which would leave a file, and the folder of those files."""
+def test_git_runs_no_program_that_a_repository_names_and_uses_none_of_another_user(tmp_path, monkeypatch):
+    """Each program would leave a file; `GIT_TEST_ASSUME_DIFFERENT_OWNER` is what Git tests its rule by."""
     tree, ran = tmp_path / "tree", tmp_path / "ran"
-    for folder in (tree, ran):
-        folder.mkdir()
-    (tree / "own.py").write_text("one = 1\n")
-    (tree / ".gitattributes").write_text("*.py filter=p diff=p\n")
-    git(tree, "init", "-q")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "first")
+    ran.mkdir()
+    write(tree, {"own.py": "one = 1\n", ".gitattributes": "*.py filter=p diff=p\n"})
+    commit(tree)
     names = ["filter.p.smudge", "filter.p.clean", "filter.a=b.clean", "diff.p.textconv", "diff.p.command"]
     names += ["core.fsmonitor", "core.sshCommand", "diff.external", "tar.tar.command"]
     for name in names:
@@ -339,22 +323,10 @@ def shipped(tmp_path):
     hook = tree / ".git" / "hooks" / "post-index-change"
     hook.write_text(f"#!/bin/sh\ntouch '{ran}/hook'\n")
     hook.chmod(0o755)
-    return tree, ran
-
-
-def test_git_runs_no_program_that_a_repository_names(shipped, monkeypatch):
-    tree, ran = shipped
-    (tree / "own.py").write_text("one = 2\n")
-    (tree / ".gitattributes").write_text("*.py filter=a=b diff=p\n*.other filter=p\n")
+    write(tree, {"own.py": "one = 2\n", ".gitattributes": "*.py filter=a=b diff=p\n*.other filter=p\n"})
     monkeypatch.chdir(tree)
     assert environment.git_state()["commit"]
     assert list(ran.iterdir()) == []
-
-
-def test_a_repository_of_another_user_is_not_used(shipped, monkeypatch):
-    """Git's own rule; `GIT_TEST_ASSUME_DIFFERENT_OWNER` is what Git tests it by."""
-    monkeypatch.chdir(shipped[0])
-    assert environment.git_state() is not None
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert environment.git_state() is None
 
@@ -397,12 +369,8 @@ def test_a_run_of_two_processes_is_made_again(job, command, tmp_path):
     assert digest(again.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
 
 
-# ---- told apart
-
-
 def test_two_runs_differ_in_what_was_set_and_what_came_out(train, trained, command, place):
-    """`diff` names the config keys and the metrics that differ, grouped, and nothing of a run against itself; with
-    `--exit-code` they are told by the exit code as well."""
+    """`diff` names the keys and metrics that differ, grouped, and nothing of a run against itself."""
     second = train("stages=[train,test]", "seed=8", "logger.params.run_name=the second one").folder
     outcome = command("diff", trained, second, "--exit-code", cwd=place)
     assert outcome.code == 1
@@ -453,9 +421,6 @@ def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
     assert shown["config"] == [{"name": "model.optimizer.params.lr", "first": 0.05, "second": 0.06}]
 
 
-# ---- the code that is kept
-
-
 @pytest.fixture
 def collected(monkeypatch):
     """`collected(roots, (name, file), …)`: what is kept of a process with these import roots and imported modules; the
@@ -475,9 +440,8 @@ def collected(monkeypatch):
 
 def test_only_what_is_imported_is_looked_at(collected, tmp_path, monkeypatch):
     """A working directory full of other things costs nothing: it is never listed by us; of packages, folders are."""
-    (tmp_path / "pack").mkdir()
-    for name in ("main.py", "other.py", "pack/__init__.py", "pack/inner.py", "pack/data.csv"):
-        (tmp_path / name).write_text("from pack import inner\nimport json, numpy as np\n")
+    names = ("main.py", "other.py", "pack/__init__.py", "pack/inner.py", "pack/data.csv")
+    write(tmp_path, dict.fromkeys(names, "from pack import inner\nimport json, numpy as np\n"))
     listed = []
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scan(path))
@@ -490,9 +454,7 @@ def test_roots_keep_their_order_and_files_of_one_name_apart(collected, tmp_path)
     """As `sys.path` has them; a program comes out of the zip as it went in, and the same code gives the same bytes."""
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
-        (folder / "shared").mkdir(parents=True)
-        (folder / "shared" / "part.py").write_text(f"import late{folder.name}\n")
-        (folder / f"late{folder.name}.py").write_text("# é\n")
+        write(folder, {"shared/part.py": f"import late{folder.name}\n", f"late{folder.name}.py": "# é\n"})
     modules = [("shared.part", one / "shared" / "part.py"), ("latetwo", two / "latetwo.py")]
     found = collected([one, two], *modules)
     assert (found.roots, found.working_directory) == ([str(one), str(two)], str(one))
@@ -508,8 +470,7 @@ def test_roots_keep_their_order_and_files_of_one_name_apart(collected, tmp_path)
 
 def test_code_keeps_the_state_in_which_it_was_imported(collected, tmp_path):
     """What is edited while the run goes on is kept as it was at its start; what is imported later is added."""
-    (tmp_path / "main.py").write_text("x = 1\n")
-    (tmp_path / "late.py").write_text("y = 1\n")
+    write(tmp_path, {"main.py": "x = 1\n", "late.py": "y = 1\n"})
     before = collected([tmp_path], ("main", tmp_path / "main.py"))
     (tmp_path / "main.py").write_text("x = 2\n")
     modules = [("main", tmp_path / "main.py"), ("late", tmp_path / "late.py")]
@@ -521,12 +482,8 @@ def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch)
     monkeypatch.setattr(code, "MAX_FILE", 100)
     monkeypatch.setattr(code, "MAX_FILES", 3)
     monkeypatch.setattr(code, "MAX_TEXT", 10)
-    (tmp_path / "pack").mkdir()
-    for number in range(4):
-        (tmp_path / "pack" / f"m{number}.py").write_text(f"x = {number}\n")
-    (tmp_path / "pack" / "big.py").write_text("#" * 101)
-    (tmp_path / "pack" / "long.txt").write_text("#" * 11)
-    (tmp_path / "pack" / "credentials.json").write_text("{}")
+    write(tmp_path / "pack", {f"m{number}.py": f"x = {number}\n" for number in range(4)})
+    write(tmp_path / "pack", {"big.py": "#" * 101, "long.txt": "#" * 11, "credentials.json": "{}"})
     found = collected([tmp_path], ("pack.m0", tmp_path / "pack" / "m0.py"))
     assert set(found.names()) == {"pack/m0.py", "pack/m1.py", "pack/m2.py"}
     reasons = {Path(path).name: why for path, why in found.left_out.items()}
@@ -538,8 +495,11 @@ def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["0/../../evil.py", "0//etc/evil.py", "7/evil.py", "0/a\\evil.py", "evil.py"])
-def test_no_name_in_a_zip_leads_out_of_its_folder(name, tmp_path):
+def test_a_zip_that_leads_out_of_its_folder_or_is_damaged_is_refused(name, tmp_path):
     """A run folder may come from anywhere: exit code 4, and nothing is written."""
+    (tmp_path / "code.zip").write_bytes(code.Code(files={(0, "a.py"): b"x"}, roots=["/"]).pack()[:-30])
+    with pytest.raises(CheckpointError, match="is damaged, or not the code of a run"):
+        code.read_code(tmp_path / "code.zip")
     manifest = json.loads(zipfile.ZipFile(io.BytesIO(code.Code().pack())).read("manifest.json"))
     manifest |= {"roots": ["/"], "files": {name: "0" * 64}}
     with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
@@ -549,46 +509,10 @@ def test_no_name_in_a_zip_leads_out_of_its_folder(name, tmp_path):
         code.read_code(tmp_path / "code.zip")
 
 
-@pytest.mark.parametrize("content", [b"", b"no zip", code.Code(files={(0, "a.py"): b"x"}, roots=["/"]).pack()[:-30]])
-def test_a_damaged_zip_is_told(content, tmp_path):
-    """Exit code 4, in words."""
-    (tmp_path / "code.zip").write_bytes(content)
-    with pytest.raises(CheckpointError, match="is damaged, or not the code of a run"):
-        code.read_code(tmp_path / "code.zip")
-
-
-@pytest.mark.parametrize(
-    ("line", "kept"),
-    [
-        ('password = "hunter2"', 'password = "***"'),
-        ("DB_PASSWORD: str = 'hunter2 and 3'", "DB_PASSWORD: str = '***'"),
-        ('login(api_key="k3j4h5g6f7d8s9a0q1w2")', 'login(api_key="***")'),
-        ('{"auth_token": "k3j4h5g6f7d8s9a0q1w2"}', '{"auth_token": "***"}'),
-        (f'x = "{WRITTEN}"', 'x = "***"'),
-        ("url = 'https://me:hunter2@host/x'", "url = 'https://***@host/x'"),
-        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", "***\n\n"),
-        ('pad_token = "<|endoftext|>"', 'pad_token = "<|endoftext|>"'),
-        ('mask_token = "[MASK]"', 'mask_token = "[MASK]"'),
-        ('tokenizer = "bert-base-uncased"', 'tokenizer = "bert-base-uncased"'),
-        ('password = os.environ["DB_PASSWORD"]', 'password = os.environ["DB_PASSWORD"]'),
-        ('password_variable = "DB_PASSWORD"', 'password_variable = "DB_PASSWORD"'),
-        ("if token == other_token: secret_count = 12345678", "if token == other_token: secret_count = 12345678"),
-    ],
-)
-def test_what_looks_like_a_secret_is_blotted_out(line, kept):
-    """Keys and passwords that stand in code, and not the tokens of a tokenizer or the names of variables."""
-    assert conceal(line)[0] == kept
-    assert bool(conceal(line)[1]) == (kept != line)
-
-
-# ---- the digest of the data
-
-
-def test_a_folder_of_data_is_told_by_its_files(tmp_path):
-    """Name, size and SHA-256; not what is hidden, is code, or is a tracking store; and a second look finds the same."""
-    for name in ("a/1.png", "a/2.png", ".hidden", "code.py", "mlruns/mlflow.db", "mlruns/x.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+def test_a_folder_of_data_is_told_by_its_files(tmp_path, monkeypatch):
+    """Name, size and SHA-256, or what could be found; not what is hidden, is code, or is a tracking store."""
+    names = ("a/1.png", "a/2.png", ".hidden", "code.py", "mlruns/mlflow.db", "mlruns/x.png")
+    write(tmp_path, {name: name for name in names})
     found = datafiles.describe_files([tmp_path], str(tmp_path), remember=False)
     assert found["files"].keys() == {"a/1.png", "a/2.png"}
     size, sha = found["files"]["a/1.png"]
@@ -597,19 +521,13 @@ def test_a_folder_of_data_is_told_by_its_files(tmp_path):
     assert datafiles.changes(found, datafiles.describe_again(found, None)) == {}
     (tmp_path / "a/2.png").write_text("other!!")
     assert datafiles.changes(found, datafiles.describe_again(found, None)).keys() == {"a/2.png"}
-
-
-def test_what_takes_too_long_is_said_to_be_incomplete(tmp_path, monkeypatch):
-    """Then only sizes are known, and another size is still seen; of too many files the first are listed."""
-    for number in range(3):
-        (tmp_path / f"{number}.bin").write_bytes(bytes(10))
     found = datafiles.describe_files([tmp_path], None, seconds=-1, remember=False)
-    assert list(found["files"].values()) == [[10, None]] * 3
-    assert "of 3 files only the size is known" in found["incomplete"]
-    (tmp_path / "1.bin").write_bytes(bytes(11))
-    assert list(datafiles.changes(found, datafiles.describe_again(found, None)).values()) == ["10 bytes → 11"]
-    monkeypatch.setattr(datafiles, "MAX_FILES", 2)
-    assert len(datafiles.describe_files([tmp_path], None, remember=False)["files"]) == 2
+    assert list(found["files"].values()) == [[7, None]] * 2
+    assert "of 2 files only the size is known" in found["incomplete"]
+    (tmp_path / "a/1.png").write_bytes(bytes(11))
+    assert list(datafiles.changes(found, datafiles.describe_again(found, None)).values()) == ["7 bytes → 11"]
+    monkeypatch.setattr(datafiles, "MAX_FILES", 1)
+    assert len(datafiles.describe_files([tmp_path], None, remember=False)["files"]) == 1
 
 
 def test_a_data_module_tells_its_files(tmp_path):
@@ -632,8 +550,7 @@ def test_a_data_module_tells_its_files(tmp_path):
 
 
 def test_series_part_at_the_earliest_step_of_all():
-    """Of several metrics the one that differs first is the first; a point that is missing is a difference, NaN as
-    good as NaN, and times are none of it."""
+    """The metric that differs first is named; a missing point is a difference, NaN is NaN, and times do not count."""
     nan = float("nan")
     one = {"loss": [(0, 1.0), (4, nan), (8, 3.0)], "acc": [(8, 0.5)], "same": [(1, 1.0)]}
     two = {"loss": [(0, 1.0), (4, nan)], "acc": [(8, 0.6)], "same": [(1, 1.0)], "more": [(2, 1.0)]}

@@ -36,20 +36,15 @@ def children(store: Path, parent: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def group(command, tiny, place):
+def group(train):
     """Three seeds, begun by the option; two runs at the same time."""
-    outcome = command("train", tiny, *SHORT, "--seeds", "3", "--jobs", "2", cwd=place)
-    assert outcome.code == 0, outcome
-    return outcome
+    return train(*SHORT, "--seeds", "3", "--jobs", "2")
 
 
 @pytest.fixture(scope="module")
-def better(command, tiny, place):
+def better(train):
     """The same three seeds, trained longer, begun by the key."""
-    words = ["train.num_epochs=8", "stages=[train,test]", "train.seeds=3", "logger.params.run_name=longer"]
-    outcome = command("train", tiny, *words, cwd=place)
-    assert outcome.code == 0, outcome
-    return outcome
+    return train("train.num_epochs=8", "stages=[train,test]", "train.seeds=3", "logger.params.run_name=longer")
 
 
 def test_a_seed_is_a_run_under_one_parent(group, store):
@@ -86,15 +81,13 @@ def test_mean_and_interval_are_in_the_terminal_and_in_the_tracker(group, store):
     assert float(line.split()[1]) == pytest.approx(sum(values) / 3, abs=0.01)
 
 
-def test_the_same_command_repeats_nothing_and_more_seeds_are_added(group, command, tiny, place, store):
+def test_the_same_command_repeats_nothing_and_more_seeds_are_added(group, train, store):
     """To the same parent, which has the means of all."""
     before = rows(group.folder)
-    again = command("train", tiny, *SHORT, "--seeds", "3", cwd=place)
-    assert again.code == 0, again
+    again = train(*SHORT, "--seeds", "3")
     assert "3 runs, 3 of them finished before" in again.out
     assert rows(again.folder) == before
-    more = command("train", tiny, *SHORT, "train.seeds=4", cwd=place)
-    assert more.code == 0, more
+    more = train(*SHORT, "train.seeds=4")
     assert more.folder == group.folder
     assert rows(more.folder)[:3] == before
     assert rows(more.folder)[3]["seed"] == "10"
@@ -154,11 +147,11 @@ def test_one_run_each_is_compared_by_its_answers(group, better, command, place):
 
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_group_continues(command, tiny, store, place, tmp_path, kill):
+def test_an_interrupted_group_continues(command, train, tiny, store, place, tmp_path, kill):
     """Under the same parent, each run in its own place: Ctrl-C ends the runs politely, SIGKILL ends all at once."""
     waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
-    words = ["train", tiny, waits, "--seeds", "2", f"logger.params.experiment_name=Cut{kill.name}"]
-    running = command.start(*words, cwd=place)
+    words = [waits, "--seeds", "2", f"logger.params.experiment_name=Cut{kill.name}"]
+    running = command.start("train", tiny, *words, cwd=place)
     notes = store / "seeds" / f"Cut{kill.name}"
     running._wait(
         lambda: (
@@ -178,8 +171,7 @@ def test_an_interrupted_group_continues(command, tiny, store, place, tmp_path, k
         assert cut.code == 130, cut
         assert "interrupted by SIGINT after 0 of 2 runs; the same command continues" in cut.err
         assert tracked(store, parent)[0].status == "KILLED"
-    again = command(*words, cwd=place)
-    assert again.code == 0, again
+    again = train(*words)
     assert "seed=7  (continues)" in again.out
     assert [row["state"] for row in rows(again.folder)] == ["finished", "finished"]
     assert again.folder.parent.name == parent
@@ -187,7 +179,7 @@ def test_an_interrupted_group_continues(command, tiny, store, place, tmp_path, k
     assert len(children(store, parent)) == 2
 
 
-def test_a_failed_seed_is_named_and_the_others_count(command, tiny, place, store):
+def test_a_failed_seed_is_named_and_the_others_count(command, train, tiny, place, store):
     """Exit code 5; the means are of those that finished, the parent is FAILED, and the same command tries it again."""
     once = "train.callbacks=[{type: own_seeds.FailsOnce}]"
     (tiny.parent / "own_seeds.py").write_text(
@@ -198,9 +190,8 @@ def test_a_failed_seed_is_named_and_the_others_count(command, tiny, place, store
         "            mark.touch()\n"
         "            raise RuntimeError('the disk was full')\n"
     )
-    words = ["train", tiny, once, *SHORT, "--seeds", "3", "logger.params.run_name=half"]
-    outcome = command(*words, cwd=place)
-    assert outcome.code == 5, outcome
+    words = [once, *SHORT, "--seeds", "3", "logger.params.run_name=half"]
+    outcome = train(*words, code=5)
     assert "1 of 3 runs failed: " in outcome.err
     assert "the disk was full" in outcome.err
     assert [row["state"] for row in rows(outcome.folder)] == ["failed", "finished", "finished"]
@@ -208,21 +199,18 @@ def test_a_failed_seed_is_named_and_the_others_count(command, tiny, place, store
     assert tracked(store, outcome.folder.parent.name)[0].status == "FAILED"
     compared = command("compare", outcome.folder, outcome.folder, cwd=place)
     assert "note: A: 1 of its 3 runs left out: not finished" in compared.out
-    again = command(*words, cwd=place)
-    assert again.code == 0, again
+    again = train(*words)
     assert "3 runs, 2 of them finished before" in again.out
     assert {row["runs"] for row in rows(again.folder, "summary.csv")} == {"3"}
 
 
 @pytest.mark.slow
-def test_a_deleted_parent_begins_the_group_anew(command, tiny, place, store):
+def test_a_deleted_parent_begins_the_group_anew(train, store):
     """Its runs are below a parent that nobody sees any more."""
-    words = ["train", tiny, *SHORT, "--seeds", "2", "logger.params.experiment_name=Deleted"]
-    first = command(*words, cwd=place)
-    assert first.code == 0, first
+    words = [*SHORT, "--seeds", "2", "logger.params.experiment_name=Deleted"]
+    first = train(*words)
     assert Client(locate(store)).delete(first.folder.parent.name, ["FINISHED"])
-    again = command(*words, cwd=place)
-    assert again.code == 0, again
+    again = train(*words)
     assert "was deleted: they start over" in again.err + again.out
     assert again.folder != first.folder
     assert not {row["id"] for row in rows(first.folder)} & {row["id"] for row in rows(again.folder)}
@@ -250,15 +238,11 @@ def test_without_a_tracker_the_group_has_a_folder(command, tiny, place, tmp_path
         (["train.seeds=many"], "train.seeds"),
     ],
 )
-def test_what_makes_no_group_is_refused(command, tiny, place, words, note):
+def test_what_makes_no_group_is_refused(train, words, note):
     """Before any run."""
-    outcome = command("train", tiny, *words, cwd=place)
-    assert outcome.code == 2, outcome
-    assert note in outcome.err
+    assert note in train(*words, code=2).err
 
 
-def test_one_seed_is_an_ordinary_run(command, tiny, place):
+def test_one_seed_is_an_ordinary_run(train):
     """So a script may give any number."""
-    outcome = command("train", tiny, *SHORT, "--seeds", "1", cwd=place)
-    assert outcome.code == 0, outcome
-    assert RunFolder(outcome.folder).config.is_file()
+    assert RunFolder(train(*SHORT, "--seeds", "1").folder).config.is_file()

@@ -5,7 +5,7 @@ import re
 import architecture_page
 import pytest
 from architecture_page import PAGE, PICTURE
-from test_layers import LAYERS, ROOT
+from test_layers import ROOT
 
 TEXT = PAGE.read_text()
 
@@ -14,14 +14,6 @@ def test_the_picture_is_that_of_the_imports():
     """`python tests/architecture_page.py` renews it."""
     assert architecture_page.renewed(TEXT) == TEXT
     assert architecture_page.picture() == PICTURE.read_text()
-
-
-def test_each_arrow_goes_down():
-    """Of the folders of the core, and all of them are in the picture."""
-    arrows = re.findall(r"<title>(\w+) imports (\w+)</title>", PICTURE.read_text())
-    core = [(here, there) for here, there in arrows if here in LAYERS and there in LAYERS]
-    assert {name for arrow in core for name in arrow} == {*LAYERS}
-    assert [arrow for arrow in core if LAYERS.index(arrow[0]) >= LAYERS.index(arrow[1])] == []
 
 
 def test_implied_arrows_are_left_out():

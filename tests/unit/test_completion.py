@@ -26,28 +26,29 @@ def place(tmp_path_factory):
     os.chdir(before)
 
 
-def offered(shell: str, words: str, number: int) -> list[str]:
-    """The lines that a shell gets for its words."""
+def offered(words: str) -> list[str]:
+    """The lines that bash gets for the last of its words."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMP_WORDS", words)
-        patch.setenv("COMP_CWORD", str(number))
-        found = get_completion_class(shell)
+        patch.setenv("COMP_CWORD", str(words.count(" ")))
+        found = get_completion_class("bash")
         assert found is not None
         return found(cli, {}, "deeplightning", VARIABLE).complete().splitlines()
 
 
-def test_the_shell_offers_files_for_a_config():
-    """By a word for the shell, which knows files and folders itself."""
-    assert offered("bash", "deeplightning\ntrain\nmore/", 2) == ["file,more/"]
-    assert offered("bash", "deeplightning\ncheck\nc.yaml\n--config\nd", 4) == ["file,d"]
+def test_files_verbs_and_options_are_offered():
+    """Files by a word for the shell, which knows them itself; verbs and options by click."""
+    assert offered("deeplightning train more/") == ["file,more/"]
+    assert offered("deeplightning check c.yaml --config d") == ["file,d"]
+    assert offered("deeplightning tra") == ["plain,train"]
+    assert "plain,--dry-run" in offered("deeplightning check c.yaml --d")
 
 
 def test_runs_are_offered_by_name(place, monkeypatch):
-    """`last`, and each run's name, the newest first; its id where others have the same name. Without a store, and with
-    one that is damaged, `last` and folders; a store is never made."""
+    """`last`, and each run's name, the newest first, or its id; a damaged store has `last`, and none is made."""
 
     def found(verb, last=""):
-        return offered("bash", f"deeplightning\n{verb}\n{last}", 2)
+        return offered(f"deeplightning {verb} {last}")
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(place / "a store"))
     assert found("test") == ["plain,last", "dir,"]
@@ -63,15 +64,9 @@ def test_runs_are_offered_by_name(place, monkeypatch):
     assert sorted(words[1:-1]) == sorted(["plain,SimpleCNN-a3f1", *(f"plain,{run}" for run in ids[1:])])
     for verb in ("predict", "export", "reproduce", "diff"):
         assert found(verb, "Simple") == ["plain,SimpleCNN-a3f1", "dir,Simple"]
-    assert offered("bash", "deeplightning\ndiff\nlast\nSimple", 3)[0] == "plain,SimpleCNN-a3f1"
+    assert offered("deeplightning diff last Simple")[0] == "plain,SimpleCNN-a3f1"
     store.database.write_text("damaged")
     assert found("test") == ["plain,last", "dir,"]
-
-
-def test_verbs_and_options_are_offered():
-    """By click, which knows them."""
-    assert offered("bash", "deeplightning\ntra", 1) == ["plain,train"]
-    assert "plain,--dry-run" in offered("bash", "deeplightning\ncheck\nc.yaml\n--d", 3)
 
 
 def test_completion_imports_nothing_heavy():

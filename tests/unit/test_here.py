@@ -13,9 +13,6 @@ from deeplightning.cli import cli
 CONFIG = "_base_: pkg://deeplightning/configs/base.yaml\nseed: 7\n"
 
 
-ROOT = Path(__file__).parents[2]
-
-
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -60,6 +57,6 @@ def test_elsewhere_a_config_must_be_named():
 def test_the_working_directory_is_no_place_for_modules(here):
     """`python -m deeplightning` imports nothing from it, as `deeplightning` does, until a config is read."""
     program = "import sys, deeplightning.__main__; print(*sys.path, sep=chr(10))"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert {"", str(here)}.isdisjoint(done.stdout.split("\n")[:-1])

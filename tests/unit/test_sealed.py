@@ -18,6 +18,19 @@ from deeplightning.tracking import environment
 from deeplightning.tracking.code import Code, collect
 
 SECRET = 'API_KEY = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"\n'
+ONE = "import nets.inner\nfrom pathlib import Path\n\nWORDS = Path(__file__).parent / 'words.bin'\nVALUE = 1\n" + SECRET
+FILES = {
+    "sealed_one.py": ONE,
+    "beside.py": "VALUE = 1\n",
+    "words.bin": "words",
+    "nets/__init__.py": "",
+    "nets/inner.py": "from nets.later import VALUE\n",
+    "nets/later.py": "VALUE = 1\n",
+    "nets/tables/weights.bin": "weights",
+    "configs/sealed_two.py": "from pathlib import Path\n\nWORDS = Path(__file__).resolve().parents[1] / 'words.bin'\n",
+    "configs/a.yaml": "_base_: b.yaml\nseed: 1\n",
+    "configs/b.yaml": "seed: 2\ndata: {batch_size: 3}\n",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +52,9 @@ def state(monkeypatch, tmp_path):
 def project(tmp_path, monkeypatch):
     """A project with a module and a package in the working directory, one next to the config, and files."""
     folder = tmp_path / "a project"
-    (folder / "configs").mkdir(parents=True)
-    (folder / "nets" / "tables").mkdir(parents=True)
-    (folder / "sealed_one.py").write_text(
-        "import nets.inner\nfrom pathlib import Path\n\nWORDS = Path(__file__).parent / 'words.bin'\nVALUE = 1\n"
-        + SECRET
-    )
-    (folder / "beside.py").write_text("VALUE = 1\n")
-    (folder / "words.bin").write_bytes(b"words")
-    (folder / "nets" / "__init__.py").write_text("")
-    (folder / "nets" / "inner.py").write_text("from nets.later import VALUE\n")
-    (folder / "nets" / "later.py").write_text("VALUE = 1\n")
-    (folder / "nets" / "tables" / "weights.bin").write_bytes(b"weights")
-    (folder / "configs" / "sealed_two.py").write_text(
-        "from pathlib import Path\n\nWORDS = Path(__file__).resolve().parents[1] / 'words.bin'\n"
-    )
-    (folder / "configs" / "a.yaml").write_text("_base_: b.yaml\nseed: 1\n")
-    (folder / "configs" / "b.yaml").write_text("seed: 2\ndata: {batch_size: 3}\n")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     monkeypatch.chdir(folder)
     own_code.use_import_roots(folder, folder / "configs")
     for name in ("sealed_one", "sealed_two"):
@@ -76,13 +75,16 @@ def edit(project):
 
 
 def test_edited_code_runs_as_it_was_sealed(project, tmp_path):
-    """Edits and removals of modules, packages, their imports by name and files next to them change nothing; without the
-    seal the edited code runs again."""
+    """Edits and removals change nothing, `__file__` leads to data beside a module; without the seal they count."""
     seal = sealed.seal(tmp_path / "seal")
     edit(project)
     own_code.use_seal(seal)
     forget()
+    assert importlib.import_module("sealed_two").WORDS.read_bytes() == b"words"
+    inner = importlib.import_module("nets.inner").__file__
+    assert (Path(inner).parent / "tables" / "weights.bin").read_bytes() == b"weights"
     one = importlib.import_module("sealed_one")
+    assert one.WORDS.read_bytes() == b"words"
     assert one.VALUE == importlib.import_module("nets.inner").VALUE == importlib.import_module("beside").VALUE == 1
     assert Path(one.__file__).is_relative_to(seal)
     own_code.use_seal(None)
@@ -91,35 +93,20 @@ def test_edited_code_runs_as_it_was_sealed(project, tmp_path):
         importlib.import_module("sealed_one")
 
 
-def test_a_module_finds_the_files_beside_it(project, tmp_path):
-    """`__file__` leads to data next to a module or its package, and above the config's folder."""
-    own_code.use_seal(sealed.seal(tmp_path / "seal"))
-    forget()
-    assert importlib.import_module("sealed_one").WORDS.read_bytes() == b"words"
-    assert importlib.import_module("sealed_two").WORDS.read_bytes() == b"words"
-    inner = importlib.import_module("nets.inner").__file__
-    assert (Path(inner).parent / "tables" / "weights.bin").read_bytes() == b"weights"
-
-
-def test_no_link_goes_round(project):
-    """A seal inside the working directory has no link to itself."""
+def test_a_file_that_appears_later_shadows_nothing(project):
+    """A module added after sealing does not shadow one next to the config; a seal inside has no link to itself."""
     seal = sealed.seal(project / "slurm" / "one" / ".sealed")
+    own_code.use_seal(seal)
+    (project / "sealed_two.py").write_text("raise RuntimeError('added')\n")
+    forget()
+    assert importlib.import_module("sealed_two").WORDS.is_file()
     found = {path.name for path in (seal / "code" / "0").iterdir()}
     assert "slurm" not in found
     assert {"words.bin", "configs", "nets", "sealed_one.py"} <= found
 
 
-def test_a_file_that_appears_later_shadows_nothing(project, tmp_path):
-    """A module added to the working directory after sealing does not shadow one next to the config."""
-    own_code.use_seal(sealed.seal(tmp_path / "seal"))
-    (project / "sealed_two.py").write_text("raise RuntimeError('added')\n")
-    forget()
-    assert importlib.import_module("sealed_two").WORDS.is_file()
-
-
 def test_the_kept_code_is_that_of_an_unsealed_run(project, tmp_path):
-    """`code.zip` has the same bytes, the user's paths and no secret; the seal has the secret, and only its owner can
-    read it."""
+    """`code.zip` has the same bytes, the user's paths and no secret; only its owner can read the seal, which has it."""
     names = ("sealed_one", "sealed_two")
     before = collect(modules={name: sys.modules[name] for name in names}).pack()
     seal = sealed.seal(tmp_path / "seal")
@@ -133,13 +120,7 @@ def test_the_kept_code_is_that_of_an_unsealed_run(project, tmp_path):
     (copy,) = seal.rglob("sealed_one.py")
     assert SECRET in copy.read_text()
     assert [path.stat().st_mode & 0o777 for path in (seal, copy)] == [0o700, 0o400]
-
-
-def test_errors_name_the_users_file(project, tmp_path):
-    """Errors have the original path."""
-    own_code.use_seal(sealed.seal(tmp_path / "seal"))
-    (copy,) = (tmp_path / "seal").rglob("sealed_one.py")
-    assert own_code.short(str(copy)) == "sealed_one.py"
+    assert own_code.short(str(copy)) == "sealed_one.py"  # as errors name it
 
 
 def test_configs_are_read_as_they_were_sealed(project, tmp_path):
@@ -170,9 +151,14 @@ def test_git_is_asked_once(project, tmp_path, monkeypatch):
 
 
 def test_an_edited_seal_is_not_trusted(project, tmp_path):
-    """A seal is intact if this user noted it and nothing in it, bytecode caches included, has changed since."""
+    """A seal is intact if this user noted it and nothing in it has changed since; edited originals are named."""
     resume = pytest.importorskip("deeplightning_tune.resume", reason=not_installed("tune"))
     seal = sealed.seal(tmp_path / "seal")
+    assert resume.edited(seal) == {}
+    one, later = project / "sealed_one.py", project / "nets" / "later.py"
+    one.write_text("VALUE = 2\n")
+    later.unlink()
+    assert resume.edited(seal) == {str(one): "has changed", str(later): "is gone"}
     assert not resume.is_intact(seal)
     note_own(seal / own_code.SEAL)
     cache = seal / "code" / "0" / "__pycache__"
@@ -190,27 +176,11 @@ def test_an_edited_seal_is_not_trusted(project, tmp_path):
     assert not resume.is_intact(tmp_path / "nowhere")
 
 
-def test_edited_files_are_named(project, tmp_path):
-    """Each with what happened to it."""
-    resume = pytest.importorskip("deeplightning_tune.resume", reason=not_installed("tune"))
-    seal = sealed.seal(tmp_path / "seal")
-    assert resume.edited(seal) == {}
-    (project / "sealed_one.py").write_text("VALUE = 2\n")
-    (project / "nets" / "later.py").unlink()
-    assert resume.edited(seal) == {
-        str(project / "sealed_one.py"): "has changed",
-        str(project / "nets" / "later.py"): "is gone",
-    }
-
-
-def test_a_seal_that_is_gone_is_an_error(project, tmp_path):
-    """The error has the folder; code that may have been edited does not run instead."""
+def test_a_seal_that_is_gone_or_cannot_be_written_is_an_error(project, tmp_path):
+    """One sentence with path and reason; code that may have been edited does not run instead."""
     with pytest.raises(SetupError, match=r"nowhere: the code that was sealed for this launch cannot be read .* again"):
         own_code.use_seal(tmp_path / "nowhere")
-
-
-def test_a_seal_that_cannot_be_written_is_an_error(project, tmp_path):
-    """One sentence with path and reason; nothing remains."""
+    own_code.use_seal(None)
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match="the code of this launch cannot be sealed: Not a directory"):
         sealed.seal(tmp_path / "file" / "seal")
