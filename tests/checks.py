@@ -60,6 +60,32 @@ serve: {port: 5000}
 """
 
 
+GOOD = """\
+data:
+  module: {type: deeplightning.data.digits.Digits}
+  batch_size: 32
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1}
+"""
+
+
+def write_mnist(root: Path, images: Any, labels: Any, cut: int | None = None) -> Path:
+    """Write the same images (N, 28, 28) and labels (N,) of bytes as both parts of an MNIST below `root`; a file of
+    images has no more than its first `cut` bytes."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            shape = b"".join(size.to_bytes(4, "big") for size in array.shape)
+            content = bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()
+            (raw / f"{part}-{name}-ubyte").write_bytes(content[: cut if array.ndim == 3 else None])
+    return root
+
+
 class Checker:
     """Run `deeplightning check` many times."""
 

@@ -17,14 +17,7 @@ LOSS = "torch.nn.CrossEntropyLoss"
 # ---- parts
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("LearningRateFinder", "deeplightning lr CONFIG"),
-        ("BatchSizeFinder", "deeplightning batch CONFIG"),
-        ("own_finder.Often", "deeplightning batch CONFIG"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [("LearningRateFinder", "lr CONFIG"), ("own_finder.Often", "batch CONFIG")])
 def test_callbacks_that_change_the_config_behind_its_back_are_refused(tiny, tmp_path, monkeypatch, name, words):
     """A run keeps the learning rate and batch size that it used, so what searches for them goes first."""
     (tmp_path / "own_finder.py").write_text(
@@ -35,10 +28,10 @@ def test_callbacks_that_change_the_config_behind_its_back_are_refused(tiny, tmp_
     for importing in (False, True):
         (fault,) = examine(tiny, [f"train.callbacks=[{{type: {path}}}]"], importing=importing).faults
         assert (fault.key, fault.exit_code) == ("train.callbacks.0.type", 2)
-        assert words in fault.message
+        assert f"deeplightning {words}" in fault.message
 
 
-def test_a_list_of_numbers_is_a_tensor_where_one_is_asked_for(train, tracked):
+def test_a_list_of_numbers_is_a_tensor_where_one_is_asked_for():
     """Class weights are written as a list, and weigh as the same tensor in plain torch does."""
     loss = build(Target(type=LOSS, params={"weight": [1, 2, 0.5]}))
     expected = torch.nn.CrossEntropyLoss(weight=torch.tensor([1, 2, 0.5]))
@@ -48,17 +41,6 @@ def test_a_list_of_numbers_is_a_tensor_where_one_is_asked_for(train, tracked):
     # What takes a list keeps it.
     adam = Target(type="torch.optim.Adam", params={"lr": 0.1, "betas": [0.9, 0.99]})
     assert build(adam, [torch.nn.Parameter(logits)]).defaults["betas"] == (0.9, 0.99)
-
-    weights = f"model.loss.params={{weight: {[1.0] * 9 + [3]}}}"
-    assert tracked(train(weights, "train.num_epochs=1").folder).status == "FINISHED"
-
-
-def test_a_loss_that_does_not_take_the_outputs_is_a_fault_of_the_config(train):
-    """One note with the key and torch's reason, and exit code 2."""
-    outcome = train("model.loss.params={weight: [1, 2]}", code=2)
-    assert outcome.err.count("error: ") == 1
-    assert "model.loss: CrossEntropyLoss does not take its input: weight" in outcome.err
-    assert "Traceback" not in outcome.err
 
 
 def test_weights_that_cannot_be_downloaded_are_told_with_the_remedy(monkeypatch, tmp_path):
@@ -130,8 +112,6 @@ def net(kind):
         return {}["vocabulary"]
     if kind == "file":
         return open("/nowhere/vocabulary.txt")
-    if kind == "rights":
-        raise OSError("the licence server says no")
     raise RuntimeError("install the library")
 
 
@@ -165,7 +145,6 @@ def rows(command, tiny, tmp_path_factory):
     [
         ("float", "the labels of a batch are float32 (8,), not whole numbers (8,), one for each sample"),
         ("column", "the labels of a batch are int64 (8, 1), not whole numbers (8,), one for each sample"),
-        ("many", "the data holds label 3, the network has 3 outputs (labels 0 to 2)"),
         ("negative", "the data holds label -1, the network has 3 outputs (labels 0 to 2)"),
     ],
 )
@@ -204,6 +183,7 @@ SHOWN = "data.module={{type: own_rows.{}, params: {{like: {}}}}}"
     ("overrides", "code", "words"),
     [
         (["model.network.params.num_channels=3"], 2, "SimpleCNN does not take the data's pictures (1, 1, 8, 8)"),
+        (["model.loss.params={weight: [1, 2]}"], 2, "model.loss: CrossEntropyLoss does not take its input: weight"),
         ([METRIC.format("MulticlassAccuracy, params: {num_classes: 5}")], 2, "`preds.shape[1]` should be equal to"),
         ([AUGMENT.format("RandomCrop, params: {size: 30}")], 2, "Required crop size (30, 30) is larger than input"),
         ([SHOWN.format("Shown", "many"), *CLASSES], 3, "the data holds label 3, the network has 3 outputs"),
@@ -215,7 +195,6 @@ SHOWN = "data.module={{type: own_rows.{}, params: {{like: {}}}}}"
         ),
         ([BUILT.format("lookup")], 2, "own_rows.net cannot be built: KeyError: 'vocabulary' (own_rows.py:44)"),
         ([BUILT.format("file")], 3, "own_rows.net cannot be built: FileNotFoundError: [Errno 2] No such file"),
-        ([BUILT.format("rights")], 3, "own_rows.net cannot be built: OSError: the licence server says no (own_r"),
         ([BUILT.format("else")], 2, "own_rows.net cannot be built: RuntimeError: install the library (own_rows.py"),
     ],
 )

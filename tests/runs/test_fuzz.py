@@ -83,11 +83,6 @@ def assert_answered(check: Checker, content: bytes | str = BASE, *arguments: str
     return check("c.yaml", *arguments)
 
 
-def test_the_config_that_the_others_change_is_right(check):
-    """Without it they would prove little."""
-    assert "error: " not in assert_answered(check, BASE)
-
-
 @times(300)
 @given(data=st.binary(max_size=300))
 def test_bytes(check, data):
@@ -139,7 +134,9 @@ def test_a_config_with_changes(check, text):
 
 
 def test_bytes_of_a_shell_that_are_no_text(check):
-    """A value that no encoding explains is shown with a note, or written out."""
+    """A value that no encoding explains is shown with a note, or written out; the config that all of these change is
+    right."""
+    assert "error: " not in assert_answered(check, BASE)
     assert_answered(check, BASE, "data.root=\udcff")
     assert_answered(check, BASE, "data.ro\udcff=1", "\udcff")
     assert check("\udcff").startswith("error: ")
@@ -213,7 +210,6 @@ LARGE = {
     + ",".join(f"{{type: some_part{n}.anythin, params: {{a: 1}}}}" for n in range(16_000))
     + "]}",
     "many comments": "# x\n" * 240_000,
-    "many lines": "\n" * 999_000,
     "many tags": "seed: [" + "!own x," * 49_000 + "]",
     "many anchors": "seed: [" + ",".join(f"&a{n} x" for n in range(49_000)) + "]",
     "many aliases": "seed: [&a x" + ",*a" * 240_000 + "]",
@@ -221,18 +217,14 @@ LARGE = {
     "many merges": "a: &a {x: 1}\n" + "b: {" + "<<: *a, " * 40_000 + "}",
     "merges in a circle": "a: &a {<<: *b}\nb: &b {<<: *a}\n",
     "a merge in itself": "a: &a {<<: *a}\n",
-    "an anchor in itself": "a: &a [*a]\n",
     "a bomb": "a0: &a0 x\n" + _lines("a{n}: &a{n} [*a{m}, *a{m}]\n", range(1, 200)),
     "a bomb of keys": "a0: &a0 {x: 1}\n" + _lines("a{n}: &a{n} {{x: *a{m}, y: *a{m}}}\n", range(1, 200)),
     "deep lists": "seed: " + "[" * 400_000,
     "deep blocks": "- " * 400_000,
     "as deep as may be": "data: {loader: " + "[" * 57 + "]" * 57 + "}",
     "targets in targets": "data: {module: " + "{type: some_parts.anything, params: {a: " * 28 + "1" + "}}" * 28 + "}",
-    "doubled texts": "a0: xx\n" + _lines("a{n}: ${{a{m}}}${{a{m}}}\n", range(1, 60)),
-    "doubled mappings": "a0: {x: 1}\n" + _lines("a{n}: {{x: '${{a{m}}}', y: '${{a{m}}}'}}\n", range(1, 60)),
     "doubled lists": "a0: [1]\n" + _lines("a{n}: '${{oc.create:[${{a{m}}},${{a{m}}}]}}'\n", range(1, 60)),
     "deepened mappings": "a0: {x: 1}\n" + _lines("a{n}: {{x: '${{a{m}}}'}}\n", range(1, 2000)),
-    "a chain": "a0: 1\n" + _lines("a{n}: ${{a{m}}}\n", range(1, 30_000)),
     "a chain the other way round": _lines("a{n}: ${{a{m}}}\n", range(30_000, 0, -1)) + "a0: 1\n",
     "a circle": _lines("a{n}: ${{a{m}}}\n", range(1, 1000)) + "a0: ${a999}\n",
     "references to all": _lines("a{n}: ${{b}}\n", range(20_000)) + "b: [" + "x, " * 20_000 + "]\n",
@@ -254,12 +246,10 @@ LARGE = {
     "many directives": "%YAML 1.2\n" * 50_000 + "---\nseed: 1\n",
     "a folded text": "seed: >\n" + " x\n" * 300_000,
     "bases": "_base_: [" + ",".join(["other.yaml"] * 100_000) + "]",
-    "bases in a circle": "_base_: [other.yaml, c.yaml]",
     "odd bases": "_base_: [/dev/zero]",
     "a base that waits": "_base_: pipe",
     "a base with a long name": "_base_: " + "x/" * 400_000,
     "a base with a zero": '_base_: "a\\0b"',
-    "a base that is a picture": "_base_: picture",
 }
 
 
@@ -268,27 +258,14 @@ def test_much_of_something(check, content):
     """A megabyte of one thing, what grows without end, and what does not stay in its place."""
     if not (check.folder / "pipe").exists():
         os.mkfifo(check.folder / "pipe")
-        (check.folder / "picture").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     assert_answered(check, content)
 
 
 def test_a_config_that_is_no_file(check):
     """Devices, pipes, folders and impossible names are refused at once."""
-    for name in (
-        "/dev/zero",
-        "/dev/null",
-        "/dev/stdin",
-        "pipe2",
-        ".",
-        "/",
-        "",
-        "x" * 5000,
-        "a/" * 2000,
-        "~nobody",
-        "~",
-    ):
-        if name == "pipe2":
-            os.mkfifo(check.folder / name)
+    os.mkfifo(check.folder / "pipe2")
+    devices = ["/dev/zero", "/dev/null", "/dev/stdin", "pipe2"]
+    for name in (*devices, ".", "/", "", "x" * 5000, "a/" * 2000, "~nobody", "~"):
         assert check(name).startswith("error: ")
 
 

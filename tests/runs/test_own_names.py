@@ -177,26 +177,22 @@ def two(task: Plain) -> tuple[SGD, SGD]:
     return SGD([task.layer.weight], lr=0.1), SGD([task.layer.bias], lr=0.1)
 
 
+def monitored(one: SGD) -> dict[str, Any]:
+    return {"scheduler": ReduceLROnPlateau(one), "monitor": "val_loss"}
+
+
+def scheduled(both: list[SGD]) -> tuple[list[SGD], list[dict[str, Any]]]:
+    return both, [{"scheduler": StepLR(optimizer, 1, 0.5)} for optimizer in both]
+
+
 FORMS = {
     "one": (Plain, lambda task, one: one),
     "a list of optimizers": (ByHand, lambda task, one: list(two(task))),
     "two lists": (Plain, lambda task, one: ([one], [StepLR(one, 1, 0.5)])),
     "a dict": (Plain, lambda task, one: {"optimizer": one, "lr_scheduler": StepLR(one, 1, 0.5)}),
-    "a dict with a monitor": (
-        Plain,
-        lambda task, one: {
-            "optimizer": one,
-            "lr_scheduler": {"scheduler": ReduceLROnPlateau(one), "monitor": "val_loss"},
-        },
-    ),
-    "dicts": (
-        ByHand,
-        lambda task, one: tuple({"optimizer": o, "lr_scheduler": StepLR(o, 1, 0.5)} for o in two(task)),
-    ),
-    "optimizers and dicts of schedules": (
-        ByHand,
-        lambda task, one: ((both := list(two(task))), [{"scheduler": StepLR(o, 1, 0.5)} for o in both]),
-    ),
+    "a dict with a monitor": (Plain, lambda task, one: {"optimizer": one, "lr_scheduler": monitored(one)}),
+    "dicts": (ByHand, lambda task, one: tuple({"optimizer": o, "lr_scheduler": StepLR(o, 1, 0.5)} for o in two(task))),
+    "optimizers and dicts of schedules": (ByHand, lambda task, one: scheduled(list(two(task)))),
     "None": (Plain, lambda task, one: None),
 }
 

@@ -72,10 +72,8 @@ def test_what_a_resolver_returns_is_judged_like_a_value_that_is_written_there():
     """Numbers, lists and mappings, given to others; what the schema refuses is a note at the value's line."""
     report = check("data.batch_size=${my.half:9}", "data.module.params=${my.sizes:1,${data.batch_size},[x]}")
     assert report.faults == []
-    assert (report.config.data.batch_size, report.config.data.module.params) == (
-        4,
-        {"sizes": [1, 4, ["x"]], "of": [1, None]},
-    )
+    data = report.config.data
+    assert (data.batch_size, data.module.params) == (4, {"sizes": [1, 4, ["x"]], "of": [1, None]})
     (fault,) = check("data.batch_size=${my.shouted:word}").faults
     assert str(fault) == (
         "override data.batch_size=${my.shouted:word}: data.batch_size: must be a whole number or null, "

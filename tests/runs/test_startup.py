@@ -2,13 +2,13 @@
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from checks import write_mnist
 from served import ROOT
 
 CONFIG = """\
@@ -26,19 +26,8 @@ logger: {params: {tracking_uri: STORE}, pictures: null}
 # Modules that a verb may hold at its end, a tenth more than on the day on which this was written (November 2026, Python
 # 3.11), and packages of which it may hold none.
 COMPILER = ["torch._dynamo.utils", "torch._inductor", "sympy", "torch.onnx"]
-UNUSED = [
-    *COMPILER,
-    "mlflow",
-    "sqlalchemy",
-    "alembic",
-    "pandas",
-    "scipy",
-    "sklearn",
-    "matplotlib",
-    "torchvision",
-    "onnx",
-    "triton",
-]
+TABLES = ["mlflow", "sqlalchemy", "alembic", "pandas", "scipy", "sklearn"]
+UNUSED = [*COMPILER, *TABLES, "matplotlib", "torchvision", "onnx", "triton"]
 TRACKED = [*COMPILER, "matplotlib", "torchvision", "onnx", "triton"]
 """MLflow is imported after the first step, see test_unsent.py."""
 HEAVY = ["torch", "numpy", "pytorch_lightning", "PIL", *UNUSED]
@@ -66,15 +55,8 @@ open({file!r}, "w").write(json.dumps([code, sorted(sys.modules)]))
 def imported(tmp_path_factory):
     """`imported(words)`: the modules that a verb holds at its end, in a fresh process."""
     place = tmp_path_factory.mktemp("place")
-    folder = place / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    for name in ("train", "t10k"):
-        images, labels = rng.integers(0, 256, (40, 28, 28), np.uint8), np.arange(40, dtype=np.uint8) % 10
-        (folder / f"{name}-images-idx3-ubyte").write_bytes(
-            struct.pack(">IIII", 0x803, *images.shape) + images.tobytes()
-        )
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 40) + labels.tobytes())
+    images = np.random.default_rng(0).integers(0, 256, (40, 28, 28), np.uint8)
+    write_mnist(place, images, np.arange(40, dtype=np.uint8) % 10)
     config = place / "c.yaml"
     config.write_text(CONFIG.replace("ROOT", str(place)).replace("STORE", str(place / "runs")))
 
@@ -82,9 +64,7 @@ def imported(tmp_path_factory):
         run = next((place / "runs").glob("*/*/artifacts"), Path("none"))
         known = {"CONFIG": str(config), "STORE": str(place / "runs"), "RUN": str(run)}
         file = place / "modules.json"
-        env = {
-            name: value for name, value in os.environ.items() if name != "DEEPLIGHTNING_DEBUG" and "MLFLOW" not in name
-        }
+        env = {n: value for n, value in os.environ.items() if n != "DEEPLIGHTNING_DEBUG" and "MLFLOW" not in n}
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM.format(file=str(file)), *(known.get(word, word) for word in words.split())],
             env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -1,12 +1,17 @@
 """Words of other tools are told with ours, in `check` and in the manual."""
 
+import errno
 import json
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import torch
+from checks import GOOD
 
 from deeplightning.checks import allowed, strategy
 from deeplightning.checks.examine import examine
@@ -14,20 +19,15 @@ from deeplightning.checks.signature_check import Meanings
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config import other_tools, schema
-from deeplightning.faults import PLUGINS
+from deeplightning.engine import checkpoint_io, gpus
+from deeplightning.engine.devices import Gpu, Machine
+from deeplightning.faults import PLUGINS, CheckpointError, SetupError, count
+from deeplightning.process import failure
+from deeplightning.run.find import checkpoint_of
+from deeplightning.runfolder import RunFolder
+from serve.__main__ import AddressError, _listen
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = """\
-data:
-  module: {type: deeplightning.data.digits.Digits}
-  batch_size: 32
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
-  loss: {type: torch.nn.CrossEntropyLoss}
-train: {num_epochs: 1}
-"""
 
 
 class Habit(NamedTuple):
@@ -56,10 +56,10 @@ def test_words_of_other_tools_get_ours(tmp_path, monkeypatch):
     """Of 300 configs with the habits of other tools, 60 of them whole files, none passes, and two in three get our
     word as the suggestion of the key that holds the old one: the table has the commonest words."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "base.yaml").write_text(GOOD)
     cases, silent, wrong = list(habits()), [], []
     for habit in cases:
-        (tmp_path / "c.yaml").write_text(habit.text if habit.by_hand else BASE)
+        (tmp_path / "c.yaml").write_text(habit.text if habit.by_hand else GOOD)
         faults = examine("c.yaml", [] if habit.by_hand else [habit.text]).faults
         told = {str(fault.key or ""): fault.to_dict()["suggestion"] or "" for fault in reversed(faults)}
         if not all(any(f"{key}.".startswith(f"{at}.") for at in told) for key in habit.answers):
@@ -122,7 +122,7 @@ def test_each_row_of_the_table_is_true(meanings):
 def test_check_answers_each_word_of_the_table(tmp_path, monkeypatch):
     """The old word alone as an override is a fault that has ours."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text(BASE)
+    (tmp_path / "c.yaml").write_text(GOOD)
     words = {word.lstrip("/"): new for word, new in other_tools.ROWS.items()}
     told = {}
     plain, dotted = ([word for word in words if ("." in word) == has] for has in (False, True))
@@ -133,12 +133,6 @@ def test_check_answers_each_word_of_the_table(tmp_path, monkeypatch):
         key = re.escape(str(other_tools.key_of(new)).lstrip("."))
         answer = "There is none here" if new.startswith("none") else f"(Here it is called|Did you mean) {key}"
         assert re.search(answer, told[word]), word
-
-
-def told_of(text: str, *overrides: str) -> list[str]:
-    """What `check` says of a config in the working directory."""
-    Path("c.yaml").write_text(text)
-    return [str(fault) for fault in examine("c.yaml", list(overrides)).faults]
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("tunee", "tune")])
@@ -152,19 +146,17 @@ def test_a_misspelt_verb_gets_the_nearest_one(monkeypatch, capsys, typed, meant)
 def test_a_tag_is_one_fault(tmp_path, monkeypatch):
     """Of a value that could not be read it is not also said that it is missing."""
     monkeypatch.chdir(tmp_path)
-    text = BASE.replace("num_epochs: 1", "num_epochs: !!python/name:os.system ").replace(
+    text = GOOD.replace("num_epochs: 1", "num_epochs: !!python/name:os.system ").replace(
         "optimizer: {", "optimizer: !x {"
     )
-    told = told_of(text)
+    Path("c.yaml").write_text(text)
+    told = [str(fault) for fault in examine("c.yaml").faults]
     assert [note.split(": ")[1] for note in told] == ["model.optimizer", "train.num_epochs"]
     assert all("the tag !" in note for note in told)
 
 
 def test_a_gpu_that_is_not_there_is_told_by_index():
     """`engine.gpus=[1]` on a machine with one GPU says index and indexes, not "asks for 1, has 1"."""
-    from deeplightning.engine import gpus
-    from deeplightning.engine.devices import Gpu, Machine
-
     told = gpus._not_there([1], Machine(gpus=(Gpu(),)))
     assert told is not None
     assert told.startswith("asks for GPU index 1; this machine has 1, counted from 0; ")
@@ -172,10 +164,6 @@ def test_a_gpu_that_is_not_there_is_told_by_index():
 
 def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):
     """The note lists the checkpoints that are there."""
-    from deeplightning.faults import CheckpointError
-    from deeplightning.run.find import checkpoint_of
-    from deeplightning.runfolder import RunFolder
-
     for name in ("epoch=1.ckpt", "epoch=2.ckpt"):
         (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=r"it holds epoch=1\.ckpt, epoch=2\.ckpt"):
@@ -184,13 +172,6 @@ def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):
 
 def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
     """The note has what is free, what the checkpoint needs, and what can be removed."""
-    import errno
-    from types import SimpleNamespace
-
-    import torch
-
-    from deeplightning.engine import checkpoint_io
-    from deeplightning.faults import SetupError
 
     def full(content, file):
         file.write(b"x" * 1000)
@@ -209,19 +190,12 @@ def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
 
 def test_an_address_that_is_not_of_this_machine(monkeypatch):
     """`--host` with another machine's address does not blame a program that uses the port."""
-    from serve.__main__ import AddressError, _listen
-
     with pytest.raises(AddressError, match=r"cannot listen on 192\.0\.2\.1, port .*: .*\. Choose another with --host"):
         _listen("192.0.2.1", 0)
 
 
 def test_a_lost_process_names_what_is_left(tmp_path):
     """The note of a killed process has the newest complete checkpoint and how to go on from it."""
-    import zipfile
-
-    from deeplightning.process import failure
-    from deeplightning.runfolder import RunFolder
-
     run = RunFolder(tmp_path)
     assert failure.resume_hint(failure.newest_of(run)) == "; there is no checkpoint yet"
     with zipfile.ZipFile(run.last, "w") as archive:
@@ -233,17 +207,11 @@ def test_a_lost_process_names_what_is_left(tmp_path):
 
 def test_one_is_not_told_as_many():
     """`1 epoch`, `2 epochs`."""
-    from deeplightning.faults import count
-
     assert [count(n, "epoch") for n in (0, 1, 2, 1000)] == ["0 epochs", "1 epoch", "2 epochs", "1,000 epochs"]
 
 
 def test_the_readme_says_whose_figures_it_prints():
     """Figures are those of the machine that wrote the page, and "bit for bit" is promised on one kind of CPU."""
     page = " ".join((ROOT / "README.md").read_text().split())
-    figures, first = (
-        page.index("are from the machine that wrote it"),
-        page.index("The last line is the folder of the run"),
-    )
-    assert figures < first
+    assert page.index("are from the machine that wrote it") < page.index("The last line is the folder of the run")
     assert "On CPUs of one kind, with the same versions, the same config gives the same metrics and weights," in page

@@ -83,13 +83,16 @@ def note(*words):
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_files_are_fetched_and_laid_over_each_other(web, kind):
-    """Names in a config are relative to its address. Each file is asked for once, and recorded with its digest."""
+    """Names in a config are relative to its address. Each file is asked for once, and recorded with its digest.
+    A place is an address with line and column."""
     source = read(kind(f"{web.url}/a/cfg.yaml?signature=s3cret"), ["train.num_epochs=7"])
     assert plain(source.root) == {"seed": 3, "train": {"num_epochs": 7, "max_steps": 9}}
     assert sorted(web.asked) == ["/a/base.yaml", "/a/cfg.yaml?signature=s3cret", "/c.yaml"]
     paths = ("/a/cfg.yaml", "/a/base.yaml", "/c.yaml")
     digests = {f"{web.url}{path}": hashlib.sha256(FILES[path].encode()).hexdigest() for path in paths}
     assert source.origins == digests
+    (fault,) = [fault for fault in examine(f"{web.url}/wrong.yaml").faults if fault.key == "train.num_epoch"]
+    assert fault.place == f"{web.url}/wrong.yaml:2:9"
     assert {notice.text for notice in source.notices} == {f"config: {a}, SHA-256 {d}" for a, d in digests.items()}
     assert "s3cret" not in str([source.root, source.notices, source.origins])
     for path in Path("../a cache").rglob("*"):
@@ -99,14 +102,9 @@ def test_files_are_fetched_and_laid_over_each_other(web, kind):
 def test_a_fetched_config_has_no_folder_for_code(web):
     """Names of a local file that builds on it come from the folder of that file alone."""
     assert read(f"{web.url}/a/cfg.yaml").folders == []
+    assert plain(read(f"{web.url}/root.yaml").root) == {"train": {"max_steps": 9}}  # `/` is that of the server
     Path("own.yaml").write_text(f"_base_: {web.url}/c.yaml\n")
     assert read("own.yaml").folders == [Path.cwd()]
-
-
-def test_a_place_is_an_address_with_line_and_column(web):
-    """As in a file."""
-    (fault,) = [fault for fault in examine(f"{web.url}/wrong.yaml").faults if fault.key == "train.num_epoch"]
-    assert fault.place == f"{web.url}/wrong.yaml:2:9"
 
 
 def test_one_command_reads_the_same_bytes_and_the_next_the_new_ones(web, monkeypatch):
@@ -135,11 +133,6 @@ def test_what_is_no_config_is_refused(web, path, words):
     Path("~/secret.yaml").write_text("seed: 1\n")
     assert words in note(f"{web.url}{path}")
     assert web.url in note(f"{web.url}{path}")
-
-
-def test_a_path_from_the_root_is_one_of_the_server(web):
-    """Not of this machine."""
-    assert plain(read(f"{web.url}/root.yaml").root) == {"train": {"max_steps": 9}}
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from checks import load
+from checks import GOOD, load
 
 from deeplightning.checks import strategy
 from deeplightning.checks.examine import examine
-
-GOOD = """\
-data:
-  module: {type: deeplightning.data.digits.Digits}
-  batch_size: 32
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
-  loss: {type: torch.nn.CrossEntropyLoss}
-train: {num_epochs: 1}
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +44,6 @@ def note(*overrides: str, text: str = GOOD, imported: bool = False) -> str:
     return one.removeprefix(f"override {overrides[-1]}: ") if overrides else one
 
 
-def test_a_right_config_has_no_faults():
-    """What the other tests change is right."""
-    assert notes() == []
-
-
 # ---- keys and values
 
 
@@ -69,54 +52,34 @@ def test_a_right_config_has_no_faults():
     [
         # unknown, at any depth, with the nearest word
         ("train.num_epoch=2", "train.num_epoch: unknown key. Did you mean num_epochs? Known here: num_epochs, max_"),
-        ("Data.batch_size=2", "Data: unknown key. Did you mean data? Known here: version, seed, stages, data"),
-        ("train.checkpoint.moniter=x", "train.checkpoint.moniter: unknown key. Did you mean monitor?"),
-        ("model.optimizer.parms={}", "model.optimizer.parms: unknown key. Did you mean params?"),
         ("model.loss={a: {type: torch.nn.MSELoss, wieght: 2}}", "model.loss.a.wieght: unknown key. Did you mean"),
         ("train.callbacks=[{type: pytorch_lightning.callbacks.Timer, parms: 1}]", "train.callbacks.0.parms: unknown"),
         ("zzz=1", "zzz: unknown key. Known here: version, seed, stages"),
         # words of older configs
-        ("train.ckpt_resume_path=x", "train.ckpt_resume_path: unknown key. Here it is called train.resume_ckpt."),
         ("data.total_batch_size=8", "Here it is called data.batch_size (it counts per process)."),
         # of another type
-        ("seed=abc", "seed: must be a whole number or null, not the text 'abc'"),
         ("seed='5'", "seed: must be a whole number or null, not the text '5'"),
-        ("seed=1.5", "seed: must be a whole number or null, not the number 1.5"),
         ("seed=true", "seed: must be a whole number or null, not true"),
         ("train.export=off", "train.export: must be true or false or a list, not the text 'off'"),
-        ("train.export=1", "train.export: must be true or false or a list, not the number 1"),
         ("data.root=5", "data.root: must be a text or null, not the number 5"),
-        ("data.root=[a]", "data.root: must be a text or null, not a list"),
         ("stages=train", "stages: must be a list, not the text 'train'"),
         ("engine.env={A: 1}", "engine.env.A: must be a text, not the number 1"),
         ("engine.gpus=[0, a]", "engine.gpus: must be indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)"),
         ("train=5", "train: must be a mapping of num_epochs, max_steps,"),
-        ("train.gradient_clip=5", "train.gradient_clip: must be a mapping of value, algorithm, norm_type or null, not"),
-        ("data=[1]", "data: must be a mapping of module, batch_size,"),
-        ("data.loader=[1]", "data.loader: must be a mapping, not a list"),
         ("model.network.params=5", "model.network.params: must be a mapping, not the number 5"),
-        ("model.network.type=5", "model.network.type: must be a text, not the number 5"),
         # not one of the words
-        ("stages=[train, tset]", "stages.1: must be one of train, validate, test, predict, not the text 'tset'"),
         ("engine.backend=deepspeed_stage_4", "not the text 'deepspeed_stage_4'. Did you mean deepspeed_stage_3?"),
-        ("engine.precision=33", "engine.precision: must be one of 16, 32, 64, bf16,"),
         ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 1}, call: {interval: batch}}",
          "model.scheduler.call.interval: must be one of epoch, step, not the text 'batch'. Did you mean step?"),
         ("engine.gpus=all", "engine.gpus: must be a whole number or a list or one of auto or null, not the text"),
         # out of range
-        ("data.batch_size=0", "data.batch_size: must be at least 1, not 0"),
-        ("data.num_workers=-1", "data.num_workers: must be at least 0, not -1"),
-        ("seed=-1", "seed: must be at least 0, not -1"),
         ("serve.port=70000", "serve.port: must be at most 65535, not 70000"),
         ("engine.gpus=-1", "engine.gpus: must be at least 0, not -1"),
         ("train.gradient_clip={value: .nan}", "train.gradient_clip.value: must be at least 0, not nan"),
         ("train.limit_batches={train: 1.5}", "whole number of batches, or a fraction between 0 and 1, not 1.5"),
         ("train.val_every_n_epoch=1.5", "must be a whole number of epochs, or a fraction between 0 and 1, not 1.5"),
-        ("train.val_every_n_epoch=0", "must be a whole number of epochs, or a fraction between 0 and 1, not 0"),
         ("train.checkpoint.every_n_epochs=.inf", "whole number of epochs, or a fraction between 0 and 1, not inf"),
         ("data.num_splits=1", "data.num_splits: must be at least 2, not 1; with 10, one tenth of the training set"),
-        ("data={num_splits: 5, fold: 5, batch_size: 1, module: {type: deeplightning.data.digits.Digits}}",
-         "data.fold: 5 does not go with data.num_splits: 5"),
         ("stages=[]", "stages: nothing to do: give at least one of train, validate, test, predict"),
         # nobody to start it
         ("engine.num_nodes=2", "engine.num_nodes: 2 machines have to be started: by torchrun, Slurm, "),
@@ -125,7 +88,6 @@ def test_a_right_config_has_no_faults():
         ("~data.batch_size", "data.batch_size: missing: samples per step and process; for example `batch_size: 64`"),
         ("~data.module", "data.module: missing: a LightningDataModule; a first parameter named `cfg` gets the whole"),
         ("~model.optimizer.params", "model.optimizer.params: missing: "),
-        ("~model.network.type", "model.network.type: missing: MODULE.CLASS or MODULE.FUNCTION; for example `type:"),
         ("train.early_stop={mode: max}", "train.early_stop.metric: missing: name of a metric; for example `metric:"),
         ("data=null", "data.module: missing"),
     ],
@@ -156,14 +118,6 @@ def test_a_value_of_the_file_is_told_with_line_and_column():
     ]
 
 
-def test_a_value_of_a_base_is_told_with_its_file():
-    """The file that set the value is named, not the one that was given."""
-    Path("base.yaml").write_text(GOOD.replace("32", "many"))
-    assert notes(text="_base_: base.yaml\nseed: 1\n") == [
-        "base.yaml:3:3: data.batch_size: must be a whole number or null, not the text 'many'"
-    ]
-
-
 def test_thousands_of_unknown_keys_are_one_note():
     """Another kind of YAML file is not answered with a note per line."""
     (one,) = notes(text="\n".join(f"k{n}: 1" for n in range(5000)))
@@ -185,27 +139,18 @@ def test_thousands_of_unknown_keys_are_one_note():
         ("model.optimizer.type=torch.optim.SDG", "model.optimizer.type: torch.optim has no `SDG`. Did you mean"),
         ("model.optimizer.type=troch.optim.SGD", "there is no module troch to import (for `troch.optim.SGD`). Did you"),
         ("data.module.type=Digits", "data.module.type: `Digits` is no MODULE.NAME such as torch.optim.SGD."),
-        ("model.optimizer.type=SDG", "model.optimizer.type: torch.optim has no `SDG`. Did you mean torch.optim.SGD?"),
-        ("model.optimizer.params={lrr: 0.1}", "model.optimizer.params.lrr: torch.optim.SGD has no param `lrr`. Did"),
-        ("model.optimizer.params.lr=fast", "torch.optim.SGD takes a number here, not the text 'fast'"),
         ("model.optimizer.params.params=[1]", "torch.optim.SGD gets `params` from us; remove it"),
-        ("model.network.params={num_channels: 1}", "model.network.params: deeplightning.model.cnn.SimpleCNN needs num"),
         ("data.module={type: deeplightning.data.image_folder.ImageFolder, params: {resize: crp}}",
          "ImageFolder takes 'crop' or 'stretch' or 'pad' here, not the text 'crp'. Did you mean crop?"),
-        ("model.network.params.num_classes=ten", "SimpleCNN takes a whole number here, not the text 'ten'"),
         # of another kind
         ("model.network={type: torch.nn.CrossEntropyLoss}", "torch.nn.CrossEntropyLoss is a loss, not a network"),
-        ("model.network={type: torchmetrics.MeanMetric}", "torchmetrics.MeanMetric is a metric, not a network"),
         ("model.network={type: torch.optim.SGD}", "torch.optim.SGD is not a network (torch.nn.Module)"),
         ("model.loss={type: torchmetrics.MeanMetric}", "torchmetrics.MeanMetric is a metric, not a loss"),
-        ("model.module={type: torch.nn.Linear}", "torch.nn.Linear is not a LightningModule"),
         ("data.module={type: torch.nn.Linear}", "torch.nn.Linear is not a LightningDataModule"),
-        ("model.optimizer={type: torch.nn.Linear, params: {}}", "torch.nn.Linear is not an optimizer (torch.optim.Opt"),
         ("model.scheduler={type: torch.optim.SGD}", "torch.optim.SGD is not a scheduler"),
         ("model.metrics={acc: {type: torch.nn.Linear}}", "model.metrics.acc.type: torch.nn.Linear is not a metric"),
         ("train.callbacks=[{type: torch.nn.Linear}]", "train.callbacks.0.type: torch.nn.Linear is not a Lightning"),
         ("logger={type: torch.nn.Linear}", "logger.type: torch.nn.Linear is not a Lightning logger"),
-        ("logger.extra=[{type: torch.nn.Linear}]", "logger.extra.0.type: torch.nn.Linear is not a Lightning logger"),
         ("model.optimizer=[{type: torch.optim.SGD}]", "model.optimizer: must be a target {type: MODULE.CLASS,"),
         ("model.loss=5", "or a mapping of names or null, not the number 5"),
         ("model.network=torch.nn.Linear", "model.network: must be a target {type: MODULE.CLASS, params: {…}} or"),
@@ -215,8 +160,6 @@ def test_thousands_of_unknown_keys_are_one_note():
         ("model.optimizer={type: torch.optim.Adam, params: {lr: 0.1}, groups: [{match: bias, betas: [0.9, high]}]}",
          "model.optimizer.groups.0.betas.1: torch.optim.Adam takes a number here, not the text 'high'"),
         ("model.network.params.num_classes={type: json.dumbs}", "model.network.params.num_classes.type: json has no"),
-        ("data.module.params.augment=[{type: torch.nn.Dropout, params: {q: 1}}]",
-         "data.module.params.augment.0.params.q: torch.nn.Dropout has no param `q`."),
         ("data.module.params.augment=[{type: torch.nn.ModuleDict, params: {modules: {a: [{ref: json.dumbs}]}}}]",
          "augment.0.params.modules.a.0.ref: json has no `dumbs`. Did you"),
     ],
@@ -232,55 +175,39 @@ def test_one_wrong_target_is_one_note(override, words):
 @pytest.mark.parametrize(
     ("backend", "params", "words"),
     [
-        (
-            "ddp",
-            "fnd_unused_parameters: true",
-            "fnd_unused_parameters: torch.nn.parallel.DistributedDataParallel has no",
-        ),
-        ("ddp", "find_unused_parameters: maybe", "takes true or false here, not the text 'maybe'"),
+        ("ddp", "fnd_unused_parameters: true", "torch.nn.parallel.DistributedDataParallel has no param `fnd_unused_p"),
         ("ddp", "module: 1", "torch.nn.parallel.DistributedDataParallel gets `module` from us; remove it"),
-        ("ddp", "timeoutt: 1", "engine.params.timeoutt: "),
-        ("deepspeed_stage_2", "stag: 1", "engine.zero.DeepSpeed has no param `stag`. Did you mean stage?"),
         ("ddp", "find_unused_parameters: true, process_group_backend: gloo, bucket_cap_mb: 25", None),
         ("deepspeed_stage_3", "offload_optimizer: true, allgather_bucket_size: 200_000_000", None),
         ("ddp", "accelerator: cpu", "engine.params.accelerator: engine.gpus decides it; remove it"),
         ("deepspeed_stage_2", "stage: 3", "engine.params.stage: engine.backend decides it; remove it"),
         ("deepspeed_stage_2", "precision_plugin: {type: torch.amp.GradScaler}", "engine.precision decides it; remove"),
         ("ddp", "timeout: 30 min", "engine.params.timeout: must be a number of seconds, more than 0, not '30 min'"),
-        ("fsdp", "timeout: 0", "must be a number of seconds, more than 0, not 0"),
         ("ddp", "timeout: 0.5", None),
         ("fsdp", "param_dtype: bfloat", "engine.params.param_dtype: must be one of float32, bfloat16, float16, not "
          "'bfloat'. Did you mean bfloat16?"),
         ("fsdp", "wrap: {a: 1}", "engine.params.wrap: deeplightning.engine.fsdp.Fsdp takes a whole number or a list"),
         ("fsdp", "sharding_strategy: FULL_SHARD", "engine.fsdp.Fsdp has no param `sharding_strategy`. It takes: wrap,"),
         ("fsdp", "tensor_parallel: 0", "tensor_parallel: must be a number of processes, at least 1, not 0"),
-        ("fsdp", "tensor_parallel: two", "engine.params.tensor_parallel: deeplightning.engine.fsdp.Fsdp takes a whole"),
         ("fsdp", "tensor_parallel: 2, tensor_plan: {a: column}", "tensor_plan: 'a' must be one of colwise, colwise_2,"),
         ("fsdp", "tensor_plan: {a: rowwise}", "set `engine.params.tensor_parallel=2`, or more"),
         ("fsdp", "tensor_parallel: 2, tensor_plan: {'a|b': rowwise}", None),
         ("fsdp", "reshard_after_forward: false, reduce_dtype: float32, cpu_offload: true, wrap: [Linear, conv1]", None),
         ("ddp", "ddp_comm_hook: {ref: json.dumbs}", "engine.params.ddp_comm_hook.ref: json has no `dumbs`."),
-        ("ddp", "process_group: {type: json.dumps}", "engine.params.process_group.params: json.dumps needs obj"),
         ("deepspeed_stage_1", "config: {progressive_layer_drop: {}}", "progressive_layer_drop: unknown to DeepSpeed."),
         ("deepspeed_stage_2", "config: {optimizer: {}}", "config.optimizer: model.optimizer decides it; remove it"),
-        ("deepspeed_stage_2", "config: {train_batch_size: 8}", "data.batch_size decides it"),
         ("deepspeed_stage_2", "config: {flop_profiler: {}}", "config.flop_profiler: unknown to DeepSpeed. "
          "Did you mean flops_profiler? It knows activation_checkpointing,"),
         ("deepspeed_stage_2", "config: {zero_optimization: false}", "zero_optimization: must be a mapping, such"),
-        ("deepspeed_stage_2", "zero_optimization: false", None),
         ("deepspeed_stage_2", "initial_scale_power: 8, loss_scale_window: 100, hysteresis: 1, min_loss_scale: 2", None),
         ("deepspeed_stage_3", "block_size: 1, queue_depth: 4, thread_count: 2, partition_activations: true", None),
-        ("deepspeed_stage_2_offload", "config: {flops_profiler: {}, zero_optimization: {sub_group_size: 9}}",
-         None),
+        ("deepspeed_stage_2_offload", "config: {flops_profiler: {}, zero_optimization: {sub_group_size: 9}}", None),
     ],
 )  # fmt: skip
 def test_params_of_the_engine_are_compared_with_the_strategys(backend, params, words):
     """With its own and, for ddp, with those of torch's class that they are handed on to."""
     overrides = [f"engine.backend={backend}", f"engine.params={{{params}}}"]
-    if words is None:
-        assert notes(*overrides) == []
-    else:
-        assert words in note(*overrides)
+    assert notes(*overrides) == [] if words is None else words in note(*overrides)
 
 
 def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
@@ -313,11 +240,9 @@ def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
     "override",
     [
         "model.network={type: torchvision.models.resnet18, params: {num_classes: 10}}",
-        "model.network={type: torch.nn.Sequential}",
         "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {monitor: val_loss}}",
         "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 1.0, total_steps: auto}}",
         "model.loss={a: {type: torch.nn.MSELoss}, b: {type: torch.nn.L1Loss, weight: 0.5}}",
-        "model.loss={type: torch.nn.CrossEntropyLoss, params: {label_smoothing: 0.1}}",
         "model.metrics={acc: {type: torchmetrics.classification.MulticlassAccuracy, params: {num_classes: 10}}}",
         "data.module.params.augment=[{type: torch.nn.Dropout, params: {p: 0.1}}]",
         "logger={type: pytorch_lightning.loggers.MLFlowLogger, params: {tracking_uri: mlruns}}",
@@ -351,23 +276,13 @@ def test_a_module_beside_the_config_is_found_from_elsewhere(here, monkeypatch):
     assert load("project/c.yaml", ["model.network={type: beside_config.Net}"]).model.network.type == "beside_config.Net"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("def f(:\n", "SyntaxError: invalid syntax (own_broken.py:1)"),
-        (
-            "import torch\nimport not_there\n",
-            "needs not_there, which is not installed here (own_broken.py:2): pip install not_there",
-        ),
-        ("\n1 / 0\n", "ZeroDivisionError: division by zero (own_broken.py:2)"),
-    ],
-)
-def test_an_own_module_that_cannot_be_imported_is_a_fault_with_both_places(text, words):
+def test_an_own_module_that_cannot_be_imported_is_a_fault_with_both_places():
     """The line of the config that names it, and the line of the code that fails."""
-    Path("own_broken.py").write_text(text)
-    found = note("model.loss.type=own_broken.Loss", imported=True)
-    assert found.startswith("model.loss.type: importing own_broken (for `own_broken.Loss`) ")
-    assert found.endswith(words)
+    Path("own_broken.py").write_text("import torch\nimport not_there\n")
+    assert note("model.loss.type=own_broken.Loss", imported=True) == (
+        "model.loss.type: importing own_broken (for `own_broken.Loss`) needs not_there, which is not installed here "
+        "(own_broken.py:2): pip install not_there"
+    )
 
 
 def test_a_class_of_the_other_lightning_is_refused_in_words(here, monkeypatch):
@@ -402,38 +317,26 @@ import functools
 from torch import nn
 
 
-def open_to_more(cls):
-    given = cls.__init__
-
+def open_to_more(given):
     @functools.wraps(given)
     def init(self, *args, **more):
-        given(self, *args, **{k: v for k, v in more.items() if k in ("sides", "name")})
-        self.more = more
+        given(self, *args, **{k: v for k, v in more.items() if k == "sides"})
 
-    cls.__init__ = init
-    return cls
-
-
-def traced(function):
-    @functools.wraps(function)
-    def inner(*args, **more):
-        return function(*args, **more)
-
-    return inner
+    return init
 
 
 class Base(nn.Module):
     def __init_subclass__(cls):
-        open_to_more(cls)
+        cls.__init__ = open_to_more(cls.__init__)
 
 
 class Open(Base):
-    def __init__(self, sides: int = 1, name: str = "x"):
+    def __init__(self, sides: int = 1):
         super().__init__()
 
 
 class Decorated(nn.Module):
-    @traced
+    @open_to_more
     def __init__(self, sides: int = 1):
         super().__init__()
 """
@@ -456,15 +359,12 @@ def test_a_constructor_that_a_wrapper_opens_to_any_keyword_is_unchecked():
     [
         ("model.optimizer.groups=[{match: bias, wieght_decay: 0}]",
          "groups.0.wieght_decay: torch.optim.SGD has no param `wieght_decay`. Did you mean weight_decay?"),
-        ("model.optimizer.groups=[{match: bias, weight_decay: none}]", "takes a number here, not the text 'none'"),
         ("model.optimizer.groups=[{weight_decay: 0}]", "model.optimizer.groups.0.match: missing: which parameters"),
         ("model.optimizer.groups=[{mach: bias}]", "model.optimizer.groups.0.mach: unknown key. Did you mean match?"),
         ("model.optimizer.groups=[{match: 'bias)'}]", "groups.0.match: must be a regular expression, not 'bias)': "),
         ("model.trainable=[]", "model.trainable: names no parameter, so nothing would learn; `all` trains"),
-        ("model.trainable=['(', head]", "model.trainable.0: must be a regular expression, not '(': "),
         ("data.loader={pin_memry: true}", "DataLoader has no param `pin_memry`. Did you mean pin_memory?"),
         ("data.loader={batch_size: 3}", "DataLoader gets `batch_size` from data.batch_size; remove it"),
-        ("data.loader={pin_memory: often}", "DataLoader takes true or false here, not the text 'often'"),
         ("logger.params={experiment: x}", "MLflowLogger has no param `experiment`. Did you mean"),
     ],
 )  # fmt: skip
@@ -477,7 +377,6 @@ def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
     ("override", "words"),
     [
         ("batch_size=4", "unknown key. Did you mean data.batch_size?"),
-        ("gpus=1", "unknown key. Did you mean engine.gpus?"),
         ("lr=0.1", "unknown key. Here it is called model.optimizer.params.lr."),
         ("task=img", "unknown key. Here it is called model.module.type."),
         ("total_batch_size=3", "unknown key. Here it is called data.batch_size (it counts per process)."),
@@ -576,17 +475,7 @@ def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
 # ---- the command
 
 COMPOSED = {
-    "ground.yaml": """\
-data:
-  module: {type: deeplightning.data.digits.Digitz}
-  batch_size: 32
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channel: 1, image_size: 8}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
-  loss: {type: torch.nn.CrossEntropyLoss}
-train: {num_epochs: 1}
-""",
+    "ground.yaml": GOOD.replace("digits.Digits", "digits.Digitz").replace("num_channels", "num_channel"),
     "middle.yaml": """\
 _base_: ground.yaml
 data:
@@ -637,15 +526,13 @@ def test_ten_faults_in_three_files_are_ten_notes_in_one_run(command, here):
 
 
 def test_a_report_for_programs(command, here):
-    """`--format json`: file, line, column or override, key, value found, what is allowed, the suggestion."""
+    """`--format json`: file, line, column or override, key, value found, what is allowed, the suggestion; of
+    a right config the effective one, and what was changed in it."""
     Path("c.yaml").write_text(GOOD)
     found = command("check", "c.yaml", "data.batchsize=3", "seed=-1", "--format", "json", cwd=here)
     told = json.loads(found.out)
     assert (found.code, found.err, told["valid"], told["config"]) == (2, "", False, None)
-    assert told["faults"][0] == {
-        "file": None,
-        "line": None,
-        "column": None,
+    assert told["faults"][0] == dict.fromkeys(["file", "line", "column"]) | {
         "override": "data.batchsize=3",
         "key": "data.batchsize",
         "message": told["faults"][0]["message"],
@@ -658,6 +545,12 @@ def test_a_report_for_programs(command, here):
     (fault,) = json.loads(command("check", "c.yaml", "--format=json", cwd=here).out)["faults"]
     assert [fault[name] for name in ("file", "line", "column", "override")] == ["c.yaml", 3, 3, None]
     assert [fault[name] for name in ("found", "allowed")] == ["the text 'many'", "a whole number or null"]
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "engine.backend=horovod", "--format", "json", cwd=here)
+    told = json.loads(found.out)
+    assert (found.code, told["valid"], told["faults"]) == (0, True, [])
+    assert told["config"]["engine"]["backend"] is None
+    assert [notice["key"] for notice in told["notices"]] == ["engine.backend", "engine.backend"]
 
 
 def test_what_a_module_prints_does_not_stand_in_the_report(command, here):
@@ -669,15 +562,6 @@ def test_what_a_module_prints_does_not_stand_in_the_report(command, here):
     found = command("check", "c.yaml", "model.loss.type=own_loud.Loss", "--import", "--format", "json", cwd=here)
     assert json.loads(found.out)["valid"] is True
     assert {"loud", "louder"} <= set(found.err.split())
-
-
-def test_a_huge_number_of_gpus_is_one_short_note(command, here):
-    """As is a number too many."""
-    Path("c.yaml").write_text(GOOD)
-    found = command("check", "c.yaml", "engine.gpus=987654321", cwd=here)
-    assert found.code == 3
-    assert "asks for 987654321 GPUs; this machine has" in found.err
-    assert len(found.err) < 500
 
 
 def test_a_misspelt_option_is_no_override(command, here):
@@ -701,16 +585,6 @@ def test_a_full_disk_is_a_note(here):
         )  # fmt: skip
     assert done.returncode == 3
     assert done.stderr.startswith("error: the disk is full: [Errno 28] No space left on device.")
-
-
-def test_a_right_config_for_programs(command, here):
-    """`valid`, the effective config, and what was changed in it."""
-    Path("c.yaml").write_text(GOOD)
-    found = command("check", "c.yaml", "engine.backend=horovod", "--format", "json", cwd=here)
-    told = json.loads(found.out)
-    assert (found.code, told["valid"], told["faults"]) == (0, True, [])
-    assert told["config"]["engine"]["backend"] is None
-    assert [notice["key"] for notice in told["notices"]] == ["engine.backend", "engine.backend"]
 
 
 def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
@@ -804,22 +678,14 @@ def test_check_imports_nothing_heavy_and_nothing_that_is_named():
     ("override", "words"),
     [
         ("train.grad_accum_every_n_batches=4", "Here it is called train.accumulator_factor."),
-        ("train.grad_accum_from_epoch=2", "Here it is called train.accumulator_epoch."),
         ("modes=[train]", "Here it is called stages."),
-        ("test.ckpt_test_path=last.ckpt", "Here it is called test.ckpt."),
         ("engine.op=Adasum", "There is none here: gradients are averaged."),
         ("engine.params={op: Adasum}", "There is none here: gradients are averaged."),
         ("engine.params.compression=fp16", "Here it is called engine.params.ddp_comm_hook."),
-        (
-            "engine.params.stage3_gather_fp16_weights_on_model_save=true",
-            "There is none here: checkpoints are complete without it.",
-        ),
-        (
-            "engine.stage3_gather_fp16_weights_on_model_save=true",
-            "There is none here: checkpoints are complete without it.",
-        ),
+        ("engine.params.stage3_gather_fp16_weights_on_model_save=true",
+         "There is none here: checkpoints are complete without it."),
     ],
-)
+)  # fmt: skip
 def test_an_old_key_is_answered_with_todays(override, words):
     """Keys of the first releases and of Horovod and DeepSpeed, as the manual's table of older systems has them."""
     assert words in note("engine.backend=deepspeed_stage_3", "engine.processes=1", override)
@@ -867,7 +733,6 @@ PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, ca
     ("overrides", "words"),
     [
         (["train.checkpoint.monitor=val_acuracy"], "no metric `val_acuracy` is logged. Did you mean val_acc?"),
-        (["train.early_stop={metric: val_f1}"], "no metric `val_f1` is logged."),
         (["train.early_stop={metric: test_loss}"], "no metric `test_loss` is logged. Did you mean"),
         (["train.callbacks=[{type: pytorch_lightning.callbacks.EarlyStopping, params: {monitor: val_los}}]"],
          "train.callbacks.0.params.monitor: no metric `val_los` is logged. Did you mean val_loss?"),
@@ -888,13 +753,11 @@ def test_a_metric_that_nothing_logs_is_told(overrides, words):
     "overrides",
     [
         ["train.checkpoint.monitor=val_acc", "train.early_stop={metric: train_loss_epoch}"],
-        ["train.checkpoint={monitor: lr, mode: min}"],
         [f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_f1"],
         [TWO_LOSSES, "train.checkpoint.monitor=val_b"],
         ["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_f1"],
         ["model.module.type=own_tasks.More", "train.checkpoint={monitor: val_extra, mode: min}"],
         ["train.callbacks=[{type: own_tasks.Watch}]", "train.checkpoint={monitor: val_watched, mode: min}"],
-        ["train.callbacks=[{type: own_tasks.Watch}]", "train.early_stop={metric: val_watched, mode: min}"],
         ["stages=[test]", "test.ckpt=last", "train.checkpoint.monitor=nothing"],
     ],
 )  # fmt: skip

@@ -67,13 +67,8 @@ def test_every_verb_takes_several_files(answer):
         (["check", "a.yaml", "d.yaml"], "d.yaml: there is no such config file"),
         (["check", "a.yaml", "lr=0.1"], "override lr=0.1: lr: unknown key"),
         (["check", "a.yaml", "seed"], "override seed: an override is key=value, ~key (remove), or +list=[x] (append)"),
-        (["check", "a.yaml", "plain"], "override plain: an override is key=value, ~key"),
         (["check", "--config", "a.yaml", "--config", "plain"], "a further config file ends in .yaml or .yml"),
-        (["serve", ".", "b.yaml"], "b.yaml: a config file cannot be laid over that of a run"),
-        (
-            ["test", ".", "b.yaml"],
-            "b.yaml: a config file cannot be laid over that of a run; give its keys as key=value",
-        ),
+        (["serve", ".", "b.yaml"], "a config file cannot be laid over that of a run; give its keys as key=value"),
     ],
 )
 def test_a_word_that_is_no_config_is_named(answer, words, note):
@@ -131,9 +126,7 @@ def values(path: str, *overrides: str) -> tuple:
     [
         (["base.yaml"], (32, 1, None, "Adam", 0.003)),  # the file lies over its options
         (["base.yaml", "model=wide"], (32, 1, 0.1, "Adam", 0.003)),
-        (["base.yaml", "model/optimizer=sgd"], (32, 1, None, "Adam", 0.003)),
         (["twice.yaml"], (32, 3, 0.1, "Adam", 0.1)),  # the outer file chooses, where it stands
-        (["twice.yaml", "model=small"], (32, 1, None, "Adam", 0.1)),
         (["twice.yaml", "model/optimizer=sgd"], (32, 3, 0.1, "SGD", 0.003)),
         (["sub/top.yaml"], (5, 1, None, "Adam", 0.003)),  # beside the config before beside its base
         (["sub/top.yaml", "data=null"], (32, 1, None, "Adam", 0.003)),
@@ -152,7 +145,6 @@ def test_an_option_lies_under_the_key_of_its_group(words, expected):
     [
         (["model=smal"], "override model=smal: model: the group has no option `smal`. Did you mean small? There are: "
          "cnn, resnet18, round, small, vit, wide"),
-        (["model=../twice"], "the group has no option `../twice`"),
         (["data=few"], "override data=few: data: no `_base_` of this config names an option group `data`."),
         (["model/optimiser=sgd"], "names an option group `model/optimiser`. Did you mean model/optimizer?"),
         (["bad.yaml"], "bad.yaml:1:10: _base_: `override model` is no option group"),
@@ -190,7 +182,6 @@ def test_options_are_explained_and_offered(answer, monkeypatch):
         ("{model: resnet18}", True),
         ("[base.yaml, {model: resnet18, model/optimizer: adam}, {data: null}, {model: [a, b]}]", True),
         ("{/model: a}", False),
-        ("{model: {a: b}}", False),
         ("[3]", False),
     ],
 )

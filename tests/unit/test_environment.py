@@ -27,17 +27,14 @@ def git(*arguments):
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_repository_is_its_commit(repository):
-    """And its branch, unless the head is detached."""
+def test_a_repository_is_its_commit(repository, tmp_path):
+    """And its branch, unless the head is detached; without a commit its branch alone."""
     commit = git("rev-parse", "HEAD")
     assert environment.describe()["git"] == {"commit": commit, "branch": "trunk"}
     git("checkout", "-q", "--detach")
     assert environment.describe()["git"] == {"commit": commit, "branch": None}
-
-
-def test_a_repository_without_a_commit_is_described(tmp_path, monkeypatch):
-    """By its branch."""
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").mkdir()
+    os.chdir(tmp_path / "new")
     git("init", "-q", "-b", "trunk")
     assert environment.describe()["git"] == {"commit": None, "branch": "trunk"}
 
@@ -53,7 +50,8 @@ def test_a_git_that_hangs_is_left(repository, monkeypatch, tmp_path_factory):
 
 
 def test_outside_a_repository_the_code_names_its_own(tmp_path, monkeypatch):
-    """A run started elsewhere still tells which version of Deep Lightning it ran, if that comes from a repository."""
+    """A run started elsewhere still tells which version of Deep Lightning it ran, if that comes from a repository.
+    Without one, or without git, there is still a description."""
     clone = tmp_path / "clone"
     (clone / "a" / "b").mkdir(parents=True)
     git = ["git", "-C", str(clone), "-c", "user.name=n", "-c", "user.email=e"]
@@ -64,11 +62,6 @@ def test_outside_a_repository_the_code_names_its_own(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert environment.describe()["git"]["commit"] == commit
-
-
-def test_without_git_there_is_still_a_description(tmp_path, monkeypatch):
-    """No repository, or no git at all."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "environment.py"))
     assert environment.describe()["git"] is None
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -3,13 +3,14 @@
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from deeplightning.checks.examine import examine
-from deeplightning.checks.explain import explain, line, origin
+from deeplightning.checks.explain import explain, line, origin, show
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, leaves, plain
 from deeplightning.faults import ConfigError
@@ -80,12 +81,9 @@ def layered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in LAYERS.items():
         Path(name).write_text(text)
-    return examine("top.yaml", OVERRIDES)
-
-
-def test_the_composition_is_right(layered):
-    """What the other tests look at has no fault."""
-    assert [str(fault) for fault in layered.faults] == []
+    report = examine("top.yaml", OVERRIDES)
+    assert report.faults == []
+    return report
 
 
 def edited(place: str, overrides: list[str]) -> list[str]:
@@ -159,14 +157,6 @@ model.optimizer.params.lr: 0.3
   instead of  0.2  # middle.yaml:9:7
   instead of  0.1  # ground.yaml:10:47
 """,
-    "model.optimizer.params.weight_decay": """\
-model.optimizer.params.weight_decay: 0.3
-  type        FLOAT
-  meaning     weight decay (L2 penalty) (default: 0)
-  default     0
-  taken by    torch.optim.SGD
-  set by      middle.yaml:10:7, from ${model.optimizer.params.lr}
-""",
     "model.scheduler": """\
 model.scheduler: null
   type        a target {type: MODULE.CLASS, params: {…}} or a mapping of names or null
@@ -174,17 +164,6 @@ model.scheduler: null
   default     null
   set by      default, removed by middle.yaml:11:3
   instead of  a mapping  # ground.yaml:11:3
-""",
-    "train.val_every_n_epoch": """\
-train.val_every_n_epoch: 1
-  type        a number
-  meaning     validate every so many epochs; 0.5: at the half of an epoch and at its end
-  default     1
-  set by      default
-""",
-    "data.module.params.augment.1.type": """\
-data.module.params.augment.1.type: torch.nn.ReLU
-  set by      ground.yaml:3:98
 """,
 }  # fmt: skip
 
@@ -194,9 +173,7 @@ def test_one_key_is_told_with_all_there_is_to_know(key, layered):
     """Value, type, meaning, default, who set it, and what that replaced, the newest first."""
     told = explain(layered, key)
     torch = Path(importlib.util.find_spec("torch").origin).parent
-    spelled = re.search(r"lr: (.*?) = ", (torch / "optim/sgd.py").read_text())[
-        1
-    ]  # releases of torch spell it differently
+    (spelled,) = re.findall(r" lr: (.*?) = ", (torch / "optim/sgd.py").read_text())[:1]  # releases of torch differ
     expected = re.escape(ABOUT[key].replace("FLOAT", spelled)).replace("…", ".*")
     assert re.fullmatch(expected, told), told
 
@@ -256,15 +233,10 @@ def test_a_key_that_could_be_set_has_its_documentation_and_default(key, layered)
     ("key", "words"),
     [
         ("data.batchsize", "data has no key `batchsize`. Did you mean data.batch_size? Known here: module,"),
-        ("dta", "there is no key `dta`. Did you mean data?"),
         ("optimizer", "there is no key `optimizer`. Did you mean model.optimizer?"),
-        ("model.num_epochs", "model has no key `num_epochs`. Did you mean train.num_epochs?"),
-        ("seed.x", "seed has no key `x`."),
         ("train.callbacks.7.type", "train.callbacks has no key `7`."),
-        ("train.gradient_clip.valu", "train.gradient_clip is null; set it, and `valu` counts"),
         ("model.optimizer.params.momentm", "model.optimizer.params has no key `momentm`. Did you mean"),
         ("model.scheduler.params.gamma", "model.scheduler is null; set it, and `params.gamma` counts"),
-        ("engine.env.COLOR", "engine.env has no key `COLOR`."),
         ("..", "there is no key ``."),
     ],
 )
@@ -291,9 +263,7 @@ def test_what_came_from_the_environment_is_shown_as_it_was_written(layered, monk
     assert "instead of  ${data.root}  # override data.dataset=${data.root}" in explain(report, "data.dataset")
 
 
-@pytest.mark.parametrize(
-    "text", ["plain", "two\nlines", "#no comment", "a: b", "\x1b[31m", "- x", "ünï", "", "{", "'\"", "1e3"]
-)
+@pytest.mark.parametrize("text", ["two\nlines", "#no comment", "a: b", "\x1b[31m", "- x", "ünï", "", "{", "'\"", "1e3"])
 def test_every_value_is_one_line_of_yaml(text):
     """Whatever a text holds."""
     written = line({"key": text})
@@ -305,16 +275,11 @@ def test_every_value_is_one_line_of_yaml(text):
 
 def test_colours_are_for_terminals(layered, tmp_path):
     """On a terminal the text is coloured, elsewhere it is plain."""
-    from deeplightning.checks.explain import show
-
     leader, follower = os.openpty()
     child = os.fork()
     if child == 0:
-        os.dup2(follower, 1)
         os.environ["TERM"] = "xterm-256color"
-        import sys
-
-        sys.stdout = os.fdopen(1, "w")
+        sys.stdout = os.fdopen(follower, "w")
         show("seed: 3  # top.yaml:2:1\n")
         sys.stdout.flush()
         os._exit(0)

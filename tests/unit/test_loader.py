@@ -11,6 +11,7 @@ from deeplightning.data.loading import InMemoryLoader
 from deeplightning.data.samplers import BatchIndices
 
 SIZE = 21
+CPU = torch.device("cpu")  # stands for any device, since there may be no other
 
 
 def made(rows: bool = False) -> InMemory:
@@ -48,27 +49,34 @@ def test_the_batches_are_those_of_torch(rows, shuffle, world, batch_size):
             assert torch.equal(last["image"][0], made(rows).images[SIZE - 1])
 
 
-def test_the_order_is_fixed_when_an_iteration_begins():
-    """Another epoch that is set meanwhile is that of the next iteration."""
+@pytest.mark.parametrize("device", [None, CPU])
+def test_the_order_is_fixed_when_an_iteration_begins(device):
+    """Another epoch that is set meanwhile is that of the next iteration; a run may have no batches."""
     sampler = BatchIndices(range(SIZE), 4, shuffle=True)
     loader = InMemoryLoader(made(), batch_size=None, sampler=sampler)
-    whole = list(loader)
+    whole, loader.device = list(loader), device
     under_way = iter(loader)
-    first = next(under_way)
+    first = [next(under_way)] if device is None else []
     sampler.set_epoch(5)
-    assert same(whole, [first, *under_way])
+    assert same(whole, [*first, *under_way])
     assert not same(whole, loader)
+    assert list(made().batches([], CPU)) == []
 
 
-def test_batches_do_not_share_memory():
-    """With each other, with the set, or with the order."""
-    sampler = BatchIndices(range(SIZE), 4)
-    loader = InMemoryLoader(made(), batch_size=None, sampler=sampler)
-    wanted = list(loader)
-    for batch in loader:
-        for values in batch.values():
-            values.fill_(99)
-    assert same(wanted, loader)
+@pytest.mark.parametrize("device", [None, CPU])
+def test_batches_do_not_share_memory(device):
+    """What a task writes into one is in no other, nor in the set or the order."""
+    loader = InMemoryLoader(made(), batch_size=None, sampler=BatchIndices(range(SIZE), 4))
+    wanted, loader.device = list(loader), device
+    for _ in range(2):
+        batches = []
+        for batch in loader:
+            batches.append({name: values.clone() for name, values in batch.items()})
+            for values in batch.values():
+                values.fill_(99)
+        assert same(wanted, batches)
+        if device is not None:
+            loader.dataset.move(device)
 
 
 def test_anything_else_is_left_to_torch():
@@ -79,14 +87,11 @@ def test_anything_else_is_left_to_torch():
     assert [batch["index"].tolist() for batch in batches] == [[3, 1], [2, 0]]
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.mark.parametrize("moved", [False, True], ids=["gathered on the CPU", "picked on the device"])
 @pytest.mark.parametrize("rows", [False, True])
 def test_batches_for_a_device_are_those_of_the_cpu(rows, moved):
     """In each epoch, resumed in the middle, with the padding of a rank that has none left; a set that moves while an
-    epoch is under way changes none of its batches. The device is the CPU, since there may be no other."""
+    epoch is under way changes none of its batches."""
     for rank, world in ((0, 1), (1, 2), (3, 4)):
         sampler = BatchIndices(range(SIZE), 5, num_replicas=world, rank=rank, shuffle=True, seed=3)
         there, here = (InMemoryLoader(made(rows), batch_size=None, sampler=sampler) for _ in range(2))
@@ -100,32 +105,6 @@ def test_batches_for_a_device_are_those_of_the_cpu(rows, moved):
                 there.dataset.move(CPU)
             assert same([first, *under_way], here)
         assert bool(there.dataset.on_device) is moved
-
-
-def test_batches_for_a_device_do_not_share_memory():
-    """What a task writes into one is in no other, nor in the set."""
-    sampler = BatchIndices(range(SIZE), 4)
-    loader = InMemoryLoader(made(), batch_size=None, sampler=sampler)
-    wanted, loader.device = list(loader), CPU
-    for _ in range(2):
-        batches = []
-        for batch in loader:
-            batches.append({name: values.clone() for name, values in batch.items()})
-            for values in batch.values():
-                values.fill_(99)
-        assert same(wanted, batches)
-        loader.dataset.move(CPU)
-
-
-def test_the_order_is_fixed_when_an_iteration_for_a_device_begins():
-    """As for the CPU; and a run may have no batches."""
-    sampler = BatchIndices(range(SIZE), 4, shuffle=True)
-    loader = InMemoryLoader(made(), batch_size=None, sampler=sampler)
-    wanted, loader.device = list(loader), CPU
-    under_way = iter(loader)
-    sampler.set_epoch(5)
-    assert same(wanted, under_way)
-    assert list(made().batches([], CPU)) == []
 
 
 def test_pictures_move_in_parts(monkeypatch):

@@ -83,15 +83,11 @@ def test_a_folder_beside_the_config_goes_first(here):
     ("address", "words"),
     [
         ("pkg://trapped/conf/aa.yaml", "the package `trapped` has no such file. Did you mean a.yaml?"),
-        ("pkg://trapped/no/a.yaml", "the package `trapped` has no such file"),
         ("pkg://trapped/conf", "the package `trapped` has no such file"),
-        ("pkg://deeplightning/configs/mnits.yaml", "Did you mean mnist.yaml?"),
         ("pkg://no_such/a.yaml", "there is no package `no_such` here. Install it"),
         ("pkg://one_file/a.yaml", "there is no package `one_file` here"),
         ("pkg://trapped", "is not pkg://PACKAGE/PATH, such as pkg://deeplightning/configs/base.yaml"),
         ("pkg://trapped/conf/../../secret.yaml", "PATH has no `..`"),
-        ("pkg://a.b/c.yaml", "is not pkg://PACKAGE/PATH"),
-        ("pkg://", "is not pkg://PACKAGE/PATH"),
         (f"pkg://trapped/{'x' * 300}", "the package `trapped` has no such file"),
     ],
 )
@@ -104,12 +100,11 @@ def test_an_address_that_leads_nowhere_is_a_note(here, address, words):
     assert words in found
 
 
-def test_a_missing_file_that_ships_is_named():
+def test_a_missing_file_that_ships_is_named(here):
     """Outside a clone `configs/base.yaml` is not there, and the note has its address; nothing else is guessed."""
     hint = "; the one that ships with Deep Lightning is pkg://deeplightning/configs/base.yaml"
     assert note("configs/base.yaml").endswith(hint)
-    with open("c.yaml", "w") as file:  # noqa: PTH123
-        file.write("_base_: configs/base.yaml\n")
+    (here / "c.yaml").write_text("_base_: configs/base.yaml\n")
     assert note("c.yaml") == f"c.yaml:1:1: _base_: there is no file configs/base.yaml to build on{hint}"
     assert "ships" not in note("configs/no.yaml")
     assert "ships" not in note("base.yaml")

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks.examine import examine
+from deeplightning.checks.examine import check, examine
 from deeplightning.checks.explain import explain
+from deeplightning.checks.trust import run_config
 from deeplightning.config.short_names import MODULES
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, plain
+from deeplightning.faults import CheckpointError
+from deeplightning.runfolder import RunFolder
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 
@@ -19,12 +22,10 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
     ("override", "full"),
     [
         ("model.optimizer.type=AdamW", "torch.optim.AdamW"),
-        ("model.scheduler.type=StepLR", "torch.optim.lr_scheduler.StepLR"),
         ("model.loss.type=NLLLoss", "torch.nn.NLLLoss"),
         ("model.network.type=resnet18", "torchvision.models.resnet18"),
         ("model.network.type=SimpleCNN", "deeplightning.model.cnn.SimpleCNN"),
         ("logger.type=TensorBoardLogger", "pytorch_lightning.loggers.TensorBoardLogger"),
-        ("logger.type=MLflowLogger", "deeplightning.tracking.MLflowLogger"),
         ("train.callbacks.0.type=Timer", "pytorch_lightning.callbacks.Timer"),
         ("model.optimizer.type=own.Adam", "own.Adam"),
         ("data.module.type=Digits", "Digits"),
@@ -90,15 +91,9 @@ def test_nothing_is_imported_for_it():
 
 def test_a_foreign_run_gains_nothing_by_a_short_name(tmp_path, monkeypatch):
     """A run's config is judged with the full name: a function of torchvision's that makes a network is refused."""
-    from deeplightning.checks.examine import check
-    from deeplightning.checks.trust import run_config
-    from deeplightning.faults import CheckpointError
-    from deeplightning.runfolder import RunFolder
-
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     foreign = BASE.read_text().replace("deeplightning.model.cnn.SimpleCNN", "resnet18")
-    weights = foreign.replace("num_channels: 1, image_size: 8", "weights: DEFAULT")
     folder = RunFolder(tmp_path)
-    folder.config.write_text(weights)
+    folder.config.write_text(foreign.replace("num_channels: 1, image_size: 8", "weights: DEFAULT"))
     with pytest.raises(CheckpointError, match=r"to use this run, torchvision\.models\.resnet18"):
         check(run_config(folder))

@@ -93,8 +93,6 @@ def notes(name: str, params: dict, given: int = 0) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "thing"),
     [
-        ("math.sqrt", math.sqrt),
-        ("collections.OrderedDict", OrderedDict),
         ("collections.OrderedDict.fromkeys", OrderedDict.fromkeys),
         ("os.path.join", __import__("os").path.join),
         ("collections.abc.Mapping", collections.abc.Mapping),
@@ -114,21 +112,15 @@ def test_a_users_own_module_is_found(own):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("math.sqr", "math has no `sqr`. Did you mean math.sqrt?"),
-        ("collections.orderedDict", "collections has no `orderedDict`. Did you mean collections.OrderedDict?"),
         ("collections.OrderedDict.fromkey", "collections.OrderedDict has no `fromkey`. Did you mean"),
         ("colections.OrderedDict", "there is no module colections to import (for `colections.OrderedDict`)."),
         ("collections.abd.Mapping", "collections has no `abd`. Did you mean collections.abc?"),
         (f"{CUSTOM}.Plane", f"{CUSTOM} has no `Plane`. Did you mean {CUSTOM}.Plain?"),
         ("own_parts.inner.costum.Plain", "own_parts.inner has no `costum`. Did you mean own_parts.inner.custom?"),
         ("SGD", "`SGD` is no MODULE.NAME such as torch.optim.SGD."),
-        ("math.", "`math.` is no MODULE.NAME"),
         ("math.sqrt()", "`math.sqrt()` is no MODULE.NAME"),
-        ("os.class", "`os.class` is no MODULE.NAME"),
         ("../x.y", "is no MODULE.NAME"),
-        ("", "`` is no MODULE.NAME"),
         ("deeplightning.data.signal.SignalFolder", "is called deeplightning.data.signal_folder.SignalFolder here."),
-        ("deeplightning.model.table.TableNet", "is called deeplightning.model.table_net.TableNet here."),
     ],
 )
 def test_a_name_that_leads_nowhere_is_told_with_the_nearest(own, name, words):
@@ -139,15 +131,10 @@ def test_a_name_that_leads_nowhere_is_told_with_the_nearest(own, name, words):
 
 BROKEN = {
     "a syntax error": ("x = 1\ndef f(:\n", "SyntaxError: invalid syntax (broken.py:2)"),
-    "a wrong indentation": ("x = 1\n  y = 2\n", "IndentationError: unexpected indent (broken.py:2)"),
     "an error": ("def f():\n    return 1 / 0\nf()\n", "ZeroDivisionError: division by zero (broken.py:2)"),
-    "a missing package": (
-        "import os\nimport not_installed_pkg\n",
-        "needs not_installed_pkg, which is not installed here",
-    ),
+    "a missing package": ("import os\nimport not_installed_pkg\n", "needs not_installed_pkg, which is not installed"),
     "a wrong name": ("from math import sqr\n", "cannot import name 'sqr' from 'math'"),
     "an exit": ("import sys\nsys.exit(0)\n", "SystemExit: 0 (broken.py:2)"),
-    "an assertion": ("\n\nassert False\n", "AssertionError (broken.py:3)"),
 }
 
 
@@ -161,27 +148,23 @@ def test_an_own_module_that_cannot_be_imported_is_told_with_its_line(own, text, 
     assert "(broken.py:" in str(caught.value)
 
 
-def test_the_nearest_word():
-    """Near in letters, or the same in another case; nothing rather than something far."""
-    assert nearest("num_epoch", ["num_epochs", "max_steps"]) == " Did you mean num_epochs?"
-    assert nearest("LR", ["lr", "momentum"]) == " Did you mean lr?"
-    assert nearest("quux", ["lr", "momentum"]) == ""
-
-
 @pytest.mark.parametrize(
     ("word", "words", "meant"),
     [
-        ("Adma", ["Adam", "Adamax", "AdamW", "Adadelta", "NAdam"], "Adam"),  # two letters swapped
-        ("dpd", ["ddp", "dp", "fsdp"], "ddp"),
-        ("kr", ["lr", "momentum", "weight_decay"], "lr"),  # one replaced, in a word of two
-        ("rl", ["lr", "momentum", "weight_decay"], "lr"),
-        ("llr", ["lr", "momentum", "weight_decay"], "lr"),
-        ("num_clases", ["num_classes", "num_channels", "image_size"], "num_classes"),
+        ("Adma", ["Adam", "Adamax", "AdamW", "Adadelta", "NAdam"], " Did you mean Adam?"),  # two letters swapped
+        ("dpd", ["ddp", "dp", "fsdp"], " Did you mean ddp?"),
+        ("kr", ["lr", "momentum", "weight_decay"], " Did you mean lr?"),  # one replaced, in a word of two
+        ("rl", ["lr", "momentum", "weight_decay"], " Did you mean lr?"),
+        ("llr", ["lr", "momentum", "weight_decay"], " Did you mean lr?"),
+        ("num_clases", ["num_classes", "num_channels", "image_size"], " Did you mean num_classes?"),
+        ("LR", ["lr", "momentum"], " Did you mean lr?"),
+        ("quux", ["lr", "momentum"], ""),
     ],
 )
 def test_slips_of_a_finger_are_understood(word, words, meant):
-    """A letter dropped, doubled, replaced or swapped leads to the word that was meant, also where words are short."""
-    assert nearest(word, words) == f" Did you mean {meant}?"
+    """A letter dropped, doubled, replaced or swapped leads to the word that was meant, also where words are short; far
+    words lead to none."""
+    assert nearest(word, words) == meant
 
 
 def test_classes_are_nearer_than_modules(own):
@@ -206,12 +189,7 @@ def test_right_params_are_right(own):
         ({}, "k.params", "needs size"),
         ({"size": 1, "sise": 2}, "k.params.sise", "has no param `sise`. Did you mean size? It takes: size, rate, name"),
         ({"size": 1.5}, "k.params.size", "takes a whole number here, not 1.5"),
-        ({"size": True}, "k.params.size", "takes a whole number here, not true"),
         ({"size": 1, "rate": "1e-3"}, "k.params.rate", "takes a number here, not the text '1e-3'"),
-        ({"size": 1, "name": 5}, "k.params.name", "takes a text here, not 5"),
-        ({"size": 1, "on": "off"}, "k.params.on", "takes true or false here, not the text 'off'"),
-        ({"size": 1, "mode": "c"}, "k.params.mode", "takes 'a' or 'b' here, not the text 'c'"),
-        ({"size": 1, "sides": 3}, "k.params.sides", "takes a list here, not 3"),
         ({"size": 1, "only": [1]}, "k.params.only", "takes a whole number or a text here, not [1]"),
         ({"size": 1, "free": "x"}, "k.params.free", "takes a number here, not the text 'x'"),
         ({"size": 1, "flag": "x"}, "k.params.flag", "takes true or false here, not the text 'x'"),
@@ -276,51 +254,32 @@ def typed(own, annotation: str, value: Any) -> dict[str, str]:
         ("nn.Module", BUILT),
         ("nn.Module", REF),
         ("Sequence[nn.Module]", [BUILT, {"type": "a.B", "params": {"p": 1}}, REF]),
-        ("Sequence[nn.Module]", []),
         ("Sequence[nn.Module] | None", {"type": "a.make_them"}),
-        ("nn.Linear | int", 3),
         ("nn.Module | Callable", "relu"),
         # lists
-        ("list[int]", [1, 2]),
         ("Sequence[float]", [1, 0.5]),
-        ("tuple[float, ...]", [0.5, 0.5, 0.5]),
-        ("tuple[int, int]", [1, 2]),
         ("tuple[float | Tensor, float | Tensor]", [0.9, 0.999]),
         ("list[int] | list[str]", ["a", "b"]),
         ("tuple[int, int] | tuple[int, int, int]", [1, 2, 3]),
         ("tuple[int]", [1, 2, 3]),
-        ("list[int, int]", [1, "a", 3]),
         ("list[...]", [1, "a"]),
-        ("tuple[int, ..., int]", [1, "a"]),
         ("tuple[()]", [1]),
         ("list[int | None]", [1, None]),
-        ("list[T]", [1, "a", {}]),
         ("Sequence[str]", "abc"),
-        ("Sequence", "abc"),
         ("Iterable[str]", {"a": 1}),
         ("Sequence[Named]", "abc"),
-        ("Sequence[Any]", "abc"),
-        ("list[Any]", ["a", 1]),
         # paths and mappings
         ("str | os.PathLike | None", "here"),
-        ("str | Path", "here"),
-        ("Path", "here"),
-        ("dict", {"a": 1}),
         ("dict[str, int]", {"a": "b"}),
         ("Mapping[str, Any] | None", {"type": "b"}),
         # what may be anything
         ("Colour", "red"),
-        ("Optional[Colour]", 3),
         ("Callable", "relu"),
-        ("Callable[[int], int]", "relu"),
         ("Named", 3),
         ("Name", 3),
         ("T", [3]),
         ("np.ndarray", [3]),
-        ("Any", {}),
-        ("Data", {"a": 1}),
         ("Record", {"a": 1}),
-        ("object", 3),
         ("type[nn.Module]", "a"),
         ("Tensor", [1.0, 2.0]),
     ],
@@ -335,57 +294,36 @@ def test_what_may_fit_an_annotation_is_right(own, annotation, value):
     [
         # what a target builds
         ("nn.Module", 7, {"": f"{TARGET} here, not 7"}),
-        ("nn.Linear | None", "relu", {"": f"{TARGET} here, not the text 'relu'"}),
-        ("nn.Module", {}, {"": f"{TARGET} here, not a mapping"}),
         ("Sequence[nn.Module]", 7, {"": "a list here, not 7"}),
         ("Sequence[nn.Module]", "relu", {"": "a list here, not the text 'relu'"}),
-        ("Sequence[nn.Module]", {"one": "two"}, {"": "a list here, not a mapping"}),
         ("list[nn.Module] | None", [BUILT, 7], {".1": f"{TARGET} here, not 7"}),
         ("Sequence[nn.Module]", [{"typee": "a.B"}], {".0": f"{TARGET} here, not a mapping. Did you mean type?"}),
-        ("Sequence[nn.Module]", [{"params": {}}], {".0": f"{TARGET} here, not a mapping"}),
         ("Sequence[nn.Module]", [{"type": 7}], {".0": f"{TARGET} here, not a mapping"}),
         ("tuple[nn.Module, ...]", [{"type": "a.B", "parms": {}}],
          {".0": f"{TARGET} here, not a mapping. Did you mean params?"}),
         ("int", {"type": "a.B", "parms": {}}, {"": "a whole number here, not a mapping. Did you mean params?"}),
         # lists and their items
-        ("list[int]", "1", {"": "a list here, not the text '1'"}),
         ("list[int]", [1, "a", 0.5], {".1": "a whole number here, not the text 'a'",
                                       ".2": "a whole number here, not 0.5"}),
         ("list[list[float]]", [[1], ["a"]], {".1.0": "a number here, not the text 'a'"}),
-        ("Sequence[float]", 1.0, {"": "a list here, not 1.0"}),
         ("Iterable[int]", "1", {"": "a list here, not the text '1'"}),
         ("Collection[int]", {"a": 1}, {"": "a list here, not a mapping"}),
-        ("Sequence[str]", 7, {"": "a list here, not 7"}),
         ("Sequence[str]", [7], {".0": "a text here, not 7"}),
         ("Sequence", True, {"": "a list here, not true"}),
-        ("Iterable[Any]", 7, {"": "a list here, not 7"}),
-        ("list", {}, {"": "a list here, not a mapping"}),
         ("tuple[float, float]", [1, 1, 1], {"": f"{TWO} here, not [1, 1, 1]"}),
         ("tuple[float | Tensor, float | Tensor]", [0.9, "high"], {".1": "a number here, not the text 'high'"}),
-        ("tuple[float | Tensor, float | Tensor]", 0.9, {"": f"{TWO} here, not 0.9"}),
         ("int | tuple[int, int]", "a", {"": f"a whole number or {TWO} here, not the text 'a'"}),
-        ("tuple[int, int, int] | tuple[int, int]", [], {"": f"a list of 3 items or {TWO} here, not []"}),
         ("list[int] | list[str]", ["a", "b", 1], {".2": "a text here, not 1"}),
         # paths and mappings
         ("str | os.PathLike | None", 7, {"": "a text here, not 7"}),
         ("str | os.PathLike[str]", ["a"], {"": "a text here, not ['a']"}),
-        ("Union[str, Path]", True, {"": "a text here, not true"}),
         ("dict[str, Any]", 7, {"": "a mapping here, not 7"}),
-        ("Mapping | None", "a", {"": "a mapping here, not the text 'a'"}),
-        ("dict", [1], {"": "a mapping here, not [1]"}),
-        ("Literal['crop', 'pad'] | None", "stretch", {"": "'crop' or 'pad' here, not the text 'stretch'"}),
         ("Literal['crop', 'pad']", "crp", {"": "'crop' or 'pad' here, not the text 'crp'. Did you mean crop?"}),
     ],
 )  # fmt: skip
 def test_what_certainly_does_not_fit_an_annotation_is_told(own, annotation, value, told):
     """Each item at its own place, with what is allowed there."""
     assert typed(own, annotation, value) == told
-
-
-def test_every_wrong_param_is_told(own):
-    """Not just the first."""
-    found = notes(f"{CUSTOM}.Plain", {"rate": "x", "nam": 1, "on": "y"})
-    assert sorted(found) == ["k.params", "k.params.nam", "k.params.on", "k.params.rate"]
 
 
 def test_a_function_that_takes_anything_is_asked_nothing(own):
@@ -419,34 +357,18 @@ def test_what_cannot_be_known_is_not_guessed(own):
 def test_what_is_no_class_is_told(own):
     """A number, a module: not something to call."""
     assert notes(f"{CUSTOM}.number", {}) == {"k.type": f"`{CUSTOM}.number` is int, not a class or function"}
-    assert notes("own_parts.inner.custom", {}) == {
-        "k.type": "`own_parts.inner.custom` is module, not a class or function"
-    }
+    told = "`own_parts.inner.custom` is module, not a class or function"
+    assert notes("own_parts.inner.custom", {}) == {"k.type": told}
 
 
 # ---- built
 
 
-@pytest.mark.parametrize(
-    ("value", "yes"),
-    [
-        ({"type": "a.b"}, True),
-        ({"type": "a.b", "params": None}, True),
-        ({"type": "a.b", "params": {"x": 1}}, True),
-        ({"type": "word"}, False),
-        ({"type": "a.b", "other": 1}, False),
-        ({"type": "a.b", "params": 3}, False),
-        ({"type": 5}, False),
-        ("a.b", False),
-    ],
-)
-def test_which_mappings_inside_params_are_targets(value, yes):
-    """Just `type`, with a dot, and `params`."""
-    assert is_target(value) is yes
-
-
-def test_which_mappings_inside_params_are_references():
-    """Just `ref`, with a dot."""
+def test_which_mappings_inside_params_are_targets_and_references():
+    """Just `type`, with a dot, and `params`; just `ref`, with a dot."""
+    assert all(map(is_target, ({"type": "a.b"}, {"type": "a.b", "params": None}, {"type": "a.b", "params": {"x": 1}})))
+    others = ({"type": "word"}, {"type": "a.b", "other": 1}, {"type": "a.b", "params": 3}, {"type": 5}, "a.b")
+    assert not any(map(is_target, others))
     assert is_reference({"ref": "a.b"})
     assert not any(map(is_reference, ({"ref": "b"}, {"ref": "a.b", "x": 1}, {"ref": 5}, "a.b")))
 
