@@ -1,0 +1,65 @@
+"""The way of a config from the command to the first step goes down the layers: a file calls files below it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_layers import LAYERS
+
+MOST = 10
+"""Calls from a lower layer to a higher one: targets that the config names, and functions that are handed down."""
+
+PROGRAM = """\
+import json, sys
+import pytorch_lightning
+from deeplightning.cli import main
+
+LAYERS = json.loads(sys.argv.pop(1))
+climbs, ours = [], 0
+
+def layer(frame):
+    parts = frame.f_globals.get("__name__", "").split(".")
+    return LAYERS.index(parts[1]) if parts[0] == "deeplightning" and parts[1:2] and parts[1] in LAYERS else None
+
+def watch(frame, event, argument):
+    global ours
+    if event != "call" or frame.f_code.co_name == "<module>" or (here := layer(frame)) is None:
+        return
+    ours += 1
+    caller = frame.f_back
+    while caller is not None and layer(caller) is None:
+        caller = caller.f_back
+    if caller is not None and here < layer(caller):
+        climbs.append([f.f_globals["__name__"] + "." + f.f_code.co_name for f in (caller, frame)])
+
+class Fitting(BaseException):
+    pass
+
+def fit(*arguments, **more):
+    sys.setprofile(None)
+    print(json.dumps([ours, climbs]), flush=True)
+    raise Fitting
+
+pytorch_lightning.Trainer.fit = fit
+sys.setprofile(watch)
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_config_goes_down_the_layers(tiny, tmp_path):
+    """Between the command and `Trainer.fit` at most ten calls lead from a lower layer to a higher one."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(LAYERS), "train", str(tiny)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    ours, climbs = json.loads(done.stdout.splitlines()[-1])
+    assert ours > 5_000, "the calls are counted"
+    assert len(climbs) <= MOST, climbs
