@@ -151,7 +151,7 @@ def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
     assert list(printed["labels"]) == ["gift", "late"]
     run = command("train", "labels.yaml", cwd=orders)
     assert run.code == 0, run
-    assert f"{POSITIVE}: balanced → {printed['pos_weight']} (of 160 samples, " in run.out
+    assert f"{POSITIVE}: balanced → {printed['pos_weight']} (of 160, " in run.out
     kept = yaml.safe_load((run.folder / "cfg.yaml").read_text())["model"]["loss"]["params"]["pos_weight"]
     assert kept == {"type": "torch.tensor", "params": {"data": printed["pos_weight"]}}
     assert command("test", run.folder, cwd=orders).code == 0

@@ -793,13 +793,6 @@ def test_a_run_that_a_job_has_started_is_own(tmp_path):
     assert is_own(run)
 
 
-def test_plan_says_what_a_backend_brings_on_one_gpu(command, tiny, place):
-    """`deeplightning plan`, here for a node with one GPU, prints the hint beside the plan."""
-    planned = command("plan", tiny, LAUNCHER, "engine.gpus=1", "engine.backend=fsdp", cwd=place)
-    assert planned.code == 0, planned
-    assert "with one GPU fsdp has no other process to share with" in planned.err
-
-
 # ---- searches as arrays
 
 
