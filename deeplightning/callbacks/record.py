@@ -36,7 +36,7 @@ from deeplightning.private.mlflow import autologs
 from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import Interrupted
-from deeplightning.process.terminal import LAYOUT, Printable, say
+from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, open_runs, publish, run_folder
 from deeplightning.tracking.entities import DATA, ENGINE, NETWORK, Dataset
@@ -555,7 +555,7 @@ def keep_format() -> None:
     _format = next((h.formatter for h in ours if h.formatter and not isinstance(h.formatter, Redacting)), None)
 
 
-class Redacting(Printable):
+class Redacting(logging.Formatter):
     """Write log lines without the values that came from the environment; in another format, if a hook has set one."""
 
     def __init__(self, cfg: Config | None, pattern: str):
@@ -566,5 +566,5 @@ class Redacting(Printable):
         if _format is not None:  # which may have colours of its own around the message
             record = copy.copy(record)
             record.msg, record.args = printable(record.getMessage(), LAYOUT), None
-        text = _format.format(record) if _format else super().format(record)
+        text = _format.format(record) if _format else printable(super().format(record), LAYOUT)
         return self.cfg.redact_message(text) if self.cfg else text

@@ -519,13 +519,11 @@ def _override(root: Entry, text: str) -> None:
     if name == "_base_":
         message = "a file names its `_base_`; from the command line, write a file that has both, or name another config"
         raise ConfigError(Fault(message, name, place))
-    if not all(parts) or (equals == "") != (sign == "~") or name.startswith(("-", "+")):
+    is_hydras = name.startswith("+") or (sign == "+" and not value.lstrip().startswith("["))
+    if not all(parts) or (equals == "") != (sign == "~") or name.startswith("-") or is_hydras:
         what = "there is no such option, see --help; " if text.startswith("-") else ""
         raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
-    if sign == "+" and new is not None and not isinstance(new.value, list):  # as Hydra adds a key
-        message = f"`+` appends a list to a list; a key is set without it, {name}={value:.80}"
-        raise ConfigError(Fault(message, place=place))
     if name == "logger.type" and new is not None:
         root.value = _for_logger(root, Entry({"logger": Entry({"type": new}, place)}, place)).value
     above, last = _reach(root, parts, place, make=sign != "~")
@@ -539,7 +537,7 @@ def _override(root: Entry, text: str) -> None:
         del items[last]
     elif sign == "+":
         before = [] if old is None or old.value is None else old.value
-        if not isinstance(before, list):
+        if old is not None and not isinstance(before, list):
             raise ConfigError(Fault(f"`+` appends a list to a list; this is {kind(old)}", name, place))
         items[last] = Entry([*before, *new.value], place, over=old)
     else:

@@ -1,10 +1,9 @@
 """What a stream can show (terminal, colour, width), and text styled and wrapped accordingly.
 
-Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`, or through a log that is
-formatted with `Printable`, so that its control characters cannot steer a terminal.
+Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`, or through a log that
+escapes them likewise, so that its control characters cannot steer a terminal.
 """
 
-import logging
 import math
 import os
 import re
@@ -34,15 +33,14 @@ def say(text: object, err: bool = False, nl: bool = True) -> None:
     print(printable(str(text), LAYOUT), end="\n" * nl, file=stream, flush=True)
 
 
-class Printable(logging.Formatter):
-    """Escape control characters in log records."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), LAYOUT)
-
-
 def escape_warnings() -> None:
-    """Format warnings with `Printable` in a process that has not configured logging."""
+    """Escape control characters in the warnings of a process that has not configured logging."""
+    import logging  # which `--help` does without
+
+    class Printable(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(super().format(record), LAYOUT)
+
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(Printable())
 

@@ -43,6 +43,14 @@ def test_a_list_of_numbers_is_a_tensor_where_one_is_asked_for():
     assert build(adam, [torch.nn.Parameter(logits)]).defaults["betas"] == (0.9, 0.99)
 
 
+def test_a_loss_that_does_not_take_the_outputs_is_a_fault_of_the_config(train):
+    """One note with the key and torch's reason, and exit code 2."""
+    outcome = train("model.loss.params={weight: [1, 2]}", code=2)
+    assert outcome.err.count("error: ") == 1
+    assert "model.loss: CrossEntropyLoss does not take its input: weight" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
 def test_weights_that_cannot_be_downloaded_are_told_with_the_remedy(monkeypatch, tmp_path):
     """Exit code 3, since the machine lacks a network, or the file."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -183,7 +191,6 @@ SHOWN = "data.module={{type: own_rows.{}, params: {{like: {}}}}}"
     ("overrides", "code", "words"),
     [
         (["model.network.params.num_channels=3"], 2, "SimpleCNN does not take the data's pictures (1, 1, 8, 8)"),
-        (["model.loss.params={weight: [1, 2]}"], 2, "model.loss: CrossEntropyLoss does not take its input: weight"),
         ([METRIC.format("MulticlassAccuracy, params: {num_classes: 5}")], 2, "`preds.shape[1]` should be equal to"),
         ([AUGMENT.format("RandomCrop, params: {size: 30}")], 2, "Required crop size (30, 30) is larger than input"),
         ([SHOWN.format("Shown", "many"), *CLASSES], 3, "the data holds label 3, the network has 3 outputs"),

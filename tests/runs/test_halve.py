@@ -73,7 +73,7 @@ def test_both_models_answer(halved):
 
 def test_texts_are_halved_too(tmp_path):
     """A text model with attention, masks and layer norms keeps its answers to texts of every length."""
-    folder = texts.exported(tmp_path)
+    folder = texts.run_of(tmp_path)
     assert halve(folder) < 0.005
     ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
     np.testing.assert_allclose(theirs.predict(ours.samples), ours.predict(ours.samples), atol=0.005)

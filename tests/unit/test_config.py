@@ -247,7 +247,7 @@ def test_a_logger_of_another_class_gets_none_of_the_params_below_it(below, overr
         ("l.3=1", "override l.3=1: `l` is a list of 3; `3` is no index from 0 to 2"),
         ("l.y=1", "override l.y=1: `l` is a list of 3; `y` is no index from 0 to 2"),
         ("+t=[1]", "override +t=[1]: t: `+` appends a list to a list; this is the text 'word'"),
-        ("+t=3", "override +t=3: `+` appends a list to a list; a key is set without it, t=3"),
+        ("+t=3", "override +t=3: an override is key=value, ~key (remove), or +list=[x] (append)"),
         ("a=[", "override a=[: a: not YAML: did not find expected node content (while parsing a flow node)"),
         ("t={x: 1, x: 2}", "override t={x: 1, x: 2}: t: this key occurs twice, first in line 1; remove one"),
     ],
