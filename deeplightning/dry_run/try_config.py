@@ -100,7 +100,7 @@ def try_out(asked: Config, cfg: Config, folder: Path) -> Attempt:
             return attempt
         attempt.faults += faults_of(attempt, error)
     if attempt.faults:
-        attempt.untried.append(Fault("what follows the first fault was not tried"))
+        attempt.untried.append(Fault("the steps after the first fault were not tried"))
     else:
         attempt.faults += _unlogged(attempt)
     return attempt

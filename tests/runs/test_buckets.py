@@ -257,7 +257,7 @@ def differ():
 
 
 def test_ranks_with_different_orders_are_noticed(command, tmp_path):
-    """Two processes that sorted differently are told so, both of them, in their first iteration; rank and world are
+    """Two processes that sorted differently are both notified in their first iteration; rank and world size are
     those of torch's group."""
     outcome = command(cwd=tmp_path, ranks=2, main="test_buckets:differ")
     assert [rank.out for rank in outcome.ranks] == ["noticed\n"] * 2, outcome

@@ -439,7 +439,7 @@ def test_what_a_fault_hides_is_said():
     """The first step that fails is the last one."""
     found, untried = tried("model.network.params.num_channels=3", REFUSED)
     assert [note.partition(": ")[0] for note in found] == ["model.network"]
-    assert untried == ["None: what follows the first fault was not tried"]
+    assert untried == ["None: the steps after the first fault were not tried"]
 
 
 def test_a_fault_has_the_place_of_what_it_names(here):

@@ -271,7 +271,7 @@ def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path,
 
 @pytest.mark.parametrize("name", ["cfg.yaml", "code.zip"])
 def test_the_code_of_a_run_that_was_made_elsewhere_is_not_executed(name, trained, tmp_path, command):
-    """A copy of one's own run is one's own until its config or code changes; without code there is a remedy."""
+    """A copy of a user's own run is trusted until its config or code changes; without code a remedy is named."""
     copied = RunFolder(tmp_path / "a copy")
     shutil.copytree(trained, copied.path)
     with (copied.path / name).open("ab") as file:

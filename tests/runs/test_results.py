@@ -76,7 +76,7 @@ def judged(train):
 
 
 def test_the_best_weights_are_those_of_the_highest_accuracy(judged, tracked):
-    """A monitored accuracy without a mode is to rise, for the best epoch and early stopping; cfg.yaml says so."""
+    """The mode of a monitored accuracy is `max` by default, for the best epoch and early stopping; see cfg.yaml."""
     folder = judged.folder
     values = [value for _, value in tracked(folder).series()["val_acc"]]
     assert len(values) == 4

@@ -454,7 +454,7 @@ def test_what_makes_a_resumed_run_end_otherwise_is_said_before_its_first_step(tr
 
 @pytest.mark.slow
 def test_three_processes_of_ddp_resume_bit_for_bit_or_tell_why_not(job):
-    """torch arranges the gradients anew after the first step of each start, which two summands do not notice."""
+    """torch rebuilds gradient buckets after the first step of each start; sums of two ranks do not depend on it."""
     settings = ["data.batch_size=4", "engine.backend=ddp", "train.checkpoint={every_n_steps: 4}", "train.max_steps=6"]
     keeps = "engine.params.find_unused_parameters=true"
     told = "engine.processes 3 (from three on torch adds gradients in another order"

@@ -119,7 +119,7 @@ class Clients:
 
     Attributes:
         counts: answers of each.
-        faults: moments and exceptions of requests that were not answered; the client goes on.
+        faults: times and exceptions of requests without an answer; the client continues.
         labels: what was answered.
     """
 
@@ -240,7 +240,7 @@ def test_nobody_is_left_when_it_ends_otherwise(start, sign):
 
 
 def test_a_crashed_worker_is_replaced(start):
-    """The next requests find another one, the event is told, and the first line is not repeated. Where the pool dies,
+    """The next requests reach another one, the event is logged, and the first line is not repeated. If the pool dies,
     its workers finish what they have, and new ones answer from a model that is loaded again."""
     server = start()
     parent, workers = server.processes()[0], server.workers()
@@ -351,8 +351,8 @@ def test_slow_clients_are_cut_off(server):
 
 
 def test_a_key_is_asked_for_and_kept_secret(start):
-    """With the variable's value and no other; it stands in no log. Whoever opens the server to others is told so, and
-    it answers as the names that it is given."""
+    """Only the variable's value is accepted, and no log has it. A server that is open to others says so at its start,
+    and answers to the hosts that it is given."""
     public = ("--host", "0.0.0.0", "--allowed-hosts", "model.example,10.0.0.5")
     server = start("--api-key-env", "OWN_KEY", *public, OWN_KEY="s3cret-value")
     assert "public" in server.line

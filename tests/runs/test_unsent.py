@@ -137,7 +137,7 @@ def test_a_killed_process_loses_no_point(folder):
 
 @pytest.mark.parametrize("is_said", [False, True], ids=["nothing", "a status by another rank"])
 def test_a_run_that_recorded_nothing_is_deleted(is_said, folder):
-    """It holds but a name, whatever status another rank has set; one that was killed as it went on is FAILED."""
+    """It has only a name, whatever status another rank has set; a run that was killed after it resumed is FAILED."""
     run_id = killed(folder)
     if is_said:
         (_, head), *_ = read_lines(metrics_of(folder, run_id))
@@ -425,7 +425,7 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
 
 
 def test_the_server_has_all_files_of_a_run_and_a_run_is_found_there(command, tiny, server, tmp_path):
-    """What lies in the local folder lies on the server when the run has ended; by its id it predicts from there."""
+    """The server has every file of the local folder when the run has ended; `predict` finds the run there by its id."""
     here = tmp_path / "here"
     here.mkdir()
     asked = ("stages=[train,test]", "train.export=true", f"logger.params.tracking_uri={server.address}")
