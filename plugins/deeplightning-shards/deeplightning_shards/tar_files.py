@@ -185,8 +185,6 @@ class Source:
                     if (found := Path(partial).stat().st_size) != shard.size:
                         raise OSError(f"{found:,} bytes came, and the store said {shard.size:,}")
                     Path(partial).rename(shard.path)
-                except OSError as error:
-                    raise DataError(f"{shown(self.root)}: {shard.name} cannot be copied: {error}") from error
                 except Exception as error:  # each store has its own
                     words = " ".join(str(error).split())[:200]
                     raise DataError(f"{shown(self.root)}: {shard.name} cannot be copied: {words}") from error
