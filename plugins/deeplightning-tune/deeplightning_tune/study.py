@@ -18,7 +18,6 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -41,7 +40,7 @@ def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
     beside = database.with_name(f".{database.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     storage = _storage(beside)
-    study = optuna.create_study(storage=storage, study_name=NAME, direction=_direction(mode))
+    study = optuna.create_study(storage=storage, study_name=NAME, direction=f"{mode}imize")
     for name, value in notes.items():
         study.set_user_attr(name, value)
     storage.engine.dispose()
@@ -58,17 +57,13 @@ def notes_of(database: Path) -> dict[str, Any]:
         storage.engine.dispose()
 
 
-def _direction(mode: str) -> StudyDirection:
-    return StudyDirection.MAXIMIZE if mode == "max" else StudyDirection.MINIMIZE
-
-
 def _storage(database: Path) -> Any:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # Another search's driver never writes here; somebody who looks at the file with Optuna's dashboard may lock it.
     return optuna.storages.RDBStorage(f"sqlite:///{database}", engine_kwargs={"connect_args": {"timeout": 60}})
 
 
-def is_of_storage(error: Exception) -> bool:
+def is_of_storage(error: BaseException) -> bool:
     """Return whether an error comes from the file of a study, which is damaged or whose disk is full.
 
     Optuna does not report damaged texts itself: reading them raises exceptions of any class.
