@@ -18,7 +18,7 @@ from deeplightning.config import other_tools, schema, short_names
 from deeplightning.config.section_kinds import is_bound
 from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
-from deeplightning.config.tree import Entry, dump, line, plain
+from deeplightning.config.tree import Entry, dump, entry_at, line, plain
 from deeplightning.faults import ConfigError, Fault, upwards
 from deeplightning.signatures import definition
 from deeplightning.signatures.signature import Undecided, factory_of
@@ -154,15 +154,10 @@ class Conversion:
         return made
 
     def _at(self, key: str) -> Entry | None:
-        found: Entry | None = self.root
-        self.used.add(key.partition(".")[0])
-        for name in key.split("."):
-            items = found.value if found is not None else None
-            if isinstance(items, list) and name.isdecimal() and int(name) < len(items):
-                found = items[int(name)]
-            else:
-                found = items.get(name) if isinstance(items, dict) else None
-        return found
+        names = key.split(".")
+        self.used.add(names[0])
+        numbered = [int(name) if name.isdecimal() else name for name in names]
+        return entry_at(self.root, names) or entry_at(self.root, numbered)
 
     # ---- sections
 

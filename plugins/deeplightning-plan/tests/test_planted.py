@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import os
 import re
 import shutil
 import signal
@@ -18,6 +17,7 @@ from deeplightning_plan.compared_ranks import Ranks
 from deeplightning_plan.fake_gpu import CPU, FakeGpu, NotOnCPU, mark_of
 
 from deeplightning.dry_run.diagnosis import DeviceError
+from deeplightning.process.shared_folder import is_alive
 
 OWN = Path(__file__).with_name("planted_own.py")
 GOOD = """\
@@ -155,14 +155,6 @@ def test_ranks_that_wait_for_ever_are_given_up_with_the_place_of_each(monkeypatc
     assert not any(process.is_alive() for process in both.processes)
 
 
-def is_there(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_a_dry_run_that_is_interrupted(number, tmp_path):
@@ -181,7 +173,7 @@ def test_no_process_outlives_a_dry_run_that_is_interrupted(number, tmp_path):
     started.send_signal(number)
     assert started.wait(60) != 0
     end = time.monotonic() + 30
-    while any(is_there(int(file.read_text())) for file in files):
+    while any(is_alive(int(file.read_text())) for file in files):
         assert time.monotonic() < end
         time.sleep(0.02)
 

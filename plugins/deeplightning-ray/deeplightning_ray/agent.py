@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +53,7 @@ class Report:
     parts: list[tuple[int, bytes]] = field(default_factory=list)
     code: int | None = None
     run: str | None = None
-    newest: str | None = None
+    newest: Path | None = None
     cause: failure.Cause | None = None
     reported: bool = False
 
@@ -175,8 +174,7 @@ class Agent:
         if code and failure.first_of(self._folder) is None:
             failure.record_cause(self._folder, failure.end_of(self._rank, code))
         run = self._run()
-        kept = RunFolder(run).checkpoints() if run else []
-        newest = next((str(path) for path in kept if zipfile.is_zipfile(path)), None)
+        newest = failure.newest_of(RunFolder(run) if run else None)
         reported = (self._folder / failure.REPORTED).exists()
         return Report(parts, code, run, newest, failure.first_of(self._folder), reported)
 
