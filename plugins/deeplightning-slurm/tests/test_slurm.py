@@ -57,18 +57,12 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd_%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
-JobRequeue=1
 KillWait=5
 MessageTimeout=20
 LaunchParameters=use_interactive_step
@@ -319,7 +313,7 @@ def test_plan_prints_the_script(command, tiny, place, tmp_path):
     ("words", "variables", "code", "told"),
     [
         ([], {"PATH": "/nowhere"}, 3, "error: .*engine.launcher: there is no command sbatch here"),
-        ([], {"SLURM_JOB_ID": "7"}, 3, "this is job 7 of Slurm already.* srun deeplightning train"),
+        ([], {"SLURM_JOB_ID": "7"}, 3, "this is job 7 of Slurm already.*srun deeplightning train"),
         (["engine.gpus=auto"], {}, 2, "engine.gpus: auto: a job asks for a number of GPUs"),
     ],
 )

@@ -215,9 +215,9 @@ class _Search:
         """Return the error to report: an error of the search's file is a SetupError."""
         from deeplightning_tune.study import is_of_storage
 
-        return self._unreadable(error) if is_of_storage(error) else error
+        return self._unreadable(error) if isinstance(error, Exception) and is_of_storage(error) else error
 
-    def _unreadable(self, error: BaseException) -> SetupError:
+    def _unreadable(self, error: Exception) -> SetupError:
         words = " ".join(str(error.__cause__ or error).split("\n[SQL")[0].split())[:200]
         return SetupError(
             f"{self.database}: this file of a search cannot be read or written ({words}). Once that is fixed, the same "

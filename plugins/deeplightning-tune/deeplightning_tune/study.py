@@ -63,7 +63,7 @@ def _storage(database: Path) -> Any:
     return optuna.storages.RDBStorage(f"sqlite:///{database}", engine_kwargs={"connect_args": {"timeout": 60}})
 
 
-def is_of_storage(error: BaseException) -> bool:
+def is_of_storage(error: Exception) -> bool:
     """Return whether an error comes from the file of a study, which is damaged or whose disk is full.
 
     Optuna does not report damaged texts itself: reading them raises exceptions of any class.
