@@ -207,9 +207,8 @@ class Trials:
             output = log.read_text(errors="replace")
             found = _FOLDER.findall(output)
             ran = RunFolder(found[-1]) if found else None
-            if (
-                ran is not None and top.resolve() in ran.path.resolve().parents
-            ):  # the logger writes to the working directory
+            # A logger may write to the working directory.
+            if ran is not None and top.resolve() in ran.path.resolve().parents:
                 kept = self.home / "runs" / f"{number}-{ran.path.name}"
                 shutil.rmtree(kept, ignore_errors=True)
                 kept.parent.mkdir(parents=True, exist_ok=True)

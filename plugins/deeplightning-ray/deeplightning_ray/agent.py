@@ -114,10 +114,8 @@ class Agent:
             The reason why it could not be started, or None.
         """
         kept = {n: v for n, v in os.environ.items() if not n.startswith(_OF_OTHERS) and n not in _PLACES}
-        self._folder, self._rank = (
-            Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{folder_name}",
-            int(environment["RANK"]),
-        )
+        self._folder = Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{folder_name}"
+        self._rank = int(environment["RANK"])
         kept |= {**environment, ranks.AGENT: str(os.getpid()), ranks.FOLDER: str(self._folder)}
         command = [sys.executable, *WORKER]
         try:
