@@ -217,7 +217,8 @@ def cluster():
         made.up()
         yield made
     finally:
-        made.down()
+        if made.daemons:
+            made.down()
         shutil.rmtree(folder, ignore_errors=True)
 
 
