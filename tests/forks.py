@@ -33,7 +33,7 @@ class Forked:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         self.pid = os.fork()
         if self.pid == 0:
-            _become(args[3:], env)
+            become(args[3:], env)
 
     def poll(self) -> int | None:
         return self._ask(os.WNOHANG)
@@ -64,7 +64,8 @@ def _wait_for_a_key(port: int) -> None:
         time.sleep(0.05)
 
 
-def _become(argv: Sequence[str], env: dict[str, str]) -> None:
+def become(argv: Sequence[str], env: dict[str, str]) -> None:
+    """Be a new `deeplightning ARGV` in this forked process, and end with its exit code."""
     from deeplightning import cli
 
     os.setsid()

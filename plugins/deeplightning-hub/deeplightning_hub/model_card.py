@@ -5,10 +5,8 @@ keeps only its last part.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.trust import run_config
@@ -17,7 +15,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import count
 from deeplightning.kinds import KINDS
-from deeplightning.runfolder import Card, RunFolder
+from deeplightning.runfolder import Card, RunFolder, read_object
 from deeplightning.tracking.metrics_file import read_series
 from deeplightning.words import printable, stage_of
 
@@ -130,7 +128,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
 def _metrics(folder: RunFolder) -> dict[str, float]:
     """Return the metrics of validation and test, those of validations during training at the best or the last step."""
     found: dict[str, float] = {}
-    best = _json(folder.best_score)
+    best = read_object(folder.best_score)
     try:
         series = read_series(folder.metrics)
     except ValueError:
@@ -139,7 +137,7 @@ def _metrics(folder: RunFolder) -> dict[str, float]:
         if stage_of(name)[0] == "val" and points:
             found[name] = dict(points).get(best.get("step", -1), points[-1][1])
     for stage in ("validate", "test"):
-        found |= {name: float(value) for name, value in _json(folder.results(stage)).items()}
+        found |= {name: float(value) for name, value in read_object(folder.results(stage)).items()}
     return {name: value for name, value in found.items() if value == value and abs(value) != float("inf")}
 
 
@@ -194,7 +192,7 @@ def _files(card: Card, left_out: list[str]) -> str:
 
 
 def _data(folder: RunFolder) -> str:
-    files = _json(folder.data).get("files")
+    files = read_object(folder.data).get("files")
     if not isinstance(files, dict) or not files:
         return "The run read no files.\n"
     digest = hashlib.sha256("".join(sorted(f"{of[1]}\n" for of in files.values())).encode()).hexdigest()
@@ -203,7 +201,7 @@ def _data(folder: RunFolder) -> str:
 
 
 def _environment(folder: RunFolder) -> str:
-    found = _json(folder.environment)
+    found = read_object(folder.environment)
     packages = found.get("packages") or {}
     gpus = [gpu.get("name", "a GPU") if isinstance(gpu, dict) else str(gpu) for gpu in found.get("gpus") or []]
     rows = [("Python", str((found.get("python") or {}).get("version", "unknown")))]
@@ -216,12 +214,3 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
     if not rows:
         return ""
     return "\n".join(printable(f"| {a} | {b} |") for a, b in [head, ("---", "---"), *rows]) + "\n"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of the run, or {} if it is missing or unreadable."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

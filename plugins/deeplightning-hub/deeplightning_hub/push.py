@@ -14,7 +14,7 @@ from typing import Any
 
 from deeplightning.checks.trust import refuse_links
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, read_object
 from deeplightning_hub.model_card import model_card, public_config
 
 FORMS = "hf://USER/NAME or mlflow://NAME"
@@ -105,13 +105,9 @@ def _earlier(to: Path) -> dict[str, str | None]:
     """
     if not to.is_dir():
         return {}
-    try:
-        found = json.loads((to / NOTE).read_text(encoding="utf-8"))
-        names: dict[str, str | None] = {str(name): str(digest) for name, digest in found.items()}
-    except (OSError, ValueError, AttributeError):
-        if any(to.iterdir()):
-            raise SetupError(f"{to} is not empty and holds no earlier push. Name another folder with --to") from None
-        return {}
+    names: dict[str, str | None] = {name: str(digest) for name, digest in read_object(to / NOTE).items()}
+    if not names and any(to.iterdir()):
+        raise SetupError(f"{to} is not empty and holds no earlier push. Name another folder with --to")
     if any(not re.fullmatch(r"(?:bundle/)?\w[\w.-]*", name) for name in names):
         raise SetupError(f"{to / NOTE} names files that no push writes. Name another folder with --to")
     return names

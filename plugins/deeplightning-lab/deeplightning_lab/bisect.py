@@ -23,7 +23,7 @@ from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.again import Say, address_of, check_data, quoted, to_execute
 from deeplightning.reproduce.past import PastRun
-from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.runfolder import RunFolder, make_private, permissions_of, read_object, write_whole
 from deeplightning.tracking.code import describe_program
 from deeplightning.tracking.datafiles import describe_again
 from deeplightning.tracking.parent import Parent, Stopped
@@ -164,7 +164,7 @@ def _opened(parent: Parent, home: Path) -> Iterator[str]:
         The tag of the runs of this bisection.
     """
     notes = home / "parent.json"
-    known = json.loads(notes.read_text()) if notes.is_file() else {}
+    known = read_object(notes)
     if known.get("run") and not parent.is_there(known["run"]):
         known = {}
     sign = known.get("sign") or secrets.token_hex(16)

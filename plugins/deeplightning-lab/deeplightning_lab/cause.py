@@ -153,9 +153,8 @@ class Bisection:
     def _without(self, cause: Sequence[Difference]) -> None:
         """Run BAD with the cause undone, which shows whether something else makes it worse too."""
         rest = [difference for difference in self.differences if difference not in cause]
-        trial = self._trial(
-            rest, f"BAD without {listed([difference.name for difference in cause])}" if rest else "GOOD"
-        )
+        name = f"BAD without {listed([difference.name for difference in cause])}" if rest else "GOOD"
+        trial = self._trial(rest, name)
         value = trial.value(self.metric)
         self.more["without"] = value
         if value is not None and self._is_bad(value):
@@ -184,17 +183,8 @@ class Bisection:
             outcome = "unresolved" if value is None else "" if math.isnan(self.limit) else "bad"
             if outcome == "bad" and value is not None and not self._is_bad(value):
                 outcome = "good"
-            number = "" if value is None else f"{value:.6g}"
-            rows.append(
-                [
-                    str(known["number"]),
-                    outcome,
-                    number,
-                    str(seed or ""),
-                    name,
-                    str(known.get("folder") or known.get("log") or ""),
-                ]
-            )
+            number, place = "" if value is None else f"{value:.6g}", known.get("folder") or known.get("log") or ""
+            rows.append([str(known["number"]), outcome, number, str(seed or ""), name, str(place)])
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(rows)
         result = {

@@ -32,17 +32,12 @@ def side(word: str) -> Group:
     names = [word] if Path(word).expanduser().exists() else [part.strip() for part in word.split(",")]
     if "" in names:
         raise ValueError(f"{word!r}: there is no run between two commas, or at an end")
-    runs: list[PastRun] = []
-    notes: list[str] = []
-    shown = word
-    for name in names:
-        found, left, title = _runs_of(name)
-        runs += found
-        notes += left
-        shown = title if len(names) == 1 else shown
+    parts = [_runs_of(name) for name in names]
+    runs = [run for found, _, _ in parts for run in found]
     if not runs:
         raise CheckpointError(f"{word}: none of its runs has finished; the command that began them continues")
-    return group_of(shown, runs, notes)
+    shown = parts[0][2] if len(parts) == 1 else word
+    return group_of(shown, runs, [note for _, notes, _ in parts for note in notes])
 
 
 def _runs_of(name: str) -> tuple[list[PastRun], list[str], str]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from deeplightning.config.schema import Config
 from deeplightning.faults import SetupError
@@ -46,21 +46,11 @@ _REPORTED_ELSEWHERE = ("code: what will be run", "warning: other versions than t
 _MAX_NAME_CHARACTERS = 200
 
 
-class Process(Protocol):
-    """Process of a run; `subprocess.Popen` is one."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Send the process a signal."""
-
-    def wait(self) -> int:
-        """Wait for the end; return the exit code, or the negative number of the signal that ended the process."""
-
-
 class Enough(Exception):
     """Raised when `max_runs` runs were started."""
 
 
-def start_process(plan: Plan, python: str, log: Path) -> Process:
+def start_process(plan: Plan, python: str, log: Path) -> subprocess.Popen[bytes]:
     """Start a training process, which saves a checkpoint and ends when this process ends, even by SIGKILL.
 
     Args:
@@ -156,7 +146,7 @@ class Trials:
     made: list[tuple[Trial, str, int | None]] = field(default_factory=list)
     begun: int = 0
     signal: int | None = None
-    _process: Process | None = None
+    _process: subprocess.Popen[bytes] | None = None
     _reported: set[str] = field(default_factory=set)
 
     def run(self, parts: Parts, name: str, seed: int | None = None) -> Trial:
@@ -217,9 +207,8 @@ class Trials:
             output = log.read_text(errors="replace")
             found = _FOLDER.findall(output)
             ran = RunFolder(found[-1]) if found else None
-            if (
-                ran is not None and top.resolve() in ran.path.resolve().parents
-            ):  # the logger writes to the working directory
+            # A logger may write to the working directory.
+            if ran is not None and top.resolve() in ran.path.resolve().parents:
                 kept = self.home / "runs" / f"{number}-{ran.path.name}"
                 shutil.rmtree(kept, ignore_errors=True)
                 kept.parent.mkdir(parents=True, exist_ok=True)

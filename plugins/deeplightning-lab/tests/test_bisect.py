@@ -7,15 +7,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 
+import forks
 import numpy
 import pytest
-from commands import LIMIT_SECONDS, POLL_SECONDS, environment
+from commands import LIMIT_SECONDS, POLL_SECONDS, answer_of, environment, free_port
 from deeplightning_lab.ddmin import Outcome, ddmin, most_tests
 from deeplightning_lab.interpreters import interpreters
 from deeplightning_lab.trials import UNDERWAY, Trial
@@ -25,6 +24,7 @@ from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.faults import SetupError
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
+from deeplightning.sweep.worker import end_with
 from deeplightning.tracking.code import read_code
 
 PASSWORD = "correct-horse-battery"  # comes from the environment
@@ -86,33 +86,15 @@ class Forked:
     """A run in a process forked from this one, as `subprocess.Popen` is for a fresh one; it ends with this one."""
 
     def __init__(self, plan, python, log):
-        from deeplightning.cli import main
-        from deeplightning.sweep.worker import end_with
-
         driver = os.getpid()
         self.child = os.fork()
-        if self.child:
-            return
-        code = 1
-        try:
-            os.setsid()
+        if self.child == 0:
             end_with(driver)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(written, 1)
             os.dup2(written, 2)
-            os.environ.clear()
-            os.environ.update(plan.variables)
             os.chdir(plan.directory)
-            sys.argv = ["deeplightning", "train", str(plan.config), *plan.overrides]
-            main()
-        except SystemExit as ended:
-            code = ended.code
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code if isinstance(code, int) else 1)
+            forks.become(["train", str(plan.config), *plan.overrides], plan.variables)
 
     def send_signal(self, number):
         os.kill(self.child, number)
@@ -369,9 +351,7 @@ def test_code_from_elsewhere_is_not_executed(few, command, tmp_path):
 @pytest.mark.slow
 def test_runs_that_a_server_keeps_are_bisected_and_tracked_there(few, found, command, tmp_path):
     """By their ids, from any directory; the mixtures are below one parent on the server, and none is repeated."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"http://127.0.0.1:{free_port()}"
     store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", f"{tmp_path}/kept"]
     server = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", "--port", address.rpartition(":")[2], "--workers", "1", *store],
@@ -381,7 +361,7 @@ def test_runs_that_a_server_keeps_are_bisected_and_tracked_there(few, found, com
         start_new_session=True,
     )
     try:
-        wait_for(lambda: answers(f"{address}/health"), None)
+        answer_of(server, f"{address}/health")
         place = few.top / "a place"
         tracked = f"logger.params.tracking_uri={address}"
         files = [*place.glob("*.py")]
@@ -408,14 +388,6 @@ def test_runs_that_a_server_keeps_are_bisected_and_tracked_there(few, found, com
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(30)
         shutil.rmtree(place / "runs", ignore_errors=True)
-
-
-def answers(address):
-    try:
-        urllib.request.urlopen(address, timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 @pytest.mark.slow
@@ -458,7 +430,7 @@ def wait_for(happened, log):
     """Waits until something is there, and returns it."""
     end = time.monotonic() + LIMIT_SECONDS
     while not (found := happened()):
-        assert time.monotonic() < end, log and log.read_text()
+        assert time.monotonic() < end, log.read_text()
         time.sleep(POLL_SECONDS)
     return found
 

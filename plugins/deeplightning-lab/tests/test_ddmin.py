@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 from deeplightning_lab.ddmin import Outcome, ddmin, most_tests
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,13 +90,3 @@ def test_changes_that_need_each_other_are_kept_together(drawn, data):
     found = set(ddmin(range(size), Counted(judge)))
     assert cause <= found
     assert (one in found) == (other in found)
-
-
-@pytest.mark.parametrize("pair", [(0, 11), (4, 5), (2, 9)])
-def test_two_of_twelve_changes_take_far_fewer_tests_than_the_bound(pair):
-    """The bound is 180; two changes that matter together take at most 24."""
-    test = Counted(holds(set(pair)))
-    assert ddmin("abcdefghijkl", lambda chosen: test(["abcdefghijkl".index(c) for c in chosen])) == [
-        "abcdefghijkl"[number] for number in pair
-    ]
-    assert len(test.asked) <= 24 < most_tests(12)

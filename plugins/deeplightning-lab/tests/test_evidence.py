@@ -100,13 +100,3 @@ def test_mcnemar_counts_the_samples_that_one_alone_answers_correctly():
     assert (found.only_a, found.only_b) == (1, 6)
     assert found.p == pytest.approx(2 * (1 + 7) / 2**7)
     assert evidence.mcnemar(one, one) == (0, 0, 1.0)
-
-
-def test_a_hundred_intervals_cover_the_truth_as_often_as_they_should():
-    """A short form of benchmarks/luck.py, with fixed seeds."""
-    rng = np.random.default_rng(7)
-    covered = sum(
-        found.low <= 0.3 <= found.high
-        for found in (evidence.paired_interval(rng.normal(0.3, 1, 5), 999, n) for n in range(100))
-    )
-    assert 90 <= covered <= 99

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.source import short, text_of
-from deeplightning.config.tree import Entry
+from deeplightning.config.tree import Entry, entry_at
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.signatures import definition
 from deeplightning.signatures.signature import Undecided
@@ -189,9 +189,7 @@ class CliScript:
     def _linked(self, tree: dict[str, Entry], source: str) -> Entry | None:
         """Return the value at a key, or else the default of the parameter of its class."""
         section, *inner = _path(tree, source)
-        found: Entry | None = tree.get(section)
-        for name in inner:
-            found = found.value.get(name) if found is not None and isinstance(found.value, dict) else None
+        found = entry_at(Entry(tree, ""), [section, *inner])
         if found is not None or len(inner) != 2 or inner[0] != "init_args":
             return found
         kind = str(tree[section].value["class_path"].value)

@@ -23,19 +23,24 @@ def read(files: Sequence[Path], system: str) -> Entry:
     """
     root = Entry({}, "")
     for file in files:
-        root = over(root, _composed(file, _choices(file, ()), ()) if system == "hydra" else _mapping(file))
+        root = over(root, _composed(file, _choices(file, ()), ()) if system == "hydra" else mapping(file))
     for section in [root, *(root.value.get(name) for name in SUBCOMMANDS)] if system == "lightning-cli" else []:
         items = section.value if section is not None and isinstance(section.value, dict) else {}
         for name in ("trainer", "model", "data", "optimizer", "lr_scheduler"):  # each may be a file of its own
             value = items[name].value if name in items else None
             if isinstance(value, str) and value.endswith((".yaml", ".yml")):
-                items[name] = _mapping(files[0].parent / value)
+                items[name] = mapping(files[0].parent / value)
             elif isinstance(value, str):
                 items[name] = Entry({"class_path": Entry(value, items[name].place)}, items[name].place)
     return root
 
 
-def _mapping(path: Path) -> Entry:
+def mapping(path: Path) -> Entry:
+    """Return the tree of a YAML file of another system.
+
+    Raises:
+        ConfigError: it is no YAML, or no mapping.
+    """
     faults: list[Fault] = []
     text = text_of(path)
     tree = parse(text, short(path), faults, ["params", "theirs"])  # keys have the types that YAML gives
@@ -75,7 +80,7 @@ def over(base: Entry, top: Entry) -> Entry:
 def _defaults(path: Path) -> tuple[Entry, list[tuple[str, Entry]]]:
     """Return a file of Hydra without its defaults list, and that list as pairs of a group and an option; a file of the
     same folder has the group `""`."""
-    content = _mapping(path)
+    content = mapping(path)
     listed = content.value.pop("defaults", None)
     pairs = []
     for item in listed.value if listed is not None and isinstance(listed.value, list) else []:

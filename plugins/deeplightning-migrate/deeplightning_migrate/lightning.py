@@ -18,7 +18,7 @@ from deeplightning.config import other_tools, schema, short_names
 from deeplightning.config.section_kinds import is_bound
 from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
-from deeplightning.config.tree import Entry, dump, line, plain
+from deeplightning.config.tree import Entry, dump, entry_at, line, plain
 from deeplightning.faults import ConfigError, Fault, upwards
 from deeplightning.signatures import definition
 from deeplightning.signatures.signature import Undecided, factory_of
@@ -154,15 +154,10 @@ class Conversion:
         return made
 
     def _at(self, key: str) -> Entry | None:
-        found: Entry | None = self.root
-        self.used.add(key.partition(".")[0])
-        for name in key.split("."):
-            items = found.value if found is not None else None
-            if isinstance(items, list) and name.isdecimal() and int(name) < len(items):
-                found = items[int(name)]
-            else:
-                found = items.get(name) if isinstance(items, dict) else None
-        return found
+        names = key.split(".")
+        self.used.add(names[0])
+        numbered = [int(name) if name.isdecimal() else name for name in names]
+        return entry_at(self.root, names) or entry_at(self.root, numbered)
 
     # ---- sections
 
@@ -402,14 +397,8 @@ class Conversion:
 
     def _own(self, key: str, item: Entry) -> Any:
         """Return a callback as one of `train.callbacks`, without the folder that a run has itself."""
-        kept = [pair for pair in _arguments(item) if pair[0] != "dirpath"]
-        return self.target(
-            key,
-            Entry(
-                {"class_path": Entry(_class(item), item.place)} | {"init_args": Entry(dict(kept), item.place)},
-                item.place,
-            ),
-        )
+        kept = {name: entry for name, entry in _arguments(item) if name != "dirpath"}
+        return self.target(key, _called(_class(item), kept, item.place))
 
     def _fits(self, section: str, words: dict[str, str], arguments: dict[str, Entry], item: Entry) -> bool:
         """Convert a callback that has a section of its own, if that is free and has all that is set; whether it was."""
@@ -450,7 +439,7 @@ class Conversion:
                 arguments["save_dir"] = Entry("logs", folder.place)
                 self.leave(f"{key}.save_dir", folder, "this logger writes to `logs`")
             given = {word: entry for word, entry in arguments.items() if entry.value is not None}
-            extra.append(self.target(key, Entry({"class_path": Entry(name, ""), "init_args": Entry(given, "")}, "")))
+            extra.append(self.target(key, _called(name, given)))
 
 
 def convert(files: Sequence[Path], system: str) -> str:
@@ -498,6 +487,11 @@ def _class(entry: Entry) -> str | None:
     items = entry.value if isinstance(entry.value, dict) else {}
     found = items.get("class_path", items.get("_target_"))
     return found.value if found is not None and isinstance(found.value, str) else None
+
+
+def _called(name: str | None, arguments: dict[str, Entry], place: str = "") -> Entry:
+    """Return a class with its arguments as LightningCLI has it."""
+    return Entry({"class_path": Entry(name, place), "init_args": Entry(arguments, place)}, place)
 
 
 def _arguments(entry: Entry) -> Iterator[tuple[Any, Entry]]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.source import short, text_of
-from deeplightning.config.tree import parse, plain
+from deeplightning.config.tree import plain
 from deeplightning.faults import ConfigError, Fault
+from deeplightning_migrate.composed import mapping
 
 
 @dataclass
@@ -35,12 +36,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is no YAML, or no mapping.
     """
-    faults: list[Fault] = []
-    found = plain(parse(text_of(path), short(path), faults))
-    if faults:
-        raise ConfigError(faults)
-    if not isinstance(found, dict):
-        raise ConfigError(Fault("this file holds no mapping of settings; is this the right file?", place=short(path)))
+    found = plain(mapping(path))
     return {str(name): item for name, item in found.items()}
 
 

@@ -45,14 +45,6 @@ CASES = {
         "Plain(5), Points(8)",
         "max_epochs=10, max_steps=9, limit_train_batches=4, val_check_interval=0.5",
     ),
-    "composed": Case(
-        "lightning-cli",
-        ["composed.yaml"],
-        11,
-        "Composed(Encoder(10, 'tanh', 0.1), partial(optim.SGD, lr=0.1, momentum=0.9), "
-        "partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)), Points(10)",
-        "max_epochs=2, callbacks=[pl.callbacks.EarlyStopping('train/loss', 10, 1)]",
-    ),
     "over": Case(
         "lightning-cli",
         ["composed.yaml", "over.yaml"],

@@ -36,11 +36,11 @@ def bytes_of(text: str) -> int:
     Raises:
         ValueError: it is none, or 0.
     """
-    found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", text.strip().lower())
-    number = float(found[1]) if found and found[2] in _UNITS and re.fullmatch(r"\d+(\.\d+)?", found[1]) else 0.0
-    if found is None or number <= 0:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    if not size:
         raise ValueError(f"must be a size such as 8GB or 500MiB, not {text!r}")
-    return int(number * _UNITS[found[2]])
+    return size
 
 
 class _Clock(pl.Callback):

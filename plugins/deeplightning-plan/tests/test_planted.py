@@ -2,8 +2,8 @@
 
 import contextlib
 import importlib
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +15,11 @@ import torch
 from deeplightning_plan import compared_ranks as ranks
 from deeplightning_plan.compared_ranks import Ranks
 from deeplightning_plan.fake_gpu import CPU, FakeGpu, NotOnCPU, mark_of
-from planted import ALL, DEVICES, HEAD, named_line
 
 from deeplightning.dry_run.diagnosis import DeviceError
+from deeplightning.process.shared_folder import is_alive
 
+OWN = Path(__file__).with_name("planted_own.py")
 GOOD = """\
 seed: 7
 stages: [train, test]
@@ -34,119 +35,85 @@ model:
 train: {num_epochs: 2}
 """
 
-USUAL = {
-    "a tensor made in forward",
-    "the sum of a metric that is no state",
-    "a device by number, where each rank has its own",
-    "a table that a checkpoint brings to the CPU",
-    "a constant on the GPU, which the export has not",
-    "a barrier of one rank while a checkpoint is saved",
-    "another number of layers on each rank",
+TASK, NETWORK = "model.module.type=own.{}", "model.network={{type: own.{}}}"
+METRIC, CALLBACK = "model.metrics={{acc: {{type: own.{}}}}}", "train.callbacks=[{{type: own.{}}}]"
+MIXED = "same device, but found at least two devices"
+NO_NUMPY = "can't convert cuda:0 device type tensor to numpy"
+INDEXED = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+GENERATOR = "Expected a 'cuda' device type for generator but found 'cpu'"
+PLANTED = {
+    "MadeInForward": (NETWORK, MIXED),
+    "TableOnTheCpu": (TASK, INDEXED),
+    "SumThatIsNoState": (METRIC, MIXED),
+    "NumberOnTheCpu": (CALLBACK, MIXED),
+    "LengthsStay": (f"{TASK} data.module.type=own.WithLengths", MIXED),
+    "Numpy": (TASK, NO_NUMPY),
+    "AsArray": (TASK, NO_NUMPY),
+    "FirstGpu": (f"{TASK} engine.gpus=2", "rank 1 fails where rank 0 does not"),
+    "SecondGpu": (NETWORK, "invalid device ordinal"),
+    "Float32": (f"{NETWORK} engine.precision=bf16-true", "same dtype"),
+    "Mask": (NETWORK, MIXED),
+    "GradientOnTheCpu": (NETWORK, MIXED),
+    "GeneratorOfTheCpu": (NETWORK, GENERATOR),
+    "CopyInAList": (TASK, MIXED),
+    "TableOfACheckpoint": (TASK, MIXED),
+    "ConstantOnTheGpu": (TASK, "in the export"),
+    "SumOfTheCpu": (f"{TASK} engine.gpus=2", "No backend type associated with device type cpu: all_reduce"),
+    "LogsOnOneRank": (f"{TASK} engine.processes=2", "rank 0 logs `extra`"),
+    "KeyOfOneRank": (f"{TASK} engine.processes=2", "rank 1 logs `val_extra`"),
+    "NoStep": (f"{TASK} engine.processes=2", "rank 1"),
+    "BarrierOfOneRank": (f"{TASK} engine.processes=2", "enters barrier"),
+    "OtherNetwork": (
+        f"{NETWORK} engine.processes=2",
+        "rank 0 has no further parameter where rank 1 has network.layers.2.weight (10, 10)",
+    ),
+    "OtherCollectives": (f"{TASK} engine.processes=2", "where rank 1 enters broadcast"),
+    "FailsOnOneRank": (f"{CALLBACK} engine.processes=2", "rank 1 fails where rank 0 does not"),
 }
-"""They need different parts of a dry run each; the others are tested before a release."""
-
-RIGHT = '''\
-"""What people write for GPUs, and for machines without one."""
-
-GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.last.weight = self.first.weight
-        self.sequence, self.classes = nn.LSTM(8, 10, batch_first=True), nn.Embedding(10, 10)
-        self.register_buffer("shift", torch.zeros(64))
-
-    def forward(self, x):
-        x = self.last(self.first(x.flatten(1))) + self.shift
-        lengths = torch.full((len(x),), 8)
-        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 8, 8), lengths, batch_first=True)
-        answers, lengths = nn.utils.rnn.pad_packed_sequence(self.sequence(packed)[0], batch_first=True)
-        seen = torch.arange(8)[None] < lengths[:, None]
-        answers = answers * seen.to(x.device)[..., None]
-        with torch.autocast(x.device.type, enabled=False):
-            return answers.float().sum(1) / torch.tensor(8.0) + self.classes(torch.arange(10, device=x.device)).mean(0)
-
-
-class Own(ImageClassification):
-    def training_step(self, batch, batch_idx):
-        torch.zeros(len(batch["label"])).to(GPU) + batch["label"]
-        torch.zeros(10, device=batch["label"].device)[batch["label"]] = torch.tensor(1.0)
-        batch["label"].new_zeros(3) + torch.zeros_like(batch["label"])[:3]
-        torch.tensor([float(n) for n in batch["label"]]).numpy()
-        if torch.cuda.is_available() and batch["image"].is_cuda:
-            batch["image"].cuda().detach().cpu().numpy()
-            torch.cuda.synchronize()
-        loss = super().training_step(batch, batch_idx)
-        if dist.is_initialized():
-            dist.all_reduce(loss.detach().clone())
-            dist.all_gather_object([None] * dist.get_world_size(), {"rank": self.global_rank})
-        return loss
-
-    def on_validation_epoch_end(self):
-        super().on_validation_epoch_end()
-        self.log("own", torch.tensor(1.0, device=self.device), sync_dist=True)
-
-
-class Notes(pl.Callback):
-    def __init__(self):
-        self.total = 0.0
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.total += outputs["loss"]
-        norms = torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None])
-        assert norms.device == module.device and norms.is_cuda == (module.device.type == "cuda")
-
-    def on_save_checkpoint(self, trainer, module, checkpoint):
-        checkpoint["norms"] = [p.detach().cpu().numpy().sum() for p in module.parameters()]
-'''
+"""By class of planted_own.py: the overrides that use it, by default on one GPU, and words of the message."""
 
 
 @pytest.fixture
 def tried(command, tmp_path):
-    """`tried(code, override, …)` tries out a config with a user's module `own`, as `check --dry-run` does."""
+    """`tried(override, …)` tries out a config with a user's module `own`, as `check --dry-run` does."""
 
-    def run(code, *overrides, **options):
-        (tmp_path / "own.py").write_text(HEAD + code)
+    def run(*overrides):
+        shutil.copy(OWN, tmp_path / "own.py")
         (tmp_path / "good.yaml").write_text(GOOD)
-        return command("check", "good.yaml", "--dry-run", *overrides, cwd=tmp_path, **options)
+        return command("check", "good.yaml", "--dry-run", *overrides, cwd=tmp_path)
 
     return run
 
 
-def overrides_of(planted):
-    engine = f"engine.gpus={planted.gpus}" if planted.gpus else "engine.processes=2"
-    return [*re.split(r" (?=\w+\.\w+[.=])", planted.part), engine]
+def named_line(name):
+    """The line of a class, or of its helper below it, that a dry run names."""
+    lines = OWN.read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith(f"class {name}("))
+    return next(n for n, line in enumerate(lines[first:], first + 1) if line.endswith("# named"))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.slow) for n in ALL])
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_fault_of_devices_or_ranks_is_named(name, tried):
     """In one message, with file and line of the user's own code."""
-    planted = ALL[name]
-    outcome = tried(planted.code, *overrides_of(planted))
+    part, words = PLANTED[name]
+    on_gpu = [] if "engine.processes" in part else ["engine.gpus=1"]
+    outcome = tried(*on_gpu, *re.split(r" (?=\w+\.\w+[.=])", part.format(name)))
     faults = [
         line for line in outcome.err.splitlines() if line.startswith("error: ") and "engine.gpus: asks" not in line
     ]
     assert len(faults) == 1, outcome
-    assert planted.words in faults[0]
-    assert f"own.py:{named_line(planted.code)}" in faults[0]
+    assert words in faults[0]
+    assert f"own.py:{named_line(name)}" in faults[0]
     assert outcome.code in (2, 5)
     assert "Traceback" not in outcome.err
 
 
-def test_there_are_enough_of_both():
-    assert len(DEVICES) >= 20
-    assert len(ALL) - len(DEVICES) >= 10
-
-
-@pytest.mark.parametrize("engine", ["gpus=1", "gpus=2", "processes=2", "gpus=1 engine.precision=bf16-mixed"])
+@pytest.mark.parametrize("engine", ["gpus=2", "processes=2", "gpus=1 engine.precision=bf16-mixed"])
 def test_what_is_right_on_a_gpu_is_no_fault(engine, tried):
     """Packed sequences, tied weights, a device that is chosen at import, numbers on the CPU, collectives of all ranks:
     the only thing wrong is that this machine has no GPU."""
-    own = ["model.network={type: own.Network}", "model.module.type=own.Own", "train.callbacks=[{type: own.Notes}]"]
-    outcome = tried(RIGHT, *own, *f"engine.{engine}".split(" "))
+    own = ["model.network={type: own.Network}", "model.module.type=own.Right", "train.callbacks=[{type: own.Notes}]"]
+    outcome = tried(*own, *f"engine.{engine}".split(" "))
     faults = [line for line in outcome.err.splitlines() if line.startswith(("error: ", "unchecked: "))]
     has_gpus = torch.cuda.device_count() >= 2
     wanted = ["asks for 1 GPU;", "asks for 2 GPUs;"] if "gpus" in engine and not has_gpus else []
@@ -188,14 +155,6 @@ def test_ranks_that_wait_for_ever_are_given_up_with_the_place_of_each(monkeypatc
     assert not any(process.is_alive() for process in both.processes)
 
 
-def is_there(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_a_dry_run_that_is_interrupted(number, tmp_path):
@@ -214,7 +173,7 @@ def test_no_process_outlives_a_dry_run_that_is_interrupted(number, tmp_path):
     started.send_signal(number)
     assert started.wait(60) != 0
     end = time.monotonic() + 30
-    while any(is_there(int(file.read_text())) for file in files):
+    while any(is_alive(int(file.read_text())) for file in files):
         assert time.monotonic() < end
         time.sleep(0.02)
 

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +53,7 @@ class Report:
     parts: list[tuple[int, bytes]] = field(default_factory=list)
     code: int | None = None
     run: str | None = None
-    newest: str | None = None
+    newest: Path | None = None
     cause: failure.Cause | None = None
     reported: bool = False
 
@@ -115,10 +114,8 @@ class Agent:
             The reason why it could not be started, or None.
         """
         kept = {n: v for n, v in os.environ.items() if not n.startswith(_OF_OTHERS) and n not in _PLACES}
-        self._folder, self._rank = (
-            Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{folder_name}",
-            int(environment["RANK"]),
-        )
+        self._folder = Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{folder_name}"
+        self._rank = int(environment["RANK"])
         kept |= {**environment, ranks.AGENT: str(os.getpid()), ranks.FOLDER: str(self._folder)}
         command = [sys.executable, *WORKER]
         try:
@@ -175,8 +172,7 @@ class Agent:
         if code and failure.first_of(self._folder) is None:
             failure.record_cause(self._folder, failure.end_of(self._rank, code))
         run = self._run()
-        kept = RunFolder(run).checkpoints() if run else []
-        newest = next((str(path) for path in kept if zipfile.is_zipfile(path)), None)
+        newest = failure.newest_of(RunFolder(run) if run else None)
         reported = (self._folder / failure.REPORTED).exists()
         return Report(parts, code, run, newest, failure.first_of(self._folder), reported)
 

@@ -25,13 +25,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from deeplightning.checks.trust import note_launched
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import world_size
-from deeplightning.faults import ConfigError, Fault, SetupError
+from deeplightning.faults import ConfigError, Fault, SetupError, count
 from deeplightning.launch import Job
 from deeplightning.own_code import SEALED
 from deeplightning.process import failure, ranks
@@ -79,7 +78,7 @@ class Supervisor:
         self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted), git_state())
         self.name, self.starts, self.restarts = f"ray-{secrets.token_hex(6)}", 0, 0
         self.folder: str | None = None  # the run's, on the machine of rank 0
-        self.newest: str | None = None
+        self.newest: Path | None = None
         self.node: str | None = None  # the machine of rank 0
         self.signals: list[int] = []  # that a person has sent
 
@@ -90,7 +89,7 @@ class Supervisor:
         """Start workers until the run has ended; return its exit code."""
         self._refuse_missing_gpus()
         of = self.cfg.engine.max_restarts
-        before = {number: signal.signal(number, self._note_signal) for number in failure.INTERRUPTED}
+        before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in failure.INTERRUPTED}
         try:
             while True:
                 self._start_workers()
@@ -124,14 +123,9 @@ class Supervisor:
         if cause.lost:
             of = self.cfg.engine.max_restarts
             used = {0: "", 1: "; the restart is used up"}.get(of, f"; the {of} restarts are used up")
-            kept = f"; the last checkpoint is {self.newest}" if self.newest else "; there is no checkpoint yet"
-            hint = ", and train.resume_ckpt=auto resumes from it" if self.newest else ""
-            self.log(f"{word}: {cause.reason}{used}{kept}{hint}")
+            self.log(f"{word}: {cause.reason}{used}{failure.resume_hint(self.newest)}")
         elif not reported:
             self.log(f"{word}: {cause.reason}")
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
 
     def _refuse_missing_gpus(self) -> None:
         if not self.gpus:
@@ -214,8 +208,8 @@ class Supervisor:
                 looked = time.monotonic()
                 if looked - began > self.settings.resize_cooldown_s and (more := self.workers.room_for_more()):
                     total = len(workers) + more
-                    more_workers = f"{more} more worker{'s' * (more > 1)}"
-                    self.log(f"there is room for {more_workers}: the run continues with {total} from the next epoch")
+                    room = f"there is room for {count(more, 'more worker')}"
+                    self.log(f"{room}: the run continues with {total} from the next epoch")
                     has_room = True
                     workers[0].agent.make_room.remote()
         return self._verdict(ended)

@@ -32,6 +32,7 @@ from deeplightning.data.cache_files import limit_in_bytes, refuse_foreign, stat_
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.remote_files import files_at
 from deeplightning.image_spec import EXTENSIONS, ImageError, ImageSpec
+from deeplightning.runfolder import write_whole
 
 PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 """Extensions of members that only pickle, which can run code, could read."""
@@ -185,8 +186,6 @@ class Source:
                     if (found := Path(partial).stat().st_size) != shard.size:
                         raise OSError(f"{found:,} bytes came, and the store said {shard.size:,}")
                     Path(partial).rename(shard.path)
-                except OSError as error:
-                    raise DataError(f"{shown(self.root)}: {shard.name} cannot be copied: {error}") from error
                 except Exception as error:  # each store has its own
                     words = " ".join(str(error).split())[:200]
                     raise DataError(f"{shown(self.root)}: {shard.name} cannot be copied: {words}") from error
@@ -374,10 +373,4 @@ def _keep(path: Path, index: Index) -> None:
     values = {name: getattr(index, name).tolist() for name in ("offsets", "sizes", "codes")}
     values |= {"words": index.words, "skipped": index.skipped}
     with contextlib.suppress(OSError):  # the index is made again next time
-        file, made = tempfile.mkstemp(prefix=".new-", dir=path.parent)
-        try:
-            with os.fdopen(file, "w") as stream:
-                json.dump(values, stream)
-            Path(made).rename(path)
-        finally:
-            Path(made).unlink(missing_ok=True)
+        write_whole(path, json.dumps(values))

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from conftest import digest
 from PIL import Image
-from served import Server
 from sklearn.datasets import load_digits
 
 from deeplightning.data.data_errors import DataConfigError, DataError
@@ -356,18 +355,3 @@ def test_the_other_verbs_take_shards(command, tiny, settings, tars, tmp_path, wh
     assert outcome.code == 0, outcome
     missing = command("train", tiny, *words, "data.module.params.test=tests.tar", cwd=tmp_path, **variables)
     assert (missing.code, "has no shard tests.tar" in missing.err) == (3, True), missing
-
-
-def test_a_server_answers_as_the_network_does(whole, tars, tmp_path):
-    """The picture of a member gets the class that the trained network gives it."""
-    from deeplightning.api import load_run
-
-    server = Server(whole.folder, tmp_path / "errors")
-    try:
-        pictures = [content for name, content in digits(range(220, 228)) if name.endswith(".png")]
-        wanted = load_run(whole.folder).predict(pictures)
-        for picture, expected in zip(pictures, wanted, strict=True):
-            status, said = server.ask("POST", "/predict", picture, {"Content-Type": "image/png"})
-            assert (status, said["predictions"][0]["label"]) == (200, expected["label"]), said
-    finally:
-        assert server.stop() == 0

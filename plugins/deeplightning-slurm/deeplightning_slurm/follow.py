@@ -49,7 +49,7 @@ class Follower:
             RunError: it did not end by itself.
             SetupError: Slurm has no record of it, or has not answered for long.
         """
-        _say(f"job {self.number} is submitted; its config, script and logs are in {self.folder}")
+        say(f"job {self.number} is submitted; its config, script and logs are in {self.folder}", err=True)
         while True:
             ended = self._state()
             self._echo(to_the_end=ended is not None)
@@ -110,7 +110,7 @@ class Follower:
         """Print a message that differs from the last one."""
         if message != self._last_message:
             self._last_message, self._pause = message, 1.0
-            _say(message)
+            say(message, err=True)
 
     def _verdict(self, found: Mapping[str, str]) -> int:
         state, (code, _, number) = found["JobState"], found.get("ExitCode", "0:0").partition(":")
@@ -119,7 +119,7 @@ class Follower:
         self._print_other_errors()
         where = f"its logs are in {self.folder}"
         if state == "FAILED" and int(code):
-            _say(f"job {self.number} failed with exit code {code}; {where}")
+            say(f"job {self.number} failed with exit code {code}; {where}", err=True)
             killed = int(code) > 128 and int(code) not in failure.INTERRUPTED.values()
             return 5 if killed else int(code)
         why = f" (signal {number})" if number not in ("", "0", "15") else ""
@@ -158,7 +158,3 @@ class _Tail:
 def log_of(folder: Path, number: str, rank: int = 0, kind: str = "out") -> Path:
     """Return the file into which submitit has a task write."""
     return folder / f"{number}_{rank}_log.{kind}"
-
-
-def _say(words: str) -> None:
-    say(words, err=True)

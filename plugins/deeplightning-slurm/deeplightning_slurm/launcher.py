@@ -265,11 +265,9 @@ class Slurm:
             lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
         if self.master_port is not None:
             lines.append(f"export MASTER_PORT={self.master_port}")
-        lines.append(
-            f"export {ROOTS}={_quoted(json.dumps(original_roots()))}"
-        )  # the config's copy is in another folder
-        lines.append(f'export {SEALED}="${FOLDER}/{_CODE_FOLDER}"')
-        return lines
+        # The config's copy is in another folder.
+        lines.append(f"export {ROOTS}={_quoted(json.dumps(original_roots()))}")
+        return [*lines, f'export {SEALED}="${FOLDER}/{_CODE_FOLDER}"']
 
 
 def _frozen(job: Job) -> str:

@@ -11,7 +11,7 @@ import shlex
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,11 +119,9 @@ class _Search:
             try:
                 return self._run()
             except Exception as error:
-                from deeplightning_tune.study import is_of_storage
-
-                if is_of_storage(error):
-                    raise self._unreadable(error) from error
-                raise
+                if (reported := self._reported(error)) is error:
+                    raise
+                raise reported from error
 
     def _run(self) -> Path:
         self._open()
@@ -135,30 +133,14 @@ class _Search:
         self.workers.array = array_of(job, left, [d.key for d in self.space], self.home / "slurm-array")
         with self.workers.passing_signals_on():
             try:
-                with self._database_errors():
-                    self._loop()
-                    self._conclude()
+                self._loop()
+                self._conclude()
             except BaseException as error:
-                self._give_up(error)
+                self._give_up(self._reported(error))
                 raise
             finally:
                 say_path(self.parent.folder, "Artifact storage path: ")
         return self.parent.folder
-
-    @contextlib.contextmanager
-    def _database_errors(self) -> Iterator[None]:
-        """Report errors of the search's file as SetupError."""
-        try:
-            yield
-        except Exception as error:
-            if type(error).__module__.split(".")[0] not in ("sqlalchemy", "sqlite3", "optuna"):
-                raise
-            cause = error.__cause__ or error  # Optuna wraps SQLAlchemy's
-            text = " ".join(str(cause).split("\n[SQL")[0].split())[:200]
-            raise SetupError(
-                f"{self.database}: this file of a search cannot be written or read ({text}); once that is fixed, "
-                "the same command continues"
-            ) from error
 
     # ---- the start
 
@@ -188,9 +170,8 @@ class _Search:
                 "code": own_code(),
                 "sealed": self.code.name,
             }
-            with self._database_errors():
-                assert self.tune.mode is not None, "load_config decides it"
-                study.begin(self.database, self.tune.mode, notes)
+            assert self.tune.mode is not None, "load_config decides it"
+            study.begin(self.database, self.tune.mode, notes)
         self.study = self._study()
         notes = self.study.notes
         try:
@@ -227,19 +208,20 @@ class _Search:
     def _study(self) -> Any:
         from deeplightning_tune.study import Study
 
-        try:
-            assert self.cfg.seed is not None
-            return Study(self.database, self.tune, self.space, self.cfg.seed)
-        except UserError:
-            raise
-        except Exception as error:  # Optuna's, SQLAlchemy's
-            raise self._unreadable(error) from error
+        assert self.cfg.seed is not None
+        return Study(self.database, self.tune, self.space, self.cfg.seed)
+
+    def _reported(self, error: BaseException) -> BaseException:
+        """Return the error to report: an error of the search's file is a SetupError."""
+        from deeplightning_tune.study import is_of_storage
+
+        return self._unreadable(error) if isinstance(error, Exception) and is_of_storage(error) else error
 
     def _unreadable(self, error: Exception) -> SetupError:
-        words = " ".join(str(error.__cause__ or error).split())[:200]
+        words = " ".join(str(error.__cause__ or error).split("\n[SQL")[0].split())[:200]
         return SetupError(
-            f"{self.database}: this file of a search cannot be read or written ({words}); begin another search, "
-            f"tune.name=NEW, or remove {self.home}"
+            f"{self.database}: this file of a search cannot be read or written ({words}). Once that is fixed, the same "
+            f"command continues; to begin another search: tune.name=NEW, or remove {self.home}"
         )
 
     def _drop_if_deleted(self) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -41,7 +40,8 @@ def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
     beside = database.with_name(f".{database.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     storage = _storage(beside)
-    study = optuna.create_study(storage=storage, study_name=NAME, direction=_direction(mode))
+    direction = "maximize" if mode == "max" else "minimize"
+    study = optuna.create_study(storage=storage, study_name=NAME, direction=direction)
     for name, value in notes.items():
         study.set_user_attr(name, value)
     storage.engine.dispose()
@@ -56,10 +56,6 @@ def notes_of(database: Path) -> dict[str, Any]:
         return notes
     finally:
         storage.engine.dispose()
-
-
-def _direction(mode: str) -> StudyDirection:
-    return StudyDirection.MAXIMIZE if mode == "max" else StudyDirection.MINIMIZE
 
 
 def _storage(database: Path) -> Any:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 import yaml
@@ -206,27 +205,10 @@ def until(running: Running, database: Path, count: int) -> bool:
     return True
 
 
-def test_a_killed_search_goes_on(searched, command, config, store, place):
-    """Killed with SIGKILL inside a trial, the same command ends with the trials of an undisturbed search, value for
-    value: what was over is not run again, what was under way is the same run."""
-    began = command.start("tune", config, "tune.name=killed", cwd=place)
-    assert until(began, study_file(store, "killed"), 5)  # trial 0 drawn, two reports, over; trial 1 drawn
-    began.signal(9)
-    assert began.end().code == -9
-    outcome = patiently(command.start("tune", config, "tune.name=killed", cwd=place))
-    assert outcome.code == 0, outcome
-    assert not re.search(r"^trial 0 ", outcome.out, re.MULTILINE)
-    different = {"run": None}
-    assert [row | different for row in table(outcome)] == [row | different for row in table(searched)]
-    below = children(store, outcome.folder.parent.name)
-    assert sorted(below.values()) == ["trial-0", "trial-1", "trial-2"]
-    assert {run(store, run_id).status for run_id in below} == {"FINISHED"}
-
-
-def test_edits_do_not_reach_a_search(searched, command, config, store, place):
+def test_a_killed_search_goes_on_with_what_it_began_with(searched, command, config, store, place):
     """Code and config are edited while the first trial runs, and the search is killed in the second; resumed with the
-    frozen config, it ends with the trials of an undisturbed search, value for value and weight for weight, and the code
-    that each trial keeps is the unedited."""
+    frozen config, it ends with the trials of an undisturbed search, value for value and weight for weight: what was
+    over is not run again, what was under way is the same run, and the code that each trial keeps is the unedited."""
     code, edited = config.with_name("edited.py"), config.with_name("edited.yaml")
     code.write_text(BROKEN)
     edited.write_text(config.read_text())
@@ -236,12 +218,16 @@ def test_edits_do_not_reach_a_search(searched, command, config, store, place):
     assert until(began, database, 1)
     code.write_text("no code at all\n")
     edited.write_text("nothing: at all\n")
-    assert until(began, database, 5)
+    assert until(began, database, 5)  # trial 0 drawn, two reports, over; trial 1 drawn
     began.signal(9)
     assert began.end().code == -9
     outcome = patiently(command.start("tune", database.with_name("search.yaml"), cwd=place))
     assert outcome.code == 0, outcome
     assert f"code       {code} has changed since the search edited began" in outcome.err
+    assert not re.search(r"^trial 0 ", outcome.out, re.MULTILINE)
+    below = children(store, outcome.folder.parent.name)
+    assert sorted(below.values()) == ["trial-0", "trial-1", "trial-2"]
+    assert {run(store, run_id).status for run_id in below} == {"FINISHED"}
     different = {"run": None}
     assert [row | different for row in table(outcome)] == [row | different for row in table(searched)]
     for row, other in zip(table(outcome), table(searched), strict=True):
@@ -273,52 +259,12 @@ def test_ctrl_c_ends_a_search_politely(command, config, store, place):
     assert children(store, parent) == {trial: "trial-0"}
 
 
-@pytest.mark.slow
-def test_twenty_trials_and_five_kills(command, config, store, place):
-    """Twenty trials over two dimensions on the digits, the search killed with SIGKILL at five seeded moments: exactly
-    twenty at the end, none repeated, some pruned, and the same as without a kill."""
-    words = ("tune", config, "data.module.params.limit=600", "tune.num_trials=20", PRUNER)
-    whole = patiently(command.start(*words, "tune.name=whole", cwd=place))
-    assert whole.code == 0, whole
-    database, random = study_file(store, "torn"), Random(5)
-    for kill in range(5):
-        running = command.start(*words, "tune.name=torn", cwd=place)
-        assert until(running, database, happened(database) + random.randint(1, 9))
-        time.sleep(random.uniform(0, 0.3))  # anywhere between two of its notes
-        running.signal(9)
-        assert running.end().code == -9, kill
-    outcome = patiently(command.start(*words, "tune.name=torn", cwd=place))
-    assert outcome.code == 0, outcome
-    rows, expected = table(outcome), table(whole)
-    assert len(rows) == 20
-    keys = ("model.optimizer.params.lr", "data.batch_size")
-    assert len({tuple(row[key] for key in keys) for row in rows}) == 20
-    assert {"pruned", "finished"} <= {row["state"] for row in rows} <= {"pruned", "finished", "failed"}
-    different = {"run": None}
-    assert [row | different for row in rows] == [row | different for row in expected]
-    below = children(store, outcome.folder.parent.name)
-    assert sorted(below.values()) == sorted(f"trial-{number}" for number in range(20))
-    assert {row["run"] for row in rows} == set(below)
-    assert {run(store, run_id).status for run_id in below} == {"FINISHED", "KILLED"}
-    assert not left_running(database.parent)
-
-
 def patiently(running: Running) -> Outcome:
     """How a search of many trials ends."""
     end = time.monotonic() + 8 * LIMIT_SECONDS
     while not running._read("code") and time.monotonic() < end:
         time.sleep(0.1)
     return running.end()
-
-
-def left_running(home: Path) -> list[str]:
-    """Processes whose open files or command lie in the folder of a search."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if str(path.readlink()).startswith(str(home)):
-                found.append(path.parts[2])
-    return found
 
 
 # ---- trials that fail
@@ -358,9 +304,7 @@ def damaged_texts(change: str) -> Callable[[Path], None]:
 DAMAGES = {
     "pages": damaged_pages,
     "values of trials": damaged_texts("UPDATE trial_params SET distribution_json = '{'"),
-    "notes": damaged_texts("UPDATE study_user_attributes SET value_json = '\"' WHERE key = 'settings'"),
     "a note is no mapping": damaged_texts("UPDATE study_user_attributes SET value_json = '1' WHERE key = 'settings'"),
-    "a note is gone": damaged_texts("DELETE FROM study_user_attributes WHERE key = 'sign'"),
 }
 
 
@@ -443,15 +387,11 @@ def test_a_seal_that_somebody_has_changed_is_not_executed(failed, command, confi
 def test_a_trial_of_two_processes(command, config, store, place):
     """A trial may be a job of several processes: both end where the pruner says so, and the run is one."""
     pruner = "tune.pruner={type: optuna.pruners.ThresholdPruner, params: {lower: 2.0}}"
-    two = ("engine.processes=2", "engine.backend=ddp", "tune.num_trials=1", "tune.name=two")
-    outcome = patiently(command.start("tune", config, *two, cwd=place, main="test_tune:as_a_person_starts_it"))
-    assert outcome.code == 0, outcome
-    assert len(children(store, outcome.folder.parent.name)) == 1
-    assert [row["state"] for row in table(outcome)] == ["finished"]
-    pruned = ("tune", config, *two[:3], "tune.name=pruned", pruner)
-    outcome = patiently(command.start(*pruned, cwd=place, main="test_tune:as_a_person_starts_it"))
+    words = ("engine.processes=2", "engine.backend=ddp", "tune.num_trials=1", "tune.name=two", pruner)
+    outcome = patiently(command.start("tune", config, *words, cwd=place, main="test_tune:as_a_person_starts_it"))
     assert outcome.code == 5, outcome
     assert [(row["state"], row["epochs"]) for row in table(outcome)] == [("pruned", "1")]
+    assert len(children(store, outcome.folder.parent.name)) == 1
 
 
 @pytest.mark.slow
@@ -499,7 +439,6 @@ WRONG = {
         "8.0: must be a whole number or null, not the number 8.0; take int",
     ),
     "low end": ("{train.num_epochs: {int: [-1, 3]}}", "-1: must be at least 0, not -1"),
-    "high end": ("{seed: {int: [0, 4294967296]}}", "4294967296: must be at most 4294967295"),
     "param's type": ("{model.network.params.num_classes: {choice: [10, many]}}", "many: deeplightning.model.cnn"),
     "word": ("{model.scheduler.call.interval: {choice: [epoch, batch]}}", "batch: "),
     "target": ("{model.optimizer.type: {choice: [torch.optim.SGD, torch.optim.SDG]}}", "Did you mean torch.optim.SGD?"),
@@ -513,7 +452,6 @@ IMPOSSIBLE = {
     "two": ("{data.batch_size: {int: [8, 16], choice: [8]}}", "must be one of uniform, log_uniform, int, log_int"),
     "order": ("{data.batch_size: {int: [16, 8]}}", "the ends are in the wrong order: [16, 8]; write [8, 16]"),
     "one end": ("{data.batch_size: {int: [16]}}", "must be its two ends"),
-    "fraction": ("{data.batch_size: {int: [1.5, 8]}}", "must be its two ends, whole numbers"),
     "infinite": ("{model.optimizer.params.lr: {uniform: [0, .inf]}}", "must be its two ends"),
     "log of 0": ("{model.optimizer.params.lr: {log_uniform: [0, 1]}}", "needs ends above 0"),
     "step": ("{data.batch_size: {int: [8, 16], step: 0}}", "step must be a whole number above 0"),
@@ -522,7 +460,6 @@ IMPOSSIBLE = {
     "no choice": ("{data.batch_size: {choice: []}}", "choice must be a list of values"),
     "empty": ("{}", "there is nothing to search over"),
     "itself": ("{tune.num_trials: {int: [1, 9]}}", "`tune` cannot be searched over"),
-    "logger": ("{logger.log_every_n_steps: {int: [1, 9]}}", "`logger` cannot be searched over"),
     "section and key": (
         "{model.optimizer: {choice: [{type: a.B}]}, model.optimizer.params.lr: {uniform: [0, 1]}}",
         "`model.optimizer`, which is searched over too",
@@ -649,7 +586,6 @@ SAMPLERS = {
     "TPE": "{type: optuna.samplers.TPESampler, params: {n_startup_trials: 2}}",
     "Random": "{type: optuna.samplers.RandomSampler, params: {seed: 1}}",
     "Grid": "{type: optuna.samplers.GridSampler}",
-    "CMA-ES": "{type: optuna.samplers.CmaEsSampler}",
     "QMC": "{type: optuna.samplers.QMCSampler}",
 }
 COUNTED = {
@@ -690,7 +626,7 @@ def test_a_kill_does_not_change_what_is_drawn(name, tmp_path):
     assert all(0 <= point["a"] <= 5 for point in whole)
 
 
-@pytest.mark.parametrize("name", ["TPE", *(pytest.param(name, marks=SLOW) for name in ("Random", "Grid"))])
+@pytest.mark.parametrize("name", ["TPE", pytest.param("Grid", marks=SLOW)])
 def test_a_space_that_can_be_counted_is_gone_through_once(name, tmp_path):
     """Six points are six trials, none of them twice, choices as they were written, whatever they are."""
     space = {"a": {"choice": [[1], {"x": True}, 1]}, "b": {"int": [1, 4], "step": 3}}
