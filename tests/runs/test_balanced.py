@@ -68,34 +68,13 @@ def test_targets_that_are_numbers_have_no_weights(command, place, store):
         assert (refused.code, words in refused.err) == (2, True), refused
 
 
-SAW = """
-import json
-import pytorch_lightning as pl
-
-
-class Saw(pl.Callback):
-    def __init__(self, folder):
-        self.folder, self.seen = folder, []
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen.append([trainer.current_epoch, batch["label"].tolist()])
-
-    def on_train_end(self, trainer, module):
-        with open(f"{self.folder}/{trainer.global_rank}.json", "w") as file:
-            json.dump(self.seen, file)
-"""
-
-
-def test_processes_share_balanced_batches(command, tiny, tmp_path):
+def test_processes_share_balanced_batches(job, tmp_path):
     """Two processes, with weights that are counted before there is a trainer: each label equally often over both."""
-    (tmp_path / "saw.py").write_text(SAW)
-    saw = f"train.callbacks=[{{type: saw.Saw, params: {{folder: '{tmp_path}'}}}}]"
-    overrides = ["engine.processes=2", "data.batch_size=8", SAMPLER, WEIGHT, saw]
-    outcome = command("train", tiny, *overrides, cwd=tmp_path, ranks=2)
-    assert {rank.code for rank in outcome.ranks} == {0}, outcome
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    saw = f"train.callbacks=[{{type: own.Saw, params: {{folder: '{tmp_path}', column: label}}}}]"
+    job("data.batch_size=8", SAMPLER, WEIGHT, saw)
+    seen = [json.loads((tmp_path / f"saw_{rank}.json").read_text()) for rank in range(2)]
     for epoch in range(2):
-        labels = Counter(label for of in seen for e, batch in of if e == epoch for label in batch)
+        labels = Counter(label for of in seen for batch in of[epoch] for label in batch)
         assert sorted(labels.values()) == [13] * 6 + [14] * 4
 
 

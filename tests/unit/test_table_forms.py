@@ -9,12 +9,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from modules import data_config
 
 from deeplightning.cli.guess import Columns
 from deeplightning.cli.guess_tables import TARGETS
@@ -268,10 +268,9 @@ def written(form):
     return plain(read(paths[0]).root), "\n".join(notes)
 
 
-def prepared(params, seed=0):
+def prepared(params, seed=0, **data):
     """The data module of some parameters, with all sets."""
-    data = SimpleNamespace(root=".", num_splits=None, fold=0, batch_size=8, num_workers=0, loader={})
-    module = TableData(SimpleNamespace(seed=seed, data=data), **params)
+    module = TableData(data_config(".", seed, **data), **params)
     module.setup(None)
     return module
 
@@ -327,11 +326,8 @@ def test_each_class_is_in_the_training_set(counts, seed):
     """Also classes of one or two rows, by each seed and in each fold; no row is in two sets, and none is lost."""
     rows = [f"{number}.5,k{number}" for number, count in enumerate(counts) for _ in range(count)]
     Path("t.csv").write_text("\n".join(["size,kind", *rows]))
-    data = SimpleNamespace(root=".", num_splits=None, fold=0, batch_size=8, num_workers=0, loader={})
-    for num_splits, fold in [(None, 0), (3, 0), (3, 2)]:
-        data.num_splits, data.fold = num_splits, fold
-        module = TableData(SimpleNamespace(seed=seed, data=data), "t.csv", "kind")
-        module.setup(None)
+    for division in ({}, {"num_splits": 3}, {"num_splits": 3, "fold": 2}):
+        module = prepared({"train": "t.csv", "target": "kind"}, seed, **division)
         labels = {split: module.dataset(split).small["label"].tolist() for split in ("train", "val", "test")}
         assert set(labels["train"]) == set(range(len(counts)))
         assert sorted(itertools.chain(*labels.values())) == [n for n, count in enumerate(counts) for _ in range(count)]
