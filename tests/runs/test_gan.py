@@ -147,14 +147,6 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(inside, run, half, learn, tr
         assert ours[name][-1][1] == pytest.approx(theirs[name][-1][1], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_early_stopping_follows_the_score(learn):
-    """A score that never gets so much better ends the training, with a reason."""
-    stop = "train.early_stop={metric: val_score, mode: max, delta: 100, patience: 1}"
-    outcome = learn(QUIET, stop, "train.num_epochs=9")
-    assert "stopped    early, after epoch 2: val_score was no better" in outcome.out
-
-
 # ---- several processes
 
 
@@ -213,13 +205,6 @@ def test_two_processes_learn_from_the_mean_over_all_samples(learn, place, tmp_pa
         assert len(found[1][name]) == len(found[2][name]) == 3
         assert found[1][name][0].abs().max() > 0
         torch.testing.assert_close(found[2][name], found[1][name], rtol=1e-4, atol=1e-7)
-
-
-def test_two_processes_end_alike(learn):
-    """A whole run under ddp: both processes end well, with one score and one sheet of samples for each epoch."""
-    outcome = learn("data.batch_size=8", ranks=2)
-    assert {path.name for path in outcome.folder.glob("samples*.png")} == {"samples_0.png", "samples_1.png"}
-    assert json.loads((outcome.folder / "best.json").read_text())["value"] >= 1
 
 
 # ---- the score
