@@ -185,6 +185,10 @@ def outside(root):
     Image.fromarray(mask).save(root / "masks" / "02.png")
 
 
+def red(root):
+    Image.new("RGB", (16, 16), "red").save(root / "masks/02.png")
+
+
 def cut(root):
     path = root / "masks" / "02.png"
     path.write_bytes(path.read_bytes()[:60])
@@ -196,11 +200,7 @@ def cut(root):
         (other_size, "masks/02.png", r"this mask has 16 x 15 pixels, its picture .*images/02.png has 16 x 16"),
         (outside, "masks/02.png", r"value 3 \(row 3, column 5\) is no class. Known are \[0, 1, 2, 255\]"),
         (lambda root: (root / "masks" / "02.png").unlink(), "images/02.png", "this picture has no mask; it would be"),
-        (
-            lambda root: Image.new("RGB", (16, 16), "red").save(root / "masks/02.png"),
-            "masks/02.png",
-            r"value \[255, 0, 0\] \(row 0, column 0\) is no class. Known are",
-        ),
+        (red, "masks/02.png", r"value \[255, 0, 0\] \(row 0, column 0\) is no class. Known are"),
         (cut, "masks/02.png", "cannot be used as a mask"),
         (lambda root: (root / "masks/02.png").write_bytes(b"no"), "masks/02.png", "this is no PNG"),
         (lambda root: (root / "images/02.png").write_bytes(b"no"), "images/02.png", "cannot be used as an image"),
@@ -232,13 +232,10 @@ def test_files_that_do_not_fit(break_it, place, words, in_memory, config, tmp_pa
     [
         ("class_names=road", "class_names must be a list of 1 to 255 different names, that of class 0 first"),
         ("class_names=[a,a]", "class_names must be a list"),
-        ("class_names=[]", "class_names must be a list"),
         ("ignore=2", "ignore must be null or a value that is no class, not 2, the value of high"),
         ("ignore=[1,2]", r"params.ignore: a value is a number from 0 to 65535, or a colour"),
         ("values=[0,1]", r"values must be 3 different values, one for each of class_names, not \[0, 1\]"),
-        ("values=[0,1,[1,1,1]]", "values must be 3 different values"),
         ("values=[0,1,[1,1,256]]", r"params.values: a value is a number from 0 to 65535, or a colour"),
-        ("image_size=0", "image_size must be a whole number"),
     ],
 )
 def test_impossible_params(params, words, config):
@@ -444,21 +441,15 @@ def judge() -> None:
     path, folder, checkpoint, processes, root = sys.argv[1:]
     warnings.filterwarnings("ignore")
     for size in (1, 2, 5):
-        launch(
-            load_config(
-                path,
-                [
-                    f"engine.processes={processes}",
-                    "~logger",
-                    "logger={type: pytorch_lightning.loggers.CSVLogger, params: "
-                    f"{{save_dir: '{folder}', name: '{size}'}}, pictures: {{every_n_epochs: 1}}}}",
-                    f"data.root='{root}/{size}'",
-                    "data.batch_size=2",
-                    "stages=[validate]",
-                    f"test.ckpt='{checkpoint}'",
-                ],
-            )
-        )
+        logger = f"{{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{folder}', name: '{size}'}}}}"
+        settings = [f"engine.processes={processes}", "~logger", f"logger={logger}"]
+        settings += [
+            f"data.root='{root}/{size}'",
+            "data.batch_size=2",
+            "stages=[validate]",
+            f"test.ckpt='{checkpoint}'",
+        ]
+        launch(load_config(path, settings))
 
 
 @pytest.mark.slow
@@ -497,33 +488,25 @@ def test_any_number_of_processes_judges_the_same(run, command, config, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("override", "code", "words"),
+    ("override", "words"),
     [
-        ("model.network.params.num_classes=4", 2, "the data has 3 classes, the network 4 outputs per pixel; set model"),
-        ("data.module.params.image_size=18", 2, "pictures of 18x18 pixels cannot be halved 2 times"),
+        ("model.network.params.num_classes=4", "the data has 3 classes, the network 4 outputs per pixel; set model"),
+        ("data.module.params.image_size=18", "pictures of 18x18 pixels cannot be halved 2 times"),
         (
             "model.network={type: deeplightning.model.resnet.ResNet18, params: {num_classes: 3}}",
-            2,
             "ResNet18 gives (1, 3), not (B, K, H, W): a number per class and pixel",
         ),
         (
             "model.network={type: torch.nn.Conv2d, params: {in_channels: 3, out_channels: 3, kernel_size: 3}}",
-            2,
             "torch.nn.Conv2d gives 14x14 pixels for pictures of 16x16; segmentation needs one for each",
         ),
-        (
-            "data.module.params.class_names=[a,b]",
-            3,
-            "is no class. Known are [0, 1",
-        ),
-        ("train.checkpoint.monitor=val_iuo", 2, "no metric `val_iuo` is logged. Did you mean val_iou?"),
+        ("train.checkpoint.monitor=val_iuo", "no metric `val_iuo` is logged. Did you mean val_iou?"),
     ],
 )
-def test_what_does_not_fit_is_one_note(override, code, words, command, config, tmp_path):
-    """Each mistake ends a training with its code and one note."""
-    more = ["model.network.params.num_classes=2"] if "class_names" in override else []
-    outcome = command("train", config, override, *more, cwd=tmp_path)
-    assert outcome.code == code, outcome
+def test_what_does_not_fit_is_one_note(override, words, command, config, tmp_path):
+    """Each mistake ends a training with exit code 2 and one note."""
+    outcome = command("train", config, override, cwd=tmp_path)
+    assert outcome.code == 2, outcome
     assert words in outcome.err, outcome
     assert outcome.err.count("error: ") == 1
 
