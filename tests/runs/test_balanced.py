@@ -30,7 +30,7 @@ def test_a_run_keeps_the_weights_that_stats_prints(train, tiny, command, place):
     assert init_module(cfg, "model").losses["loss"].weight.tolist() == pytest.approx(said)
     again = train(f"{KEY}={{type: torch.tensor, params: {{data: {said}}}}}", "train.num_epochs=1")
     assert digest(again.folder / "last.ckpt") == digest(run.folder / "last.ckpt")
-    assert command("test", run.folder, cwd=place).code == 0
+    command("test", run.folder, cwd=place, code=0)
 
 
 def test_check_explain_and_a_dry_run_know_the_word(tiny, command, place):
@@ -43,11 +43,9 @@ def test_check_explain_and_a_dry_run_know_the_word(tiny, command, place):
     assert f"  means       {source}\n" in explain(report, KEY)
     tried = command("check", tiny, WEIGHT, SAMPLER, "--dry-run", cwd=place)
     assert (tried.code, "the loss was tried without them" in tried.out + tried.err) == (0, True)
-    wrong = command("check", tiny, "model.loss={type: torch.nn.MSELoss, params: {weight: balanced}}", cwd=place)
-    assert wrong.code == 2
+    wrong = command("check", tiny, "model.loss={type: torch.nn.MSELoss, params: {weight: balanced}}", cwd=place, code=2)
     assert "torch.nn.MSELoss has no param `weight`" in wrong.err
-    wrong = command("check", tiny, "model.loss.params={weight: balance}", "data.sampler=balance", cwd=place)
-    assert wrong.code == 2
+    wrong = command("check", tiny, "model.loss.params={weight: balance}", "data.sampler=balance", cwd=place, code=2)
     assert f"{KEY}: " in wrong.err
     assert "Did you mean balanced?" in wrong.err
 
@@ -128,12 +126,11 @@ def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
     expected = [(160 - count) / count for count in printed["labels"].values()]
     assert printed["pos_weight"] == pytest.approx(expected)
     assert list(printed["labels"]) == ["gift", "late"]
-    run = command("train", "labels.yaml", cwd=orders)
-    assert run.code == 0, run
+    run = command("train", "labels.yaml", cwd=orders, code=0)
     assert f"{POSITIVE}: balanced → {printed['pos_weight']} (of 160, " in run.out
     kept = yaml.safe_load((run.folder / "cfg.yaml").read_text())["model"]["loss"]["params"]["pos_weight"]
     assert kept == {"type": "torch.tensor", "params": {"data": printed["pos_weight"]}}
-    assert command("test", run.folder, cwd=orders).code == 0
+    command("test", run.folder, cwd=orders, code=0)
     cfg = load_config(orders / "labels.yaml", [f"data.root='{orders}'"])
     init_module(cfg, "data")
     assert init_module(cfg, "model").losses["loss"].pos_weight.tolist() == pytest.approx(expected)

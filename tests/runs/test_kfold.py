@@ -36,7 +36,7 @@ def test_folds_are_listed_side_by_side(command, tmp_path):
     """A run of each fold has its number in its name, and `runs` shows the metric that folds are compared by."""
     small = ["train.num_epochs=1", "data.module.params={limit: 100}", "logger.params.experiment_name=folds"]
     for fold in (0, 4):
-        assert command("train", EXAMPLE, f"data.fold={fold}", *small, cwd=tmp_path).code == 0
+        command("train", EXAMPLE, f"data.fold={fold}", *small, cwd=tmp_path, code=0)
     outcome = command("runs", "--name", "folds", "--metric", "val_acc", cwd=tmp_path)
     fields = [line.split("  ") for line in outcome.out.splitlines()]
     assert [of[4] for of in fields] == ["fold 4", "fold 0"]

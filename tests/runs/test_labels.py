@@ -44,8 +44,7 @@ COLOURS = ["blue", "green", "red"]  # the labels, sorted
 
 def run_of(command, store, place, overrides, **parts):
     (place / "labels.yaml").write_text(CONFIG.format(store=store, **parts))
-    outcome = command("train", "labels.yaml", *overrides, cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("train", "labels.yaml", *overrides, cwd=place, code=0)
     return Run(outcome.out + outcome.err, outcome.folder, place)
 
 
@@ -175,8 +174,7 @@ def test_several_processes_choose_the_same_thresholds(command, pictures):
     """Two processes with half the batch each see the samples of one, and choose by those of both."""
     overrides = ["data.module.params={image_size: 8, cache: false}", "engine.processes=2", "data.batch_size=10"]
     sizes = "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}"
-    outcome = command("train", "labels.yaml", *overrides, sizes, cwd=pictures.place, ranks=2)
-    assert outcome.code == 0, outcome
+    outcome = command("train", "labels.yaml", *overrides, sizes, cwd=pictures.place, ranks=2, code=0)
     assert card_of(outcome)["output"]["thresholds"] == pytest.approx(
         card_of(pictures)["output"]["thresholds"], abs=1e-4
     )

@@ -172,8 +172,7 @@ def test_a_network_of_torchvision_by_name(command, store, tmp_path):
     shapes += ["model.optimizer.groups=[]", "train.export=false", f"logger.params.tracking_uri={store}"]
     network = "model.network={{type: torchvision.models.mobilenet_v3_small, params: {{{}: 10}}}}"
     config = ROOT / "examples" / "cifar10" / "cifar10.yaml"
-    run = command("train", config, *shapes, network.format("num_classes"), cwd=tmp_path)
-    assert run.code == 0, run
+    run = command("train", config, *shapes, network.format("num_classes"), cwd=tmp_path, code=0)
     assert weights(run.folder / "last.ckpt")["network.classifier.3.weight"].shape == (10, 1024)
     (fault,) = examine(config, [*shapes, "model.network={type: torchvision.ops.MLP, params: {x: 10}}"]).faults
     assert (fault.key, fault.exit_code) == ("model.network.params.x", 2)

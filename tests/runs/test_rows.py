@@ -53,9 +53,7 @@ def own(command, tiny, tmp_path_factory):
     (folder / "parts.py").write_text(PARTS)
 
     def run(*overrides, ranks=1, verb="train", of=tiny):
-        outcome = command(verb, of, *overrides, cwd=folder, ranks=ranks)
-        assert {each.code for each in outcome.ranks or [outcome]} == {0}, outcome
-        return outcome
+        return command(verb, of, *overrides, cwd=folder, ranks=ranks, code=0)
 
     return run
 

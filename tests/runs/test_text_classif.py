@@ -79,9 +79,7 @@ def text_config(root, store, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(command, text_config, place):
     """A run that was trained, validated and tested."""
-    outcome = command("train", text_config, "stages=[train, validate, test]", cwd=place)
-    assert outcome.code == 0, outcome
-    return outcome
+    return command("train", text_config, "stages=[train, validate, test]", cwd=place, code=0)
 
 
 def table(path):
@@ -139,27 +137,25 @@ def test_texts_without_labels_are_predicted(trained, command, text_config, place
     """A row for each, as for the same texts with labels; to test with them is refused."""
     best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
     bare = ["data.module.params.test=bare.tsv", best]
-    outcome = command("train", text_config, "stages=[predict]", *bare, cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("train", text_config, "stages=[predict]", *bare, cwd=place, code=0)
     rows, known = (table(outcome.folder / "predictions.csv"), table(trained.folder / "test_predictions.csv"))
     assert "label" not in rows[0]
     assert [row["predicted_class"] for row in rows] == [row["predicted_class"] for row in known]
-    refused = command("train", text_config, "stages=[test]", *bare, cwd=place)
-    assert refused.code == 3, refused
+    refused = command("train", text_config, "stages=[test]", *bare, cwd=place, code=3)
     assert "has no labels to test with" in refused.err
 
 
 @pytest.mark.slow
 def test_without_validation_there_are_no_numbers_of_it(command, text_config, place, tracked):
     """No file and no fold: the run ends well, and has metrics of the training alone. A fold of the file has them."""
-    outcome = command("train", text_config, "data.module.params.validation=null", "train.num_epochs=1", cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command(
+        "train", text_config, "data.module.params.validation=null", "train.num_epochs=1", cwd=place, code=0
+    )
     names = tracked(outcome.folder).metrics
     assert "train_loss_epoch" in names
     assert [name for name in names if name.startswith("val")] == []
     settings = ["data.module.params.validation=null", "data.num_splits=4", "data.fold=3", "train.num_epochs=1"]
-    folded = command("train", text_config, *settings, cwd=place)
-    assert folded.code == 0, folded
+    folded = command("train", text_config, *settings, cwd=place, code=0)
     assert "val_acc" in tracked(folded.folder).metrics
 
 
@@ -171,13 +167,11 @@ def test_a_changed_training_file_is_noticed(trained, command, text_config, place
     (tmp_path / "train.tsv").write_text((root / "train.tsv").read_text() + "an unheard-of film\t1\n" * 2)
     best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
     moved = ["stages=[test]", best, f"data.root='{tmp_path}'"]
-    outcome = command("train", text_config, *moved, cwd=place)
-    assert outcome.code == 2, outcome
+    outcome = command("train", text_config, *moved, cwd=place, code=2)
     assert "the checkpoint was trained with" in outcome.err
     saved = torch.load(trained.folder / "last.ckpt", weights_only=True)["text_classification"]
     (tmp_path / "words.txt").write_text(saved["content"])
-    again = command("train", text_config, *moved, "data.module.params.vocabulary=words.txt", cwd=place)
-    assert again.code == 0, again
+    again = command("train", text_config, *moved, "data.module.params.vocabulary=words.txt", cwd=place, code=0)
     results = [json.loads((run.folder / "test_results.json").read_text()) for run in (trained, again)]
     assert results[0] == results[1]
 
@@ -215,8 +209,7 @@ def test_warm_up_and_decay_are_lines_over_all_steps(command, text_config, place,
         "pct_start: 0.1, anneal_strategy: linear, cycle_momentum: false}, call: {interval: step}}"
     )
     steps = ["train.accumulator_factor=3", "train.num_epochs=10", "logger.log_every_n_steps=1", "logger.pictures=null"]
-    outcome = command("train", text_config, schedule, *steps, cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("train", text_config, schedule, *steps, cwd=place, code=0)
     rates = [value for _, value in tracked(outcome.folder).series()["lr"]]
     assert len(rates) == 30  # 8 batches by 3, the last of 2: 3 steps an epoch
     assert rates.index(max(rates)) == 2

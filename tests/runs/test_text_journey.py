@@ -16,9 +16,7 @@ def run(command, store, tmp_path_factory):
     settings = ["train.num_epochs=1", "data.batch_size=32", "stages=[train]", "logger.pictures=null"]
     config, place = ROOT / "examples" / "sst2" / "sst2.yaml", tmp_path_factory.mktemp("work")
     tracked = f"logger.params={{experiment_name: texts, tracking_uri: '{store}', system_metrics: false}}"
-    outcome = command("train", config, *few, *settings, "logger.log_model=true", tracked, cwd=place)
-    assert outcome.code == 0, outcome
-    return outcome
+    return command("train", config, *few, *settings, "logger.log_model=true", tracked, cwd=place, code=0)
 
 
 def test_a_run_of_texts_deploys_and_answers_json(run, tmp_path):

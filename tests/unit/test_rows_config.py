@@ -54,8 +54,7 @@ def test_help_explains_overrides(verb):
 def test_a_store_in_the_home_folder(command, tiny, place, tmp_path):
     """`~` in the tracking store's place is the home folder; what is not there is made, and nothing is called `~`."""
     settings = ["logger.params.tracking_uri='~/of mine/mlruns'", "train.num_epochs=1", "train.limit_batches={train: 1}"]
-    done = command("train", tiny, *settings, cwd=place, HOME=str(tmp_path))
-    assert done.code == 0, done
+    done = command("train", tiny, *settings, cwd=place, HOME=str(tmp_path), code=0)
     assert done.folder.is_relative_to(tmp_path / "of mine" / "mlruns")
     assert (done.folder / "last.ckpt").is_file()
 
