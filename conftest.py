@@ -151,8 +151,9 @@ def job(request: pytest.FixtureRequest, command: Commands, tiny: Path, place: Pa
     def run(*overrides: str, ranks: int = 2, code: int = 0, **variables: str) -> Outcome:
         deepspeed = any("deepspeed" in override for override in overrides)
         start = request.getfixturevalue("jobs") if deepspeed else command
-        processes, ends = f"engine.processes={ranks}", {"ranks": ranks, "code": code}
-        return start("train", tiny, processes, *overrides, cwd=place, **ends, **variables)
+        return start(
+            "train", tiny, f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks, code=code, **variables
+        )
 
     return run
 
