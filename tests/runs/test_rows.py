@@ -110,21 +110,6 @@ def test_own_loggers_are_in_the_ranks_file_and_a_later_stage_appends(own):
     assert "results    test_acc" in after[len(before) :]
 
 
-@pytest.mark.slow
-def test_a_restart_appends_to_each_ranks_file(own):
-    """Two processes, ended in the first epoch and resumed: both files go on where they stopped."""
-    job = ["engine.processes=2", "logger.per_rank_files=true"]
-    cut = own(*job, "~train.num_epochs", "train.max_steps=2", ranks=2).folder
-    before = [(cut / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
-    resumed = own(*job, f"train.resume_ckpt='{cut}'", ranks=2).folder
-    for rank, text in enumerate(before):
-        assert "first loss" in text
-        file = (resumed / "logs" / f"rank_{rank}.log").read_text()
-        assert "epoch 2 of 2" in file
-        if resumed == cut:
-            assert file.startswith(text)
-
-
 def test_accumulation_leaves_evaluation_undivided(fit):
     """With weights that stay, `val_loss` and the loss of an epoch are those of a run without accumulation."""
     still = ["model.optimizer.params.lr=0.0", "train.num_epochs=1"]
