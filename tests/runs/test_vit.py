@@ -45,7 +45,6 @@ def test_patches(params, shape, patches):
         ({"mlp_width": 0}, "mlp_width must be a whole number"),
         ({"num_channels": 1.5}, "num_channels must be a whole number"),
         ({"patch_size": [4]}, "patch_size must be one whole number or"),
-        ({"dropout": 1}, "dropout is a probability, at least 0 and below 1, not 1"),
     ],
 )
 def test_impossible_arguments(params, words):

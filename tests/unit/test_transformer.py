@@ -69,7 +69,7 @@ def test_groups_without_decay_have_biases_and_norms():
     [
         ({"width": 15}, "width must be a multiple of 2 and of num_heads"),
         ({"num_classes": 0}, "num_classes must be a whole number"),
-        ({"dropout": 1.0}, "dropout must be from 0 to below 1"),
+        ({"dropout": 1.5}, "dropout probability has to be between 0 and 1"),
         ({"pooling": "first"}, "pooling must be mean or end"),
         ({"padding": 50}, "padding must be a token, from 0 to 49"),
     ],
