@@ -25,7 +25,7 @@ class TextTransformer(nn.Module):
         num_layers: at least 1.
         num_heads: H, at least 1.
         hidden: width of the hidden feed-forward layers; None: 4 W.
-        dropout: probability of dropout.
+        dropout: probability of dropout, from 0 to 1.
         pooling: classify the mean over a text's tokens ("mean") or its last token ("end").
         max_length: maximum number of tokens of a text; the memory of attention grows with its square.
         padding: token that is masked.
