@@ -46,13 +46,8 @@ def ours(cfg, size=67, targets=2, held_out=True):
 
 
 def lightnings(cfg):
-    """One data set, and Lightning's own way to make a data module of it."""
-    return pl.LightningDataModule.from_datasets(Rows(64), batch_size=cfg.data.batch_size)
-
-
-def of_size(cfg, size, batch):
-    """Loaders with a batch size of their own."""
-    return pl.LightningDataModule.from_datasets(Rows(size), Rows(8), batch_size=batch)
+    """One data set, and Lightning's own way to make a data module of it, with a batch size of its own."""
+    return pl.LightningDataModule.from_datasets(Rows(64), batch_size=4)
 
 
 def deep():
@@ -179,8 +174,12 @@ def test_check_passes_what_fits(regress):
 
 
 def test_a_function_gives_one_set_and_lightnings_own_data_module(regress, tracked):
-    """`LightningDataModule.from_datasets` of a training set alone: it trains, and nothing is validated."""
-    metrics = tracked(regress("data.module.type=sets.lightnings", ONE).folder).metrics
+    """`LightningDataModule.from_datasets` of a training set alone: it trains, and nothing is validated; the start shows
+    the batch size of its loader, whatever `data.batch_size` says."""
+    outcome = regress("data.module.type=sets.lightnings", "train.num_epochs=1", ONE)
+    assert "batch      4 samples a step: 4 per process\n" in outcome.out
+    assert "1 epoch; 16 steps\n" in outcome.out
+    metrics = tracked(outcome.folder).metrics
     assert metrics["train_loss_epoch"] > 0
     assert not [name for name in metrics if name.startswith("val_")]
 
@@ -223,11 +222,3 @@ def test_the_line_is_found(command, store, tmp_path):
     found = torch.load(outcome.folder / "last.ckpt", weights_only=True)["state_dict"]
     assert found["network.weight"][0].tolist() == pytest.approx([2.0, -1.0, 0.5], abs=0.05)
     assert float(found["network.bias"]) == pytest.approx(5.0, abs=0.05)
-
-
-def test_the_start_shows_the_batch_size_of_a_loader_of_ones_own(regress):
-    """64 samples in batches of 4 are 16 steps, whatever `data.batch_size` says."""
-    own = "data.module={type: sets.of_size, params: {size: 64, batch: 4}}"
-    out = regress(own, "train.num_epochs=1", ONE).out
-    assert "batch      4 samples a step: 4 per process\n" in out
-    assert "1 epoch; 16 steps\n" in out
