@@ -7,9 +7,9 @@ from typing import Any
 
 def data_config(root: str | Path | None = None, seed: int = 42, **data: Any) -> SimpleNamespace:
     """Return what a data module reads of a config; `data` are values that differ from the usual ones."""
-    usual = {"dataset": None, "batch_size": 64, "num_workers": 0, "num_splits": None, "fold": 0, "loader": {}}
-    where = None if root is None else str(root)
-    return SimpleNamespace(seed=seed, data=SimpleNamespace(root=where, sampler=None, **usual | data))
+    usual = {"root": None if root is None else str(root), "dataset": None, "sampler": None, "loader": {}}
+    usual |= {"batch_size": 64, "num_workers": 0, "num_splits": None, "fold": 0}
+    return SimpleNamespace(seed=seed, data=SimpleNamespace(**usual | data))
 
 
 def on_rank(module: Any, rank: int = 0, world: int = 1) -> Any:
