@@ -174,8 +174,8 @@ def test_a_network_of_torchvision_by_name(command, store, tmp_path):
     config = ROOT / "examples" / "cifar10" / "cifar10.yaml"
     run = command("train", config, *shapes, network.format("num_classes"), cwd=tmp_path, code=0)
     assert weights(run.folder / "last.ckpt")["network.classifier.3.weight"].shape == (10, 1024)
-    (fault,) = examine(config, [*shapes, "model.network={type: torchvision.ops.MLP, params: {x: 10}}"]).faults
-    assert (fault.key, fault.exit_code) == ("model.network.params.x", 2)
+    faults = examine(config, [*shapes, "model.network={type: torchvision.ops.MLP, params: {x: 10}}"]).faults
+    assert ("model.network.params.x", 2) in [(fault.key, fault.exit_code) for fault in faults]
 
 
 def test_a_missing_package_is_one_note(command, tiny, place):
