@@ -112,12 +112,6 @@ def test_a_class_without_a_whole_picture_is_named(config, root):
         module(config, SKIP)
 
 
-def test_a_word_that_is_none(config, command, tmp_path):
-    """`on_bad_image` is error or skip; `check` knows."""
-    outcome = command("check", config, "data.module.params.on_bad_image=ignore", cwd=tmp_path, code=2)
-    assert "on_bad_image: deeplightning.data.image_folder.ImageFolder takes 'error' or 'skip' here" in outcome.err
-
-
 def sets_of_each_process() -> None:
     """Called in each process of a job: a file breaks for the second process alone, and each notes its sets."""
     import os
