@@ -192,33 +192,22 @@ def test_too_few_samples():
 # Batches
 
 
-def test_a_batch():
-    """A batch is uint8 images, int64 labels and int64 positions in the set, which lead back to the samples."""
-    module = on_rank(Digits(data_config(batch_size=100)))
-    for loader, split in ((module.train_dataloader(), "train"), (module.val_dataloader(), "val")):
-        batches = list(loader)
-        assert len(batches) == len(loader)
-        for batch in batches:
-            assert sorted(batch) == ["image", "index", "label"]
-            assert batch["image"].dtype == torch.uint8
-            assert batch["image"].shape[1:] == (1, 8, 8)
-            assert batch["label"].dtype == batch["index"].dtype == torch.int64
-            assert torch.equal(batch["image"], module.dataset(split).images[batch["index"]])
-            assert torch.equal(batch["label"], module.dataset(split).labels[batch["index"]])
-
-
 def test_only_training_is_shuffled():
-    """Validation, test and prediction run in data order, the last one over the test set; training does not."""
+    """A batch is uint8 images, int64 labels and int64 positions in the set, which lead back to the samples. Validation,
+    test and prediction run in data order, the last one over the test set; training does not."""
     module = on_rank(Digits(data_config()))
-    for loader in (module.val_dataloader(), module.test_dataloader(), module.predict_dataloader()):
-        assert torch.equal(torch.arange(179), gathered(loader)["index"])
-    assert torch.equal(module.dataset("test").images, gathered(module.predict_dataloader())["image"])
+    for stage, split in (("val", "val"), ("test", "test"), ("predict", "test"), ("train", "train")):
+        found, dataset = gathered(getattr(module, f"{stage}_dataloader")()), module.dataset(split)
+        kinds = {name: values.dtype for name, values in found.items()}
+        assert kinds == {"image": torch.uint8, "label": torch.int64, "index": torch.int64}
+        assert torch.equal(found["image"], dataset.images[found["index"]])
+        assert torch.equal(found["label"], dataset.labels[found["index"]])
+        assert torch.equal(found["index"], torch.arange(len(dataset))) is (stage != "train")
     loader = module.train_dataloader()
-    first = gathered(loader)["index"]
     loader.sampler.set_epoch(1)
     second = gathered(loader)["index"]
-    assert not torch.equal(first, second)
-    assert torch.equal(torch.arange(1439), first.sort()[0])
+    assert not torch.equal(found["index"], second)
+    assert torch.equal(torch.arange(1439), found["index"].sort()[0])
     assert torch.equal(torch.arange(1439), second.sort()[0])
 
 
@@ -351,6 +340,9 @@ def test_crop():
     assert counts.sum() == 1800
     assert abs(counts - 200).max() < 60
     assert torch.equal(images, RandomCrop(0)(images))
+    for impossible in (lambda: RandomHorizontalFlip(1.5), lambda: RandomCrop(-1), lambda: RandomCrop(0.5)):
+        with pytest.raises(ValueError, match=r"probability|pixels"):
+            impossible()
 
 
 @pytest.mark.parametrize("config", ["cifar10_resnet18", "cifar10_vit"])
