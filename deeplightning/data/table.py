@@ -120,7 +120,8 @@ class TableData(ColumnData):
                 )
         ways = {"split": split, "group": group, "time": time}
         asked = {way: column for way, column in ways.items() if column is not None}
-        self.way, self.divider = next(iter(asked.items()), (None, None))
+        self.way: str | None = next(iter(asked), None)
+        self.divider: str | None = next(iter(asked.values()), None)
         has_folds = cfg.data.num_splits is not None
         excluded = {"split": validation or test or has_folds, "time": has_folds}
         if len(asked) > 1 or excluded.get(str(self.way)):
