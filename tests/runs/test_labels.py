@@ -170,7 +170,7 @@ def test_answers_to_pictures_are_those_of_the_network(pictures):
 @pytest.mark.slow
 def test_several_processes_choose_the_same_thresholds(command, gallery, pictures):
     """Two processes with half the batch each see the samples of one, and choose by those of both."""
-    halves = ["engine.processes=2", "data.batch_size=10"]
+    halves = ["engine.processes=2", "data.batch_size=10", "model.network.params.num_classes=3"]
     outcome = command("train", "labels.yaml", *PICTURES, *halves, cwd=gallery, ranks=2, code=0)
     assert card_of(outcome)["output"]["thresholds"] == pytest.approx(
         card_of(pictures)["output"]["thresholds"], abs=1e-4
