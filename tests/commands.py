@@ -194,8 +194,11 @@ class Commands:
         self._orders.write(json.dumps(order).encode() + b"\n")
         self._orders.flush()
 
-    def __call__(self, *arguments: object, cwd: Path, **options: Any) -> Outcome:
-        return self.start(*arguments, cwd=cwd, **options).end()
+    def __call__(self, *arguments: object, cwd: Path, code: int | None = None, **options: Any) -> Outcome:
+        """Run a command; `code` is the exit code that all of its processes must have."""
+        outcome = self.start(*arguments, cwd=cwd, **options).end()
+        assert code is None or {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        return outcome
 
     def close(self) -> None:
         self._orders.close()

@@ -61,6 +61,7 @@ logger: {params: {tracking_uri: STORE, system_metrics: false}}
 OWN = '''\
 """A user's own code, in the working directory."""
 
+import json
 import os
 import pathlib
 import signal
@@ -316,6 +317,22 @@ class Batches(pl.Callback):
 
     def on_train_end(self, trainer, module):
         torch.save(self.seen, self.file)
+
+
+class Saw(pl.Callback):
+    """Writes down a column of each batch of each epoch, a file per process."""
+
+    def __init__(self, folder, column):
+        self.folder, self.column, self.seen = pathlib.Path(folder), column, []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.seen.append([])
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen[-1].append(batch[self.column].tolist())
+
+    def on_train_end(self, trainer, module):
+        (self.folder / f"saw_{trainer.global_rank}.json").write_text(json.dumps(self.seen))
 
 
 class Weights(pl.Callback):

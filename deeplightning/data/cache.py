@@ -18,7 +18,6 @@ Rows are only ever added behind all others, so a map stays right whatever happen
 N samples, R rows, C channels, H height, W width.
 """
 
-import contextlib
 import logging
 import math
 import mmap
@@ -95,22 +94,19 @@ class ImageCache:
         """
         try:
             stats = stats_of(paths)
-            if (found := self._find(stats)) is not None:
-                return found
-            with cache_files.alone(self.folder):  # what this process waited for may be what it looks for
-                return self._find(stats) or self._add(paths, stats)
+            return cache_files.find_or_make(self.folder, lambda: self._find(stats), lambda: self._add(paths, stats))
         except OSError as error:
             log.warning("Decoded images are not cached in %s: %s.", self.top, error.strerror or error)
         return None
 
-    def _find(self, stats: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the pixels and rows of files in these states; None: some are missing."""
-        with contextlib.suppress(FileNotFoundError, Damaged):
-            records, pixels = self._load()
-            if ((rows := find_rows(records["stat"], stats)) >= 0).all():
-                self._check(pixels, records, rows)
-                return pixels.reshape(-1, *self._shape), rows
-        return None
+    def _find(self, stats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pixels and rows of files in these states; raise FileNotFoundError if some are missing."""
+        records, pixels = self._load()
+        rows = find_rows(records["stat"], stats)
+        if (rows < 0).any():
+            raise FileNotFoundError(self.folder)
+        self._check(pixels, records, rows)
+        return pixels.reshape(-1, *self._shape), rows
 
     def _load(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the records of the folder, and its pixels, uint8 (R, bytes of a row), mapped; raise FileNotFoundError

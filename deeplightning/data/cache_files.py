@@ -16,14 +16,13 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TypeVar
 
 from deeplightning.data.data_errors import DataConfigError
 
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
+T = TypeVar("T")
 
 LIMIT = 20.0
 """GiB of the whole cache; `DEEPLIGHTNING_CACHE_LIMIT` overrides it. Half of the disk's free space stays free, too."""
@@ -96,12 +95,18 @@ def in_use(data: Path, mode: str = "rb") -> Iterator[IO[bytes]]:
         yield file
 
 
-def alone(folder: Path) -> "BaseFileLock":
-    """Return the lock of the one process that adds to a folder."""
+def find_or_make(folder: Path, find: Callable[[], T], make: Callable[[], T]) -> T:
+    """Return what `find` returns. Where it raises FileNotFoundError or Damaged, return what `make` returns: one process
+    at a time adds to the folder by it, and the others find what it has made."""
     from filelock import FileLock
 
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        return find()
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return FileLock(folder.with_suffix(".lock"), mode=0o600)
+    with FileLock(folder.with_suffix(".lock"), mode=0o600):
+        with contextlib.suppress(FileNotFoundError, Damaged):
+            return find()
+        return make()
 
 
 def remove(folder: Path) -> None:

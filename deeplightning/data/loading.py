@@ -284,7 +284,9 @@ class DataOfSets(pl.LightningDataModule):
                 options["pin_memory"] = False
         elif workers > 0:
             options.setdefault("persistent_workers", True)
-            options.setdefault("multiprocessing_context", start_method())
+            # The server imports torch once, and each worker is a fork of it: 0.1 s instead of 3.
+            multiprocessing.set_forkserver_preload(["deeplightning.data.datasets"])
+            options.setdefault("multiprocessing_context", "forkserver")
             options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
         if workers == 0 and not (isinstance(dataset, OnDemand) and dataset.needs_workers):
             # Lightning's advice to add workers is wrong here.
@@ -423,9 +425,3 @@ def checked_names(names: Sequence[object] | None, most: int | None = None) -> li
             f"of class 0 first, not {names!r}; a number or a word such as no needs quotes."
         )
     return found
-
-
-def start_method() -> str:
-    # The server imports torch once, and each worker is a fork of it: 0.1 s instead of 3.
-    multiprocessing.set_forkserver_preload(["deeplightning.data.datasets"])
-    return "forkserver"

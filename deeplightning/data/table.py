@@ -118,17 +118,13 @@ class TableData(ColumnData):
                 raise DataConfigError(
                     f"data.module.params.columns.{name} must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {kind!r}."
                 )
-        ways = [
-            (way, column) for way, column in (("split", split), ("group", group), ("time", time)) if column is not None
-        ]
-        self.way: str | None = ways[0][0] if ways else None
-        self.divider: str | None = ways[0][1] if ways else None
+        ways = {"split": split, "group": group, "time": time}
+        asked = {way: column for way, column in ways.items() if column is not None}
+        self.way: str | None = next(iter(asked), None)
+        self.divider: str | None = next(iter(asked.values()), None)
         has_folds = cfg.data.num_splits is not None
-        if (
-            len(ways) > 1
-            or (self.way == "split" and (validation or test or has_folds))
-            or (self.way == "time" and has_folds)
-        ):
+        excluded = {"split": validation or test or has_folds, "time": has_folds}
+        if len(asked) > 1 or excluded.get(str(self.way)):
             raise DataConfigError(
                 f"data.module.params.{self.way}: the rows are divided by one of split, group and time; split allows "
                 "neither validation, test nor data.num_splits beside it, and time not data.num_splits."

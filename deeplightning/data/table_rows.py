@@ -12,7 +12,6 @@ another folder. It has these files:
 N rows, B batch, F columns that the network takes, n columns of numbers, c of words.
 """
 
-import contextlib
 import json
 import logging
 import mmap
@@ -162,11 +161,8 @@ def on_disk(file: "TableFile", types: Mapping[str, str], bounded: Sequence[str])
     programs = [Path(__file__).with_name(name).read_bytes() for name in ("table_rows.py", "table_files.py")]
     before = stat_of(file.path.stat())
     folder = top / cache_files.folder_name((sys.byteorder, programs, *types.items(), file.form, bounded), before)
-    with contextlib.suppress(FileNotFoundError, Damaged):
-        return _mapped(folder)
-    with cache_files.alone(folder):
-        with contextlib.suppress(FileNotFoundError, Damaged):  # of a process that this one has waited for
-            return _mapped(folder)
+
+    def read() -> Table:
         cache_files.remove(folder)
         try:
             _write(folder, file, types, bounded)
@@ -176,6 +172,8 @@ def on_disk(file: "TableFile", types: Mapping[str, str], bounded: Sequence[str])
             cache_files.remove(folder)
             raise
         return _mapped(folder)
+
+    return cache_files.find_or_make(folder, lambda: _mapped(folder), read)
 
 
 _Known = dict[str, dict[str, int] | None]

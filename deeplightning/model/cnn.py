@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deeplightning.model.sizes import check_sizes, height_and_width
+from deeplightning.model.sizes import check_pictures, check_sizes, height_and_width
 
 
 class SimpleCNN(nn.Module):
@@ -48,9 +48,5 @@ class SimpleCNN(nn.Module):
         Raises:
             ValueError: the images do not have the network's `image_size`.
         """
-        if images.shape[2:] != self.image_size:
-            raise ValueError(
-                f"the images are {images.shape[2]}x{images.shape[3]}, but this SimpleCNN was made for "
-                f"{self.image_size[0]}x{self.image_size[1]}: give it image_size: [{images.shape[2]}, {images.shape[3]}]"
-            )
+        check_pictures(self, images, self.image_size)
         return self.classifier(self.features(images).flatten(1))

@@ -5,6 +5,8 @@ B batch, C channels, T steps, O outputs.
 
 from torch import Tensor, nn
 
+from deeplightning.model.sizes import check_sizes
+
 
 class SignalNet(nn.Module):
     """A fully convolutional network, after Wang et al. 2017, https://arxiv.org/abs/1611.06455.
@@ -20,8 +22,7 @@ class SignalNet(nn.Module):
 
     def __init__(self, num_channels: int, num_outputs: int, width: int = 32):
         super().__init__()
-        if min(num_channels, num_outputs, width) < 1:
-            raise ValueError("num_channels, num_outputs and width must be at least 1")
+        check_sizes(num_channels=num_channels, num_outputs=num_outputs, width=width)
         self.layers = nn.Sequential(
             _block(num_channels, width, 7), _block(width, 2 * width, 5), _block(2 * width, width, 3)
         )

@@ -25,7 +25,7 @@ class TextTransformer(nn.Module):
         num_layers: at least 1.
         num_heads: H, at least 1.
         hidden: width of the hidden feed-forward layers; None: 4 W.
-        dropout: probability of dropout, from 0 to below 1.
+        dropout: probability of dropout, from 0 to 1.
         pooling: classify the mean over a text's tokens ("mean") or its last token ("end").
         max_length: maximum number of tokens of a text; the memory of attention grows with its square.
         padding: token that is masked.
@@ -53,8 +53,6 @@ class TextTransformer(nn.Module):
         check_sizes(num_heads=num_heads, hidden=hidden, max_length=max_length)
         if width % num_heads or width % 2:
             raise ValueError(f"width must be a multiple of 2 and of num_heads ({num_heads}), not {width}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be from 0 to below 1, not {dropout!r}")
         if pooling not in ("mean", "end"):
             raise ValueError(f"pooling must be mean or end, not {pooling!r}")
         if not 0 <= padding < vocabulary_size:

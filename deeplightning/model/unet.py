@@ -87,9 +87,5 @@ def _double_convolution(given: int, made: int) -> nn.Sequential:
     """Return two 3x3 convolutions, each with batch norm and ReLU: (B, given, H, W) → (B, made, H, W)."""
     layers: list[nn.Module] = []
     for channels in (given, made):
-        layers += [
-            nn.Conv2d(channels, made, kernel_size=3, padding=1, bias=False),
-            nn.BatchNorm2d(made),
-            nn.ReLU(),
-        ]
+        layers += [nn.Conv2d(channels, made, 3, padding=1, bias=False), nn.BatchNorm2d(made), nn.ReLU()]
     return nn.Sequential(*layers)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deeplightning.model.attention import Block, tensor_plan
-from deeplightning.model.sizes import check_sizes, height_and_width
+from deeplightning.model.sizes import check_pictures, check_sizes, height_and_width
 
 
 class ViT(nn.Module):
@@ -58,8 +58,6 @@ class ViT(nn.Module):
         check_sizes(mlp_width=mlp_width)
         if width % heads:
             raise ValueError(f"width {width} cannot be shared by {heads} heads: heads must divide it")
-        if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout is a probability, at least 0 and below 1, not {dropout!r}")
         self.image_size = height_and_width("image_size", image_size)
         patch = height_and_width("patch_size", patch_size)
         for side, piece, word in zip(self.image_size, patch, ("height", "width"), strict=True):
@@ -99,11 +97,7 @@ class ViT(nn.Module):
         Raises:
             ValueError: the images do not have the network's `image_size`.
         """
-        if images.shape[2:] != self.image_size:
-            raise ValueError(
-                f"the images are {images.shape[2]}x{images.shape[3]}, but this ViT was made for "
-                f"{self.image_size[0]}x{self.image_size[1]}: give it image_size: [{images.shape[2]}, {images.shape[3]}]"
-            )
+        check_pictures(self, images, self.image_size)
         tokens = self.patches(images).flatten(2).transpose(1, 2)  # (B, N, D)
         tokens = torch.cat([self.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)  # (B, N + 1, D)
         tokens = self.blocks(self.dropout(tokens + self.positions))

@@ -14,23 +14,6 @@ from deeplightning.data.data_errors import DataError
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.run.assemble import init_module
 
-CONFIG = """\
-seed: 7
-stages: [train]
-data:
-  root: ROOT
-  module:
-    type: deeplightning.data.image_folder.ImageFolder
-    params: {image_size: 8, mode: L, cache: false}
-  batch_size: 4
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 2, num_channels: 1, image_size: 8}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
-  loss: {type: torch.nn.CrossEntropyLoss}
-train: {num_epochs: 1, export: false}
-logger: {params: {tracking_uri: STORE, system_metrics: false}, pictures: null}
-"""
 BAD = ["cat/05.png", "dog/02.png", "dog/11.png"]
 
 
@@ -51,14 +34,17 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def config(tmp_path, root, store):
-    path = tmp_path / "c.yaml"
-    path.write_text(CONFIG.replace("ROOT", str(root)).replace("STORE", str(store)))
-    return path
+def settings(root):
+    """What makes a run of the tiny config learn from them."""
+    folder = "deeplightning.data.image_folder.ImageFolder"
+    module = f"data.module={{type: {folder}, params: {{image_size: 8, mode: L, cache: false}}}}"
+    sizes = ["data.batch_size=4", "model.network.params.num_classes=2", "train.num_epochs=1"]
+    return ["~data.module", module, f"data.root='{root}'", *sizes]
 
 
-def module(config: Path, *overrides: str):
-    made = init_module(load_config(config, list(overrides)), "data")
+def module(tiny: Path, settings: list[str]) -> ImageFolder:
+    """Return the data module, set up, that leaves broken files out."""
+    made = init_module(load_config(tiny, [*settings, SKIP]), "data")
     made.setup()
     return made
 
@@ -66,16 +52,14 @@ def module(config: Path, *overrides: str):
 SKIP = "data.module.params.on_bad_image=skip"
 
 
-def test_a_broken_file_ends_a_run_unless_it_is_skipped(config, root, command, tmp_path):
+def test_a_broken_file_ends_a_run_unless_it_is_skipped(tiny, settings, root, command, tmp_path):
     """By default the first broken file is named, exit 3; with `on_bad_image: skip` the run ends well, and one warning
     counts all of them and names each with what is wrong."""
-    refused = command("train", config, cwd=tmp_path)
-    assert refused.code == 3, refused
+    refused = command("train", tiny, *settings, cwd=tmp_path, code=3)
     assert refused.err.count("error: ") == 1
     assert f"{root}/" in refused.err
     assert "cannot be used as an image" in refused.err
-    trained = command("train", config, SKIP, cwd=tmp_path)
-    assert trained.code == 0, trained
+    trained = command("train", tiny, *settings, SKIP, cwd=tmp_path, code=0)
     told = [line for line in (trained.out + trained.err).splitlines() if "Skipped" in line]
     assert len(told) == 1
     assert "Skipped 3 of 40 images" in told[0]
@@ -83,9 +67,9 @@ def test_a_broken_file_ends_a_run_unless_it_is_skipped(config, root, command, tm
     assert "it may be damaged or cut off" in told[0]
 
 
-def test_the_others_are_divided_as_ever(config, root, caplog):
+def test_the_others_are_divided_as_ever(tiny, settings, root, caplog):
     """All that can be decoded is in one of the sets, once; nothing is skipped or said where nothing is broken."""
-    data = module(config, SKIP)
+    data = module(tiny, settings)
     sets = [data.dataset(split) for split in ("train", "val", "test")]
     paths = sorted(path for dataset in sets for path in dataset.samples.items)
     whole = sorted(str(path) for path in root.rglob("*.png"))
@@ -96,29 +80,22 @@ def test_the_others_are_divided_as_ever(config, root, caplog):
         (root / name).unlink()
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        again = module(config, SKIP)
+        again = module(tiny, settings)
     assert [again.dataset(s).samples.items for s in ("train", "val", "test")] == [s.samples.items for s in sets]
     assert caplog.text == ""
 
 
-def test_a_class_without_a_whole_picture_is_named(config, root):
+def test_a_class_without_a_whole_picture_is_named(tiny, settings, root):
     """Where nothing is left of a class, or its folder was empty, the class is named, exit 3."""
     for path in (root / "dog").iterdir():
         path.write_bytes(b"")
     with pytest.raises(DataError, match=r"no image of the class dog in .* can be decoded") as error:
-        module(config, SKIP)
+        module(tiny, settings)
     assert error.value.exit_code == 3
     for path in (root / "dog").iterdir():
         path.unlink()
     with pytest.raises(DataError, match=r"dog holds no image"):
-        module(config, SKIP)
-
-
-def test_a_word_that_is_none(config, command, tmp_path):
-    """`on_bad_image` is error or skip; `check` knows."""
-    outcome = command("check", config, "data.module.params.on_bad_image=ignore", cwd=tmp_path)
-    assert outcome.code == 2, outcome
-    assert "on_bad_image: deeplightning.data.image_folder.ImageFolder takes 'error' or 'skip' here" in outcome.err
+        module(tiny, settings)
 
 
 def sets_of_each_process() -> None:
@@ -127,7 +104,7 @@ def sets_of_each_process() -> None:
 
     from deeplightning.run.train import launch
 
-    path, folder = sys.argv[1:]
+    path, folder, *settings = sys.argv[1:]
     rank = os.environ["LOCAL_RANK"]
     setup = ImageFolder.setup
 
@@ -142,13 +119,13 @@ def sets_of_each_process() -> None:
         return "the disk stumbles" if rank == "1" and file.endswith("cat/00.png") else decode(self, file)
 
     ImageFolder.setup, ImageFolder._fault_of = noted, stumbles
-    launch(load_config(path, ["engine.processes=2", SKIP]))
+    launch(load_config(path, [*settings, "engine.processes=2", SKIP]))
 
 
-def test_every_process_leaves_out_the_same(config, command, tmp_path):
+def test_every_process_leaves_out_the_same(tiny, settings, command, tmp_path):
     """The first process looks, the others are told: their sets are equal though a disk stumbles for one of them."""
-    outcome = command(config, tmp_path, cwd=tmp_path, ranks=2, main="test_bad_images:sets_of_each_process")
-    assert {0} == {each.code for each in outcome.ranks}, outcome
+    job = {"ranks": 2, "main": "test_bad_images:sets_of_each_process", "code": 0}
+    command(tiny, tmp_path, *settings, cwd=tmp_path, **job)
     first, second = (json.loads((tmp_path / f"sets-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert sum(map(len, first.values())) == 37

@@ -30,7 +30,7 @@ def test_a_run_keeps_the_weights_that_stats_prints(train, tiny, command, place):
     assert init_module(cfg, "model").losses["loss"].weight.tolist() == pytest.approx(said)
     again = train(f"{KEY}={{type: torch.tensor, params: {{data: {said}}}}}", "train.num_epochs=1")
     assert digest(again.folder / "last.ckpt") == digest(run.folder / "last.ckpt")
-    assert command("test", run.folder, cwd=place).code == 0
+    command("test", run.folder, cwd=place, code=0)
 
 
 def test_check_explain_and_a_dry_run_know_the_word(tiny, command, place):
@@ -43,11 +43,9 @@ def test_check_explain_and_a_dry_run_know_the_word(tiny, command, place):
     assert f"  means       {source}\n" in explain(report, KEY)
     tried = command("check", tiny, WEIGHT, SAMPLER, "--dry-run", cwd=place)
     assert (tried.code, "the loss was tried without them" in tried.out + tried.err) == (0, True)
-    wrong = command("check", tiny, "model.loss={type: torch.nn.MSELoss, params: {weight: balanced}}", cwd=place)
-    assert wrong.code == 2
+    wrong = command("check", tiny, "model.loss={type: torch.nn.MSELoss, params: {weight: balanced}}", cwd=place, code=2)
     assert "torch.nn.MSELoss has no param `weight`" in wrong.err
-    wrong = command("check", tiny, "model.loss.params={weight: balance}", "data.sampler=balance", cwd=place)
-    assert wrong.code == 2
+    wrong = command("check", tiny, "model.loss.params={weight: balance}", "data.sampler=balance", cwd=place, code=2)
     assert f"{KEY}: " in wrong.err
     assert "Did you mean balanced?" in wrong.err
 
@@ -68,34 +66,13 @@ def test_targets_that_are_numbers_have_no_weights(command, place, store):
         assert (refused.code, words in refused.err) == (2, True), refused
 
 
-SAW = """
-import json
-import pytorch_lightning as pl
-
-
-class Saw(pl.Callback):
-    def __init__(self, folder):
-        self.folder, self.seen = folder, []
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen.append([trainer.current_epoch, batch["label"].tolist()])
-
-    def on_train_end(self, trainer, module):
-        with open(f"{self.folder}/{trainer.global_rank}.json", "w") as file:
-            json.dump(self.seen, file)
-"""
-
-
-def test_processes_share_balanced_batches(command, tiny, tmp_path):
+def test_processes_share_balanced_batches(job, tmp_path):
     """Two processes, with weights that are counted before there is a trainer: each label equally often over both."""
-    (tmp_path / "saw.py").write_text(SAW)
-    saw = f"train.callbacks=[{{type: saw.Saw, params: {{folder: '{tmp_path}'}}}}]"
-    overrides = ["engine.processes=2", "data.batch_size=8", SAMPLER, WEIGHT, saw]
-    outcome = command("train", tiny, *overrides, cwd=tmp_path, ranks=2)
-    assert {rank.code for rank in outcome.ranks} == {0}, outcome
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    saw = f"train.callbacks=[{{type: own.Saw, params: {{folder: '{tmp_path}', column: label}}}}]"
+    job("data.batch_size=8", SAMPLER, WEIGHT, saw)
+    seen = [json.loads((tmp_path / f"saw_{rank}.json").read_text()) for rank in range(2)]
     for epoch in range(2):
-        labels = Counter(label for of in seen for e, batch in of if e == epoch for label in batch)
+        labels = Counter(label for of in seen for batch in of[epoch] for label in batch)
         assert sorted(labels.values()) == [13] * 6 + [14] * 4
 
 
@@ -149,12 +126,11 @@ def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
     expected = [(160 - count) / count for count in printed["labels"].values()]
     assert printed["pos_weight"] == pytest.approx(expected)
     assert list(printed["labels"]) == ["gift", "late"]
-    run = command("train", "labels.yaml", cwd=orders)
-    assert run.code == 0, run
+    run = command("train", "labels.yaml", cwd=orders, code=0)
     assert f"{POSITIVE}: balanced → {printed['pos_weight']} (of 160, " in run.out
     kept = yaml.safe_load((run.folder / "cfg.yaml").read_text())["model"]["loss"]["params"]["pos_weight"]
     assert kept == {"type": "torch.tensor", "params": {"data": printed["pos_weight"]}}
-    assert command("test", run.folder, cwd=orders).code == 0
+    command("test", run.folder, cwd=orders, code=0)
     cfg = load_config(orders / "labels.yaml", [f"data.root='{orders}'"])
     init_module(cfg, "data")
     assert init_module(cfg, "model").losses["loss"].pos_weight.tolist() == pytest.approx(expected)

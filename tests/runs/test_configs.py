@@ -142,14 +142,6 @@ def test_what_a_constructor_draws_follows_from_the_seed(command, store, tmp_path
     assert values[0] == values[1] != values[2]
 
 
-def test_the_sample_digits_are_those_that_the_manual_shows():
-    """There is one of each, of 8 x 8 grey pixels, all different."""
-    images = {file.name: Image.open(file) for file in (ROOT / "examples" / "digits").glob("*.png")}
-    assert sorted(images) == [f"{digit}.png" for digit in range(10)]
-    assert {(image.mode, image.size) for image in images.values()} == {("L", (8, 8))}
-    assert len({image.tobytes() for image in images.values()}) == 10
-
-
 INTERRUPT = """
 import os, signal
 import pytorch_lightning as pl

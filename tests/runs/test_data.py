@@ -13,22 +13,22 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 import torchvision
+from modules import data_config, on_rank
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 
+from deeplightning.checks.examine import load_config
 from deeplightning.data import images as images_module
 from deeplightning.data.augment import RandomCrop, RandomHorizontalFlip
 from deeplightning.data.cifar import CIFAR10
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import InMemory, OnDemand
 from deeplightning.data.digits import Digits
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.data.images import ImageData
@@ -45,23 +45,6 @@ def cache(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("DEEPLIGHTNING_CACHE", str(folder))
     return folder
-
-
-def config(root=None, seed=42, **data) -> SimpleNamespace:
-    usual = {"dataset": None, "batch_size": 64, "num_workers": 0, "num_splits": None, "fold": 0, "loader": {}}
-    return SimpleNamespace(seed=seed, data=SimpleNamespace(root=root and str(root), **(usual | data)))
-
-
-def ready(module: ImageData, rank: int = 0, world: int = 1) -> ImageData:
-    """The module after `setup`, as it is on one of several ranks."""
-    epoch, batch = SimpleNamespace(processed=0, ready=0), SimpleNamespace(ready=0)
-    progress = SimpleNamespace(batch_progress=SimpleNamespace(current=batch))
-    loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=epoch), epoch_loop=progress)
-    module.trainer = SimpleNamespace(
-        global_rank=rank, world_size=world, training=True, fit_loop=loop, limit_train_batches=1.0
-    )
-    module.setup()
-    return module
 
 
 def sizes(module: ImageData) -> tuple[int, ...]:
@@ -139,31 +122,25 @@ def rows(images: torch.Tensor) -> list[bytes]:
 
 
 def test_digits_are_divided_80_10_10():
-    """All 1,797 digits are in one of the sets, once, as they are in scikit-learn."""
-    module = ready(Digits(config()))
+    """All 1,797 digits are in one of the sets, once, as they are in scikit-learn; the spec has their mean and std."""
+    module = on_rank(Digits(data_config()))
     assert sizes(module) == (1439, 179, 179)
     together = torch.cat([module.dataset(split).images for split in ("train", "val", "test")])
     wanted = torch.from_numpy(np.rint(load_digits().images * 255 / 16).astype(np.uint8))
     assert rows(wanted) == rows(together)
     assert module.class_names == list("0123456789")
     assert module.image_spec == ImageSpec(8, 8, "L", mean=(0.3053,), std=(0.3759,))
+    assert (together / 255).mean().item() == pytest.approx(0.3053, abs=1e-4)
+    assert (together / 255).std().item() == pytest.approx(0.3759, abs=1e-4)
     for split in ("train", "val", "test"):
         assert np.ptp(np.bincount(module.dataset(split).labels)) <= 0.03 * len(module.dataset("train"))
-
-
-def test_digits_statistics():
-    """The mean and deviation in the spec are those of the images."""
-    module = ready(Digits(config()))
-    pixels = torch.cat([module.dataset(split).images for split in ("train", "val", "test")]) / 255
-    assert module.image_spec.mean[0] == pytest.approx(pixels.mean().item(), abs=1e-4)
-    assert module.image_spec.std[0] == pytest.approx(pixels.std().item(), abs=1e-4)
 
 
 def test_splits_depend_on_the_seed_alone():
     """Every rank and every rerun has the same sets; another seed has others; the test set ignores num_splits."""
 
     def split(name, rank=0, **values):
-        return ready(Digits(config(**values)), rank, 2).dataset(name).images
+        return on_rank(Digits(data_config(**values)), rank, 2).dataset(name).images
 
     for name in ("train", "val", "test"):
         assert torch.equal(split(name), split(name, rank=1, batch_size=3))
@@ -173,101 +150,78 @@ def test_splits_depend_on_the_seed_alone():
 
 def test_num_splits():
     """512 training samples in ten folds validate on 51, and over all folds each sample validates once."""
-    module = ready(Digits(config(num_splits=10), limit=512))
+    module = on_rank(Digits(data_config(num_splits=10), limit=512))
     assert sizes(module) == (461, 51, 179)
     held_out = []
     for fold in range(4):
-        module = ready(Digits(config(num_splits=4, fold=fold)))
+        module = on_rank(Digits(data_config(num_splits=4, fold=fold)))
         assert sum(sizes(module)[:2]) == 1618
         held_out += rows(module.dataset("val").images)
     assert sorted(held_out) == sorted(rows(module.dataset("train").images) + rows(module.dataset("val").images))
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("loader", "params", "words"),
     [
-        ({"loader": {"batch_size": 3}}, "data.loader.batch_size cannot be given: data.batch_size, num_workers"),
-        ({"loader": {"shuffle": False}}, "data.loader.shuffle cannot be given"),
-        ({"loader": {"sampler": None}}, "data.loader.sampler cannot be given"),
-        ({"loader": {"pin_memry": True}}, "refused by torch's DataLoader: .* unexpected .* 'pin_memry'"),
-        ({"loader": {"prefetch_factor": 2}}, "refused by torch's DataLoader: prefetch_factor"),
+        ({"batch_size": 3}, {}, "data.loader.batch_size cannot be given: data.batch_size, num_workers"),
+        ({"shuffle": False}, {}, "data.loader.shuffle cannot be given"),
+        ({"pin_memry": True}, {}, "refused by torch's DataLoader: .* unexpected .* 'pin_memry'"),
+        ({"prefetch_factor": 2}, {}, "refused by torch's DataLoader: prefetch_factor"),
+        ({}, {"image_size": 0}, "image_size must be .* not 0"),
+        ({}, {"image_size": [8]}, "image_size must be"),
+        ({}, {"limit": 0}, "limit must be"),
+        ({}, {"augment": ["flip"]}, r"augment\[0\] must be an nn.Module, not 'flip'"),
     ],
 )
-def test_impossible_config(values, words):
+def test_impossible_config(loader, params, words):
     """A value that cannot work is a ValueError of one sentence before any data is read; the exit code is 2."""
     with pytest.raises(ValueError, match=words) as error:
-        Digits(config(**values))
+        Digits(data_config(loader=loader), **params)
     assert error.value.exit_code == 2
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"image_size": 0}, "image_size must be .* not 0"),
-        ({"image_size": [8]}, "image_size must be"),
-        ({"limit": 0}, "limit must be"),
-        ({"augment": ["flip"]}, r"augment\[0\] must be an nn.Module, not 'flip'"),
-    ],
-)
-def test_impossible_params(params, words):
-    """A param that cannot work is named."""
-    with pytest.raises(ValueError, match=words):
-        Digits(config(), **params)
 
 
 def test_too_few_samples():
     """Sets too small to divide are named with their numbers."""
     with pytest.raises(DataError, match="5 training samples are too few to hold out one in 9"):
-        ready(Digits(config(), limit=5))
+        on_rank(Digits(data_config(), limit=5))
     with pytest.raises(DataConfigError, match=r"no training batch: .* 1439 samples, and 800 \(data.batch_size\) x 2"):
-        ready(Digits(config(batch_size=800, loader={"drop_last": True})), world=2).train_dataloader()
+        on_rank(Digits(data_config(batch_size=800, loader={"drop_last": True})), world=2).train_dataloader()
 
 
 # Batches
 
 
-def test_a_batch():
-    """A batch is uint8 images, int64 labels and int64 positions in the set, which lead back to the samples."""
-    module = ready(Digits(config(batch_size=100)))
-    for loader, split in ((module.train_dataloader(), "train"), (module.val_dataloader(), "val")):
-        batches = list(loader)
-        assert len(batches) == len(loader)
-        for batch in batches:
-            assert sorted(batch) == ["image", "index", "label"]
-            assert batch["image"].dtype == torch.uint8
-            assert batch["image"].shape[1:] == (1, 8, 8)
-            assert batch["label"].dtype == batch["index"].dtype == torch.int64
-            assert torch.equal(batch["image"], module.dataset(split).images[batch["index"]])
-            assert torch.equal(batch["label"], module.dataset(split).labels[batch["index"]])
-
-
 def test_only_training_is_shuffled():
-    """Validation, test and prediction run in data order, the last one over the test set; training does not."""
-    module = ready(Digits(config()))
-    for loader in (module.val_dataloader(), module.test_dataloader(), module.predict_dataloader()):
-        assert torch.equal(torch.arange(179), gathered(loader)["index"])
-    assert torch.equal(module.dataset("test").images, gathered(module.predict_dataloader())["image"])
+    """A batch is uint8 images, int64 labels and int64 positions in the set, which lead back to the samples. Validation,
+    test and prediction run in data order, the last one over the test set; training does not."""
+    module = on_rank(Digits(data_config()))
+    for stage, split in (("val", "val"), ("test", "test"), ("predict", "test"), ("train", "train")):
+        found, dataset = gathered(getattr(module, f"{stage}_dataloader")()), module.dataset(split)
+        kinds = {name: values.dtype for name, values in found.items()}
+        assert kinds == {"image": torch.uint8, "label": torch.int64, "index": torch.int64}
+        assert torch.equal(found["image"], dataset.images[found["index"]])
+        assert torch.equal(found["label"], dataset.labels[found["index"]])
+        assert torch.equal(found["index"], torch.arange(len(dataset))) is (stage != "train")
     loader = module.train_dataloader()
-    first = gathered(loader)["index"]
     loader.sampler.set_epoch(1)
     second = gathered(loader)["index"]
-    assert not torch.equal(first, second)
-    assert torch.equal(torch.arange(1439), first.sort()[0])
+    assert not torch.equal(found["index"], second)
+    assert torch.equal(torch.arange(1439), found["index"].sort()[0])
     assert torch.equal(torch.arange(1439), second.sort()[0])
 
 
 @pytest.mark.parametrize(("drop_last", "batches"), [(False, 3), (True, 2)])
 def test_drop_last(drop_last, batches):
     """`drop_last` leaves out the last training batch, and nothing of the evaluation."""
-    module = ready(Digits(config(loader={"drop_last": drop_last}), limit=147))  # 131 train
+    module = on_rank(Digits(data_config(loader={"drop_last": drop_last}), limit=147))  # 131 train
     assert len(module.train_dataloader()) == len(list(module.train_dataloader())) == batches
     assert len(gathered(module.test_dataloader())["index"]) == 147
 
 
 def test_ranks_share_the_work():
     """Two ranks have disjoint parts of every set, together all of it, and equally many batches."""
-    modules = [ready(Digits(config(batch_size=20)), rank, 2) for rank in range(2)]
+    modules = [on_rank(Digits(data_config(batch_size=20)), rank, 2) for rank in range(2)]
     for name, size in (("train", 1439), ("val", 179), ("test", 179)):
         parts = [list(getattr(module, f"{name}_dataloader")()) for module in modules]
         assert len(parts[0]) == len(parts[1])
@@ -275,36 +229,15 @@ def test_ranks_share_the_work():
         assert torch.equal(torch.arange(size), index.sort()[0])
 
 
-def test_padding_is_marked():
-    """Where a rank has no sample left in evaluation, it gets one row of index -1 with a picture and a true label."""
-    modules = [ready(Digits(config(batch_size=89)), rank, 2) for rank in range(2)]  # 179 = 2 * 89 + 1
-    last = [list(module.val_dataloader())[-1] for module in modules]
-    assert [batch["index"].tolist() for batch in last] == [[178], [-1]]
-    assert last[1]["image"].shape == (1, 1, 8, 8)
-    assert 0 <= last[1]["label"].item() < 10
-
-
 def test_loading_leaves_the_random_state_alone():
     """No random number of torch, numpy or Python is used up by dividing or loading."""
-    module = Digits(config())
+    module = Digits(data_config())
     before = torch.get_rng_state(), np.random.get_state()[2], np.random.get_state()[1].tolist()
-    ready(module)
+    on_rank(module)
     for loader in (module.train_dataloader(), module.val_dataloader()):
         list(loader)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (np.random.get_state()[2], np.random.get_state()[1].tolist())
-
-
-@pytest.mark.parametrize("size", [8, 12, [10, 6]])
-def test_in_memory_and_on_demand_agree(size):
-    """The same samples in the same order, whether prepared once or when asked for."""
-    modules = [ready(Digits(config(), image_size=size, in_memory=value)) for value in (True, False)]
-    assert isinstance(modules[0].dataset("train"), InMemory)
-    assert isinstance(modules[1].dataset("train"), OnDemand)
-    for name in ("train", "val", "test"):
-        batches = [list(getattr(module, f"{name}_dataloader")()) for module in modules]
-        for one, other in zip(*batches, strict=True):
-            assert all(torch.equal(one[key], other[key]) for key in ("image", "label", "index"))
 
 
 def test_workers_agree(tmp_path):
@@ -313,7 +246,9 @@ def test_workers_agree(tmp_path):
     draw_classes(tmp_path, 10)
     ways = [(True, 2, False), (False, 0, False), (False, 2, False), (True, 2, True), (False, 2, True), (None, 2, True)]
     modules = [
-        ready(ImageFolder(config(tmp_path, batch_size=4, num_workers=workers), 16, in_memory=memory, cache=cached))
+        on_rank(
+            ImageFolder(data_config(tmp_path, batch_size=4, num_workers=workers), 16, in_memory=memory, cache=cached)
+        )
         for memory, workers, cached in ways
     ]
     maps = [module.dataset("train").large["image"] for module in modules[4:]]
@@ -336,7 +271,7 @@ def test_a_damaged_file_in_a_worker(tmp_path):
     """A file that a worker cannot decode is named in one plain sentence, without the worker's traceback."""
     draw_classes(tmp_path, 10)
     (tmp_path / "dog" / "image 003.png").write_bytes(b"no image")
-    module = ready(ImageFolder(config(tmp_path, num_workers=1), in_memory=False, cache=False))
+    module = on_rank(ImageFolder(data_config(tmp_path, num_workers=1), in_memory=False, cache=False))
     split = next(
         s for s in ("train", "val", "test") if any("dog/image 003" in p for p in module.dataset(s).samples.items)
     )
@@ -350,10 +285,10 @@ def test_a_damaged_file_in_a_worker(tmp_path):
 def test_memory_limit(monkeypatch):
     """Without a word from the user, a set is held in memory if its prepared images stay within the limit."""
     monkeypatch.setattr(images_module, "IN_MEMORY_LIMIT", 1797 * 64)
-    assert ready(Digits(config())).in_memory is True
+    assert on_rank(Digits(data_config())).in_memory is True
     monkeypatch.setattr(images_module, "IN_MEMORY_LIMIT", 1797 * 64 - 1)
-    assert ready(Digits(config())).in_memory is False
-    assert ready(Digits(config(), in_memory=True)).in_memory is True
+    assert on_rank(Digits(data_config())).in_memory is False
+    assert on_rank(Digits(data_config(), in_memory=True)).in_memory is True
 
 
 @pytest.mark.parametrize(
@@ -362,7 +297,7 @@ def test_memory_limit(monkeypatch):
 )
 def test_setup_prepares_what_the_stage_needs(stage, prepared):
     """Images that a stage does not look at are not decoded."""
-    module = Digits(config())
+    module = Digits(data_config())
     module.setup(stage)
     assert sorted(module._datasets) == sorted(prepared)
     kept = module.dataset(prepared[0])
@@ -405,6 +340,16 @@ def test_crop():
     assert counts.sum() == 1800
     assert abs(counts - 200).max() < 60
     assert torch.equal(images, RandomCrop(0)(images))
+    for impossible in (lambda: RandomHorizontalFlip(1.5), lambda: RandomCrop(-1), lambda: RandomCrop(0.5)):
+        with pytest.raises(ValueError, match=r"probability|pixels"):
+            impossible()
+
+
+@pytest.mark.parametrize("config", ["cifar10_resnet18", "cifar10_vit"])
+def test_the_configs_of_cifar_flip(config):
+    """Both shipped configs of CIFAR-10 name crop and flip."""
+    params = load_config(ROOT / "configs" / f"{config}.yaml").data.module.params
+    assert [target["type"].rpartition(".")[2] for target in params["augment"]] == ["RandomCrop", "RandomHorizontalFlip"]
 
 
 @pytest.mark.parametrize("module", [RandomHorizontalFlip(), RandomCrop(2)])
@@ -418,13 +363,6 @@ def test_augmentation_follows_the_global_generator(module):
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("make", [lambda: RandomHorizontalFlip(1.5), lambda: RandomCrop(-1), lambda: RandomCrop(0.5)])
-def test_impossible_augmentation(make):
-    """A probability above 1 or a negative padding is refused."""
-    with pytest.raises(ValueError, match=r"probability|pixels"):
-        make()
-
-
 class Looker(pl.LightningModule):
     """Learns nothing, remembers the batches it is given."""
 
@@ -433,21 +371,18 @@ class Looker(pl.LightningModule):
         self.weight = nn.Parameter(torch.zeros(()))
         self.seen = {"train": [], "val": [], "test": [], "predict": []}
 
-    def look(self, stage, batch):
-        self.seen[stage].append(batch)
+    def training_step(self, batch, batch_idx):
+        self.seen["train"].append(batch)
         return self.weight * 1.0
 
-    def training_step(self, batch, batch_idx):
-        return self.look("train", batch)
-
     def validation_step(self, batch, batch_idx):
-        self.look("val", batch)
+        self.seen["val"].append(batch)
 
     def test_step(self, batch, batch_idx):
-        self.look("test", batch)
+        self.seen["test"].append(batch)
 
     def predict_step(self, batch, batch_idx):
-        self.look("predict", batch)
+        self.seen["predict"].append(batch)
         return batch["index"]
 
     def configure_optimizers(self):
@@ -460,7 +395,7 @@ class Looker(pl.LightningModule):
 def test_a_real_trainer(in_memory):
     """Lightning trains, validates, tests and predicts, in memory and with workers, without a warning; only training
     images are augmented."""
-    module = Digits(config(num_workers=2), augment=[RandomHorizontalFlip(1.0)], in_memory=in_memory)
+    module = Digits(data_config(num_workers=2), augment=[RandomHorizontalFlip(1.0)], in_memory=in_memory)
     looker = Looker()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     trainer = pl.Trainer(max_epochs=2, enable_model_summary=False, num_sanity_val_steps=0, **quiet)
@@ -468,7 +403,7 @@ def test_a_real_trainer(in_memory):
     trainer.test(looker, datamodule=module, verbose=False)
     trainer.predict(looker, datamodule=module)
     seen = {stage: gathered(batches) for stage, batches in looker.seen.items()}
-    plain = ready(Digits(config()))
+    plain = on_rank(Digits(data_config()))
     train = seen["train"]
     assert len(train["index"]) == 2 * 1439
     assert not torch.equal(train["index"][:1439], train["index"][1439:])
@@ -486,7 +421,7 @@ def test_augmentation_must_keep_uint8():
         def forward(self, images):
             return images / 255
 
-    module = ready(Digits(config(), augment=[ToFloat()]))
+    module = on_rank(Digits(data_config(), augment=[ToFloat()]))
     with pytest.raises(DataConfigError, match=r"must give uint8 images again, not torch\.float32"):
         module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
 
@@ -496,7 +431,7 @@ def test_augmentation_must_keep_uint8():
 
 def test_mnist_reads_idx_files(mnist_root):
     """The files' own images and labels arrive, whatever their number; a tenth of the training set validates."""
-    module = ready(MNIST(config(mnist_root), image_size=8))
+    module = on_rank(MNIST(data_config(mnist_root), image_size=8))
     assert sizes(module) == (360, 40, 100)
     digits = load_digits()
     test = module.dataset("test")
@@ -504,19 +439,19 @@ def test_mnist_reads_idx_files(mnist_root):
     assert torch.equal(torch.from_numpy(digits.target[400:500]), test.labels)
     assert module.image_spec == ImageSpec(8, 8, "L", mean=(0.1307,), std=(0.3081,))
     assert module.class_names == list("0123456789")
-    assert ready(MNIST(config(mnist_root, num_splits=4))).dataset("val").images.shape == (100, 1, 28, 28)
+    assert on_rank(MNIST(data_config(mnist_root, num_splits=4))).dataset("val").images.shape == (100, 1, 28, 28)
 
 
 def test_home_in_root(mnist_root, monkeypatch):
     """`~` in data.root is the home folder."""
     monkeypatch.setenv("HOME", str(mnist_root.parent))
-    assert len(ready(MNIST(config(f"~/{mnist_root.name}"))).dataset("test")) == 100
+    assert len(on_rank(MNIST(data_config(f"~/{mnist_root.name}"))).dataset("test")) == 100
 
 
 @pytest.mark.parametrize("kind", [MNIST, CIFAR10])
 def test_missing_data(tmp_path, kind):
     """Where nothing is, the absolute path and both ways out are named, exit code 3, and nothing is created."""
-    module = kind(config(tmp_path / "nowhere"))
+    module = kind(data_config(tmp_path / "nowhere"))
     for call in (module.check, module.prepare_data, module.setup):
         with pytest.raises(
             DataError, match=r"is missing\. Set data\.root .*data\.module\.params\.download=true"
@@ -531,7 +466,7 @@ def test_missing_data(tmp_path, kind):
 def test_root_is_null(kind):
     """No data.root at all is a fault of the config, exit code 2."""
     with pytest.raises(DataConfigError, match=r"data\.root is null") as error:
-        kind(config(None))
+        kind(data_config(None))
     assert error.value.exit_code == 2
 
 
@@ -542,9 +477,7 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
     ("name", "damage", "words"),
     [
         (IMAGES, lambda data: data[:-1], "damaged or no IDX file of bytes in 3"),
-        (IMAGES, lambda data: data + b"x", "damaged or no IDX file"),
         (IMAGES, lambda data: data[:9], "damaged or no IDX file"),
-        (IMAGES, lambda data: b"<html>" + data, "damaged or no IDX file"),
         (LABELS, lambda data: data[:4] + bytes([0, 0, 0, 0]), "is empty, damaged or no IDX file"),
         (LABELS, lambda data: data[:-1] + b"\x0b", "label 11 of sample 99 is outside the 10 classes, 0 to 9"),
         (LABELS, lambda data: data[:7] + bytes([99]) + data[8:-1], "holds 100 images, but .* 99 labels"),
@@ -555,7 +488,7 @@ def test_damaged_mnist(mnist_root, name, damage, words):
     path = mnist_root / "MNIST" / "raw" / name
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=words) as error:
-        MNIST(config(mnist_root)).setup()
+        MNIST(data_config(mnist_root)).setup()
     assert str(path) in str(error.value)
 
 
@@ -569,7 +502,7 @@ def test_one_download(mnist_root, tmp_path):
             shutil.copytree(mnist_root / "MNIST", self.root / "MNIST")
 
     root = tmp_path / "new" / "folder"
-    modules = [Copied(config(root), download=True) for _ in range(4)]
+    modules = [Copied(data_config(root), download=True) for _ in range(4)]
     threads = [threading.Thread(target=module.prepare_data) for module in modules]
     for thread in threads:
         thread.start()
@@ -577,7 +510,7 @@ def test_one_download(mnist_root, tmp_path):
         thread.join()
     modules[0].prepare_data()
     assert len(fetched) == 1
-    assert sizes(ready(modules[1])) == (360, 40, 100)
+    assert sizes(on_rank(modules[1])) == (360, 40, 100)
 
 
 @pytest.fixture
@@ -602,12 +535,12 @@ def test_torchvision_downloads(mnist_root, server, tmp_path, monkeypatch):
         resources.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [address])
     monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
-    module = MNIST(config(tmp_path / "new"), download=True)
+    module = MNIST(data_config(tmp_path / "new"), download=True)
     module.prepare_data()
-    assert sizes(ready(module)) == (360, 40, 100)
+    assert sizes(on_rank(module)) == (360, 40, 100)
     (folder / resources[0][0]).write_bytes(b"<html>not today</html>")
     with pytest.raises(DataError, match="MNIST cannot be downloaded into") as error:
-        MNIST(config(tmp_path / "again"), download=True).prepare_data()
+        MNIST(data_config(tmp_path / "again"), download=True).prepare_data()
     assert error.value.exit_code == 3
     assert str(tmp_path / "again") in str(error.value)
 
@@ -638,7 +571,7 @@ def cifar_root(tmp_path, monkeypatch):
 
 def test_cifar_reads_its_files(cifar_root):
     """Colour images arrive with channels first, as torchvision shows them one by one."""
-    module = ready(CIFAR10(config(cifar_root)))
+    module = on_rank(CIFAR10(data_config(cifar_root)))
     assert sizes(module) == (90, 10, 20)
     source = torchvision.datasets.CIFAR10(cifar_root, train=False)
     assert module.class_names == source.classes
@@ -660,7 +593,7 @@ def test_damaged_cifar_is_not_unpickled(cifar_root):
     path = cifar_root / "cifar-10-batches-py" / "data_batch_3"
     path.write_bytes(pickle.dumps(Hostile()))
     with pytest.raises(DataError, match="cifar-10-batches-py is damaged: "):
-        CIFAR10(config(cifar_root)).setup()
+        CIFAR10(data_config(cifar_root)).setup()
     assert not (cifar_root / "harm").exists()
 
 
@@ -675,7 +608,7 @@ def test_a_folder_per_class(tmp_path):
     (root / ".git").mkdir()
     (root / "dog" / ".thumbs").mkdir()
     (root / "dog" / ".thumbs" / "x.png").write_bytes(b"no image")
-    module = ready(ImageFolder(config(root), image_size=[12, 16]))
+    module = on_rank(ImageFolder(data_config(root), image_size=[12, 16]))
     assert module.class_names == CLASSES
     assert sizes(module) == (49, 6, 6)
     for split in ("train", "val", "test"):
@@ -696,8 +629,8 @@ def test_train_val_test_folders(tmp_path):
     """With train, val and test folders each is what its name says; num_splits overrules val."""
     for number, (split, count) in enumerate((("train", 20), ("val", 3), ("test", 4))):
         draw_classes(tmp_path / split, count, first=10_000 * number)
-    assert sizes(ready(ImageFolder(config(tmp_path), image_size=8))) == (60, 9, 12)
-    assert sizes(ready(ImageFolder(config(tmp_path, num_splits=4), image_size=8))) == (45, 15, 12)
+    assert sizes(on_rank(ImageFolder(data_config(tmp_path), image_size=8))) == (60, 9, 12)
+    assert sizes(on_rank(ImageFolder(data_config(tmp_path, num_splits=4), image_size=8))) == (45, 15, 12)
 
 
 def test_a_run_without_the_set_of_a_later_stage_does_not_train(command, store, tiny, tmp_path):
@@ -719,7 +652,7 @@ def test_links_are_followed_once(tmp_path):
     for name in CLASSES:
         (root / name).symlink_to(tmp_path / "elsewhere" / name)
     (tmp_path / "elsewhere" / "dog" / "ring").symlink_to(tmp_path / "elsewhere" / "dog")
-    assert sum(sizes(ready(ImageFolder(config(root))))) == 30
+    assert sum(sizes(on_rank(ImageFolder(data_config(root))))) == 30
 
 
 @pytest.mark.parametrize(
@@ -741,7 +674,7 @@ def test_wrong_folders(tmp_path, break_it, place, words):
         draw_classes(root / split, 4, first=10_000 * number)
     break_it(root)
     with pytest.raises(DataError, match=words) as error:
-        ImageFolder(config(root)).setup()
+        ImageFolder(data_config(root)).setup()
     assert str(root / place) in str(error.value)
     assert error.value.exit_code == 3
 
@@ -752,13 +685,13 @@ def cut(path: Path) -> None:
 
 def test_grey_folder_and_own_statistics(tmp_path):
     """Mode, resize rule and statistics are the user's; unless given, they are ImageNet's."""
-    assert ImageFolder(config(tmp_path)).image_spec == ImageSpec(
+    assert ImageFolder(data_config(tmp_path)).image_spec == ImageSpec(
         64, 64, "RGB", "crop", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     )
-    module = ImageFolder(config(tmp_path), image_size=[8, 9], mode="L", resize="pad", mean=[0.5], std=[0.25])
+    module = ImageFolder(data_config(tmp_path), image_size=[8, 9], mode="L", resize="pad", mean=[0.5], std=[0.25])
     assert module.image_spec == ImageSpec(8, 9, "L", "pad", (0.5,), (0.25,))
     with pytest.raises(ValueError, match="mode must be one of"):
-        ImageFolder(config(tmp_path), mode="HSV")
+        ImageFolder(data_config(tmp_path), mode="HSV")
 
 
 # What we ship
@@ -766,12 +699,10 @@ def test_grey_folder_and_own_statistics(tmp_path):
 
 def test_sample_digits():
     """The ten pictures in examples/digits are test samples of their class, decoded to exactly what the network gets."""
-    module = ready(Digits(config(seed=42)))
+    module = on_rank(Digits(data_config(seed=42)))
     test = module.dataset("test")
     for digit in range(10):
         path = ROOT / "examples" / "digits" / f"{digit}.png"
-        with Image.open(path) as image:
-            assert (image.mode, image.size) == ("L", (8, 8))
         pixels = torch.from_numpy(module.image_spec.decode(path)).permute(2, 0, 1)
         position = (test.images == pixels).all(dim=(1, 2, 3)).nonzero().item()
         assert test.labels[position] == digit

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ def loaded(folder, name):
     "kind", [kind if kind == "table_regression" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_each_kind_is_there_in_each_format(kind, tmp_path):
-    """The file answers as the network does in batches of any size; the card has its digest, and the server still opens
-    the bundle."""
+    """The file answers as the network does in batches of any size, and contains no path of a source file; the card has
+    its digest. The server opens the bundle, and needs none of these files."""
     task, folder = exported(tmp_path / "run", kind)
     before = contents(folder)
     for name in FORMATS:
@@ -56,36 +57,12 @@ def test_each_kind_is_there_in_each_format(kind, tmp_path):
             with torch.inference_mode():
                 torch.testing.assert_close(network(batch), task.inference_model()(batch), atol=1e-5, rtol=1e-5)
     assert Bundle.open(folder.path).precision == "fp32"
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """A bundle of pictures with both formats."""
-    task, folder = exported(tmp_path_factory.mktemp("run"), "image_classification")
-    for name in FORMATS:
-        add_format(task, folder, name)
-    return task, folder
-
-
-def test_nothing_of_this_machine_is_in_them(both):
-    """The files contain no path of a source file."""
-    import zipfile
-
-    for file in (both[1].bundle_torchscript, both[1].bundle_pt2):
-        with zipfile.ZipFile(file) as parts:
-            for name in parts.namelist():
-                content = parts.read(name)
-                assert b"site-packages" not in content, name
-                assert b"exported.py" not in content, name
-
-
-def test_a_server_does_without_them(both, tmp_path):
-    """A server neither opens nor needs these files."""
-    folder = RunFolder(tmp_path)
-    folder.bundle.mkdir()
-    for name, content in contents(both[1]).items():
-        if name not in ("model.pt2", "model.torchscript.pt"):
-            (folder.bundle / name).write_bytes(content)
+    for name in files:
+        with zipfile.ZipFile(folder.bundle / name) as parts:
+            content = b"".join(parts.read(part) for part in parts.namelist())
+        assert b"site-packages" not in content
+        assert b"exported.py" not in content
+        (folder.bundle / name).unlink()
     assert Bundle.open(folder.path).precision == "fp32"
 
 

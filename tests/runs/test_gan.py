@@ -56,9 +56,7 @@ def learn(command, place):
     """`learn(override, …)` trains on digits."""
 
     def run(*overrides, ranks=1, code=0):
-        outcome = command("train", "gan.yaml", f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks)
-        assert {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
-        return outcome
+        return command("train", "gan.yaml", f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks, code=code)
 
     return run
 
@@ -147,14 +145,6 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(inside, run, half, learn, tr
         assert ours[name][-1][1] == pytest.approx(theirs[name][-1][1], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_early_stopping_follows_the_score(learn):
-    """A score that never gets so much better ends the training, with a reason."""
-    stop = "train.early_stop={metric: val_score, mode: max, delta: 100, patience: 1}"
-    outcome = learn(QUIET, stop, "train.num_epochs=9")
-    assert "stopped    early, after epoch 2: val_score was no better" in outcome.out
-
-
 # ---- several processes
 
 
@@ -215,13 +205,6 @@ def test_two_processes_learn_from_the_mean_over_all_samples(learn, place, tmp_pa
         torch.testing.assert_close(found[2][name], found[1][name], rtol=1e-4, atol=1e-7)
 
 
-def test_two_processes_end_alike(learn):
-    """A whole run under ddp: both processes end well, with one score and one sheet of samples for each epoch."""
-    outcome = learn("data.batch_size=8", ranks=2)
-    assert {path.name for path in outcome.folder.glob("samples*.png")} == {"samples_0.png", "samples_1.png"}
-    assert json.loads((outcome.folder / "best.json").read_text())["value"] >= 1
-
-
 # ---- the score
 
 
@@ -271,16 +254,15 @@ def test_maps_do_not_go_with_a_task_of_one_network(learn, command, place):
     one = "model.module={type: deeplightning.task.img_classif.ImageClassification}"
     outcome = learn("~model.module", one, "train.checkpoint.monitor=null", code=2)
     assert "takes one network, not several by name" in outcome.err
-    outcome = command("check", "gan.yaml", "~model.module", one, "train.checkpoint.monitor=null", cwd=place)
-    assert outcome.code == 2
+    outcome = command("check", "gan.yaml", "~model.module", one, "train.checkpoint.monitor=null", cwd=place, code=2)
     assert all(f"takes one {part}, not several by name" in outcome.err for part in ("network", "optimizer"))
 
 
 def test_a_dry_run_takes_a_step(command, place):
     """`check --dry-run` trains the scorer and both networks on a made-up batch, and finds nothing wrong; a score that
     nobody computes is named."""
-    outcome = command("check", "gan.yaml", "--dry-run", cwd=place)
-    assert outcome.code == 0, outcome
-    outcome = command("check", "gan.yaml", "--dry-run", "~model.network.scorer", "~model.optimizer.scorer", cwd=place)
-    assert outcome.code == 2, outcome
+    outcome = command("check", "gan.yaml", "--dry-run", cwd=place, code=0)
+    outcome = command(
+        "check", "gan.yaml", "--dry-run", "~model.network.scorer", "~model.optimizer.scorer", cwd=place, code=2
+    )
     assert "no metric is called 'val_score'" in outcome.err

@@ -5,8 +5,6 @@ import io
 import json
 import re
 import shutil
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from safetensors.torch import load_file
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from deeplightning.model.cnn import SimpleCNN
-from deeplightning.model.table_net import TableNet
 from deeplightning.runfolder import card_digest, golden_digest
 from serve.app import application
 from serve.bundle import Bundle, BundleError
@@ -28,11 +25,11 @@ seed: 3
 stages: [train, test, predict]
 data:
   root: .
-  module: {{type: {data}}}
+  module: {{type: deeplightning.data.{data}}}
   batch_size: 20
 model:
   module: {{type: deeplightning.task.multilabel.{task}}}
-  network: {{type: {network}}}
+  network: {{type: deeplightning.model.{network}}}
   optimizer: {{type: torch.optim.AdamW, params: {{lr: 0.01}}}}
   loss: {{type: torch.nn.BCEWithLogitsLoss}}
 train: {{num_epochs: 4, checkpoint: {{monitor: val_map}}}}
@@ -43,24 +40,15 @@ logger:
 COLOURS = ["blue", "green", "red"]  # the labels, sorted
 
 
-def run_of(command, store, place, overrides, **parts):
-    (place / "labels.yaml").write_text(CONFIG.format(store=store, **parts))
-    outcome = command("train", "labels.yaml", *overrides, cwd=place)
-    assert outcome.code == 0, outcome
-    return Run(outcome.out + outcome.err, outcome.folder, place)
-
-
-class Run(NamedTuple):
-    """A training: what it said, its folder, and where its config is."""
-
-    out: str
-    folder: Path
-    place: Path
+PICTURES = [
+    "data.module.params={image_size: 8, cache: false}",
+    "model.network.params={num_classes: auto, num_channels: 3, image_size: 8}",
+]
 
 
 @pytest.fixture(scope="module")
-def pictures(command, store, tmp_path_factory):
-    """A run that learns which of three colours are in a picture; one that few have has none of the others."""
+def gallery(store, tmp_path_factory):
+    """A folder of pictures with some of three colours, and a config; pictures with few have none of the others."""
     place, random = tmp_path_factory.mktemp("many colours"), np.random.default_rng(0)
     lines = []
     for number in range(160):
@@ -70,17 +58,20 @@ def pictures(command, store, tmp_path_factory):
         Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.png")
         lines.append(f"{number}.png,{'|'.join(c for c, h in zip(COLOURS, has, strict=True) if h)}")
     (place / "labels.csv").write_text("\n".join(["file,labels", *lines]))
-    params = "model.network.params={num_classes: auto, num_channels: 3, image_size: 8}"
-    return run_of(
-        command, store, place, ["data.module.params={image_size: 8, cache: false}", params],
-        data="deeplightning.data.labelled_images.LabelledImages", task="ImageMultilabel",
-        network="deeplightning.model.cnn.SimpleCNN",
-    )  # fmt: skip
+    parts = {"data": "labelled_images.LabelledImages", "task": "ImageMultilabel", "network": "cnn.SimpleCNN"}
+    (place / "labels.yaml").write_text(CONFIG.format(store=store, **parts))
+    return place
 
 
 @pytest.fixture(scope="module")
-def rows(command, store, tmp_path_factory):
-    """A run that learns two columns of 0 and 1 of a table."""
+def pictures(command, gallery):
+    """A run that learns which colours are in a picture."""
+    return command("train", "labels.yaml", *PICTURES, cwd=gallery, code=0)
+
+
+@pytest.fixture(scope="module")
+def orders(store, tmp_path_factory):
+    """A folder of a table with two columns of 0 and 1, and a config."""
     place, random = tmp_path_factory.mktemp("rows"), np.random.default_rng(1)
     with (place / "orders.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -88,14 +79,19 @@ def rows(command, store, tmp_path_factory):
         for _ in range(300):
             age, items = random.normal(40, 12), random.integers(1, 9)
             writer.writerow([f"{age:.3f}", items, int(age > 45), int(items + random.normal() > 6)])
+    parts = {"data": "table.TableData", "task": "Multilabel", "network": "table_net.TableNet"}
+    (place / "labels.yaml").write_text(CONFIG.format(store=store, **parts))
+    return place
+
+
+@pytest.fixture(scope="module")
+def rows(command, orders):
+    """A run that learns both columns."""
     sizes = "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"
     area = "{type: torchmetrics.classification.MultilabelAUROC, params: {num_labels: 2}}"
     own = "{type: deeplightning.task.multilabel.MeanAveragePrecision}, f1: {type: deeplightning.task.multilabel.F1}"
-    metrics = f"model.metrics={{area: {area}, map: {own}}}"
-    return run_of(
-        command, store, place, ["data.module.params={train: orders.csv, target: [gift, late]}", sizes, metrics],
-        data="deeplightning.data.table.TableData", task="Multilabel", network="deeplightning.model.table_net.TableNet",
-    )  # fmt: skip
+    words = ["data.module.params={train: orders.csv, target: [gift, late]}", sizes]
+    return command("train", "labels.yaml", *words, f"model.metrics={{area: {area}, map: {own}}}", cwd=orders, code=0)
 
 
 def card_of(run):
@@ -172,31 +168,13 @@ def test_answers_to_pictures_are_those_of_the_network(pictures):
 
 
 @pytest.mark.slow
-def test_several_processes_choose_the_same_thresholds(command, pictures):
+def test_several_processes_choose_the_same_thresholds(command, gallery, pictures):
     """Two processes with half the batch each see the samples of one, and choose by those of both."""
-    overrides = ["data.module.params={image_size: 8, cache: false}", "engine.processes=2", "data.batch_size=10"]
-    sizes = "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}"
-    outcome = command("train", "labels.yaml", *overrides, sizes, cwd=pictures.place, ranks=2)
-    assert outcome.code == 0, outcome
+    halves = ["engine.processes=2", "data.batch_size=10", "model.network.params.num_classes=3"]
+    outcome = command("train", "labels.yaml", *PICTURES, *halves, cwd=gallery, ranks=2, code=0)
     assert card_of(outcome)["output"]["thresholds"] == pytest.approx(
         card_of(pictures)["output"]["thresholds"], abs=1e-4
     )
-
-
-def test_answers_to_rows_are_those_of_the_network(rows):
-    """Rows in CSV, as the file of the run has them, get the predictions of the run."""
-    client = application(Service(Bundle.open(rows.folder))).test_client()
-    network = TableNet(2, 2, [], width=16, depth=1)
-    network.load_state_dict(weights_of(rows))
-    columns = card_of(rows)["input"]["columns"]
-    random = np.random.default_rng(5)
-    given = np.stack([random.normal(40, 12, 200), random.integers(1, 9, 200)], 1)
-    prepared = np.stack([(given[:, n] - c["mean"]) / c["std"] for n, c in enumerate(columns)], 1)
-    expected = network.eval()(torch.from_numpy(prepared.astype(np.float32))).sigmoid().detach().numpy()
-    body = {"rows": [{"age": age, "items": items} for age, items in given.tolist()]}
-    said = client.post("/predict", json=body).json["predictions"]
-    found = [[next(p["probability"] for p in one["predictions"] if p["class"] == n) for n in (0, 1)] for one in said]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("output", [{}, {"thresholds": [0.5, 0.5]}, {"thresholds": [0.5, "1", 0.5]}, {"interval": 0.9}])
@@ -212,33 +190,19 @@ def test_a_bundle_without_sound_thresholds_is_refused(pictures, tmp_path, output
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "code", "words"),
+    ("place", "overrides", "code", "words"),
     [
-        ("pictures", ["model.network.params.num_classes=5"], 2, "the data has 3 labels, the network 5 outputs"),
-        ("pictures", ["data.module.params.labels=lables.csv"], 3, "lables.csv is missing. Set data.root"),
-        ("pictures", ["data.module.params.class_names=[red, green]"], 0, ""),
-        (
-            "rows",
-            ["data.module.params={train: orders.csv, target: [items, late]}"],
-            3,
-            "the data hold .* for the label it",
-        ),
-        (
-            "rows",
-            ["data.module.type=deeplightning.data.digits.Digits", "data.module.params={}"],
-            0,
-            "is known when the data are read, so no step was tried",
-        ),
+        ("gallery", ["model.network.params.num_classes=5"], 2, "the data has 3 labels, the network 5 outputs"),
+        ("gallery", ["data.module.params.labels=lables.csv"], 3, "lables.csv is missing. Set data.root"),
+        ("gallery", ["data.module.params.class_names=[red, green]"], 0, ""),
+        ("orders", ["data.module.params={train: orders.csv, target: [items, late]}"], 3, "the data hold .* for the"),
+        ("orders", ["data.module={type: deeplightning.data.digits.Digits}"], 0, "data are read, so no step was tried"),
     ],
 )
-def test_what_does_not_fit_is_one_note(command, request, name, overrides, code, words):
+def test_what_does_not_fit_is_one_note(command, request, place, overrides, code, words):
     """Of the dry run, before a step is spent: labels that are neither 0 nor 1, another number of outputs."""
-    place = request.getfixturevalue(name).place
-    sizes = {
-        "pictures": "model.network.params={num_classes: auto, num_channels: 3, image_size: 8}",
-        "rows": "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto}",
-    }[name]
-    params = ["data.module.params={image_size: 8, cache: false}"] if name == "pictures" else []
-    outcome = command("check", "labels.yaml", "--dry-run", *params, sizes, *overrides, cwd=place)
+    sizes = ["model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto}"]
+    words_of = [*(PICTURES if place == "gallery" else sizes), *overrides]
+    outcome = command("check", "labels.yaml", "--dry-run", *words_of, cwd=request.getfixturevalue(place))
     assert (outcome.code, outcome.err.count("error: ")) == (code, int(code > 0)), outcome
     assert re.search(words, outcome.err)

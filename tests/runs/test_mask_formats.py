@@ -121,14 +121,13 @@ def classes_of(path: str) -> np.ndarray:
 
 def results(command, folder: Path) -> tuple[dict[str, float], Path]:
     words = ("train.num_epochs=1", "stages=[train, validate, test]", "engine.gpus=null", "logger.pictures=null")
-    done = command("train", *words, "model.network.params.width=4", cwd=folder)
-    assert done.code == 0, done
+    done = command("train", *words, "model.network.params.width=4", cwd=folder, code=0)
     read_of = [json.loads((done.folder / f"{stage}_results.json").read_text()) for stage in ("val", "test")]
     return {name: value for found in read_of for name, value in found.items() if "iou" in name}, done.folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", list(FORMATS)[1:-1])
+@pytest.mark.parametrize("form", ["one bit", "palettes of their own", "colours", "sixteen bits"])
 def test_a_network_learns_the_same_from_each_format(form, command, tmp_path, monkeypatch):
     """IoU on validation and test sets is that of the same masks as class numbers, to the last bit. The server answers
     with the classes of the table: number n is the n-th of class_names."""
@@ -150,7 +149,6 @@ def test_a_network_learns_the_same_from_each_format(form, command, tmp_path, mon
     ("mask_of", "words"),
     [
         (lambda number: np.zeros((16, 16), np.uint8), "hold one value only, 0; they must hold two classes or more"),
-        (lambda number: np.full((16, 16), 255, np.uint8), "hold one value only, 255"),
         (lambda number: np.arange(256, dtype=np.uint8).reshape(16, 16), "hold too many values for classes: 0, 1, 2"),
         (lambda number: np.random.default_rng(number).integers(0, 255, (16, 16, 3), np.uint8), "too many values"),
     ],

@@ -53,9 +53,7 @@ def own(command, tiny, tmp_path_factory):
     (folder / "parts.py").write_text(PARTS)
 
     def run(*overrides, ranks=1, verb="train", of=tiny):
-        outcome = command(verb, of, *overrides, cwd=folder, ranks=ranks)
-        assert {each.code for each in outcome.ranks or [outcome]} == {0}, outcome
-        return outcome
+        return command(verb, of, *overrides, cwd=folder, ranks=ranks, code=0)
 
     return run
 
@@ -110,21 +108,6 @@ def test_own_loggers_are_in_the_ranks_file_and_a_later_stage_appends(own):
     after = file.read_text()
     assert after.startswith(before)
     assert "results    test_acc" in after[len(before) :]
-
-
-@pytest.mark.slow
-def test_a_restart_appends_to_each_ranks_file(own):
-    """Two processes, ended in the first epoch and resumed: both files go on where they stopped."""
-    job = ["engine.processes=2", "logger.per_rank_files=true"]
-    cut = own(*job, "~train.num_epochs", "train.max_steps=2", ranks=2).folder
-    before = [(cut / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
-    resumed = own(*job, f"train.resume_ckpt='{cut}'", ranks=2).folder
-    for rank, text in enumerate(before):
-        assert "first loss" in text
-        file = (resumed / "logs" / f"rank_{rank}.log").read_text()
-        assert "epoch 2 of 2" in file
-        if resumed == cut:
-            assert file.startswith(text)
 
 
 def test_accumulation_leaves_evaluation_undivided(fit):

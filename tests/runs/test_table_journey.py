@@ -52,13 +52,11 @@ def table(path, rows=400):
     return path
 
 
-def run_of(command, store, place, name, overrides, variables=None, **parts):
+def run_of(command, store, place, name, overrides, **parts):
     """Trains in a folder, where the config is kept under a name."""
     path = place / f"{name}.yaml"
     path.write_text(CONFIG.format(store=store, **parts))
-    outcome = command("train", path, *overrides, cwd=place, **(variables or {}))
-    assert outcome.code == 0, outcome
-    return outcome
+    return command("train", path, *overrides, cwd=place, code=0)
 
 
 @pytest.fixture(scope="module")
@@ -68,45 +66,27 @@ def place(tmp_path_factory):
     return folder
 
 
-TABLE = ["data.module.params={train: orders.csv, target: %s, missing: fill, columns: {order: ignore, %s: ignore}}"]
+TABLE = "data.module.params={train: orders.csv, target: %s, missing: fill, columns: {order: ignore, %s: ignore}}"
+SORTED = [
+    TABLE % ("kind", "price"),
+    "model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}",
+]
+PARTS = {"data": "deeplightning.data.table.TableData", "network": "table_net.TableNet"}
 
 
 @pytest.fixture(scope="module")
 def sorted_orders(command, store, place):
     """A run that tells large orders from small ones."""
-    sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}"]
-    return run_of(
-        command, store, place, "kind", [TABLE[0] % ("kind", "price"), *sizes],
-        data="deeplightning.data.table.TableData", task="classif.Classification", network="table_net.TableNet",
-        loss="CrossEntropyLoss",
-    )  # fmt: skip
+    parts = PARTS | {"task": "classif.Classification", "loss": "CrossEntropyLoss"}
+    return run_of(command, store, place, "kind", SORTED, **parts)
 
 
 @pytest.fixture(scope="module")
 def priced_orders(command, store, place):
     """A run that predicts prices."""
-    sizes = ["model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"]
-    return run_of(
-        command, store, place, "price", [TABLE[0] % ("price", "kind"), *sizes],
-        data="deeplightning.data.table.TableData", task="regression.Regression", network="table_net.TableNet",
-        loss="MSELoss",
-    )  # fmt: skip
-
-
-def test_a_table_on_the_disk_gives_the_same_weights(command, store, place, priced_orders, tmp_path):
-    """A run that reads its table in parts, as one that does not fit into memory, ends with the bits of the run that
-    holds it in memory."""
-    sizes = ["model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"]
-    run = run_of(
-        command, store, place, "large", [TABLE[0] % ("price", "kind"), *sizes, "data.module.params.in_memory=false"],
-        data="deeplightning.data.table.TableData", task="regression.Regression", network="table_net.TableNet",
-        loss="MSELoss", variables={"DEEPLIGHTNING_CACHE": str(tmp_path)},
-    )  # fmt: skip
-    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
-    wanted, found = (load_file(one.folder / "bundle" / "weights.safetensors") for one in (priced_orders, run))
-    assert {name: value.numpy().tobytes() for name, value in found.items()} == {
-        name: value.numpy().tobytes() for name, value in wanted.items()
-    }
+    sizes = "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"
+    parts = PARTS | {"task": "regression.Regression", "loss": "MSELoss"}
+    return run_of(command, store, place, "price", [TABLE % ("price", "kind"), sizes], **parts)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +96,8 @@ def signals(command, store, tmp_path_factory):
     for name, speed in (("quick", 0.9), ("slow", 0.2)):
         (place / name).mkdir()
         for n in range(30):
-            signal = np.sin(steps * speed + random.random((2, 1)) * 6) * 0.5 + random.normal(
-                0, 0.05, (2, 40)
-            )  # (2, 40)
+            wave_of = np.sin(steps * speed + random.random((2, 1)) * 6)
+            signal = wave_of * 0.5 + random.normal(0, 0.05, (2, 40))  # (2, 40)
             if n % 3 == 0:
                 np.save(place / name / f"{n}.npy", signal)
             elif n % 3 == 1:
@@ -213,14 +192,8 @@ def test_answers_to_rows_are_those_of_the_network(server, place):
     ("body", "kind", "status", "words"),
     [
         ({"rows": [{"age": 3}]}, "application/json", 400, "The columns items, city, new are missing"),
-        (
-            {"rows": [{"age": 3, "items": "x", "city": "", "new": ""}]},
-            "application/json",
-            400,
-            "Column items: 'x' is not",
-        ),
+        ({"rows": [{"age": 3, "items": "x", "city": "", "new": ""}]}, "application/json", 400, "Column items: 'x' is"),
         ({"rows": [1]}, "application/json", 400, "rows is not a list of one or more objects"),
-        ({"rows": []}, "application/json", 400, "rows is not a list of one or more objects"),
         ({"images": []}, "application/json", 400, "not an object with the one key rows"),
         (b"{", "application/json", 400, "is not JSON"),
         (b"[" * 100_000, "application/json", 413, "more values than a request may have"),
@@ -310,11 +283,6 @@ def test_answers_to_signals_are_those_of_the_network(server):
     assert ask(server, {"array": given[0].tolist()})[1] == said["predictions"][0]
     for body, kind, words in (
         ({"signal": given[0, :, :30].tolist()}, "application/json", "the shape 2 x 30, not 2 x 40"),
-        (
-            {"signals": [given[0].tolist(), [[float("nan")] * 40] * 2]},
-            "application/json",
-            "Array 2 of 2: The number at",
-        ),
         (b"hello", "application/octet-stream", "not an array in numpy's format"),
     ):
         status, said = ask(server, body, kind)
@@ -341,12 +309,8 @@ def test_sizes_of_the_network_follow_from_the_data(priced_orders, signals):
     ("text", "words"),
     [
         ("age,kind\n" + "1,a\n" * 12, None),
-        ("age,kind\n1,a\n2\n", "Expected 2 columns, got 1"),
-        ("age,age\n1,2\n", "The columns 1 and 2 have the same name, 'age'"),
-        ("", "cannot be read as a table: Empty CSV file"),
         ("age,kind\n" + "2020-01-01,a\n" * 12, "columns.age: the values in .* are of type date32"),
         ("age,kind\n" + "1,a\n" * 11 + ",a\n", "column age, row .*: the value is missing"),
-        ("age,kind\n" + "1,a\n" * 11 + "1,\n", None),
         ("age,kind\n" + "1,\n" * 11, "columns.kind: the values in .* are of type null"),
         ("age;kind\n" + "1;a\n" * 12, "Its header is one column; set data.module.params.delimiter to ';'"),
         ("age,sort\n1,a\n", "has no column 'kind'.* Its columns: age, sort"),
@@ -368,8 +332,7 @@ def test_a_table_that_cannot_be_used_is_one_note(command, sorted_orders, place, 
 def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
     """To resume with a column less, or another mean, would make the network see other numbers than it learned."""
     settings = [f"train.resume_ckpt={sorted_orders.folder / 'last.ckpt'}", "train.num_epochs=3", "seed=4"]
-    sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}"]
-    outcome = command("train", place / "kind.yaml", TABLE[0] % ("kind", "price"), *sizes, *settings, cwd=place)
+    outcome = command("train", place / "kind.yaml", *SORTED, *settings, cwd=place)
     assert outcome.code in (2, 4), outcome
     assert "prepared otherwise than those of the data now: the training file" in outcome.err
 
@@ -377,13 +340,10 @@ def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
 @pytest.mark.slow
 def test_a_table_at_an_address_is_copied_and_its_run_is_made_again(command, store, place, sorted_orders, tmp_path):
     """The run keeps the address and the digests of the files, and has the results of the table in a folder."""
-    root = f"data.root='file://{place}'"
-    data = [TABLE[0] % ("kind", "price"), root]
-    sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}"]
     cache = {"XDG_CACHE_HOME": str(tmp_path / "a cache")}
-    path = place / "kind.yaml"
-    outcome = command("train", path, *data, *sizes, cwd=tmp_path, **cache)
-    assert outcome.code == 0, outcome
+    outcome = command(
+        "train", place / "kind.yaml", *SORTED, f"data.root='file://{place}'", cwd=tmp_path, **cache, code=0
+    )
     kept = json.loads((outcome.folder / "data.json").read_text())
     assert kept["address"] == f"file://{place}"
     assert list(kept["files"]) == ["orders.csv"]
@@ -392,8 +352,7 @@ def test_a_table_at_an_address_is_copied_and_its_run_is_made_again(command, stor
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
-    again = command("reproduce", outcome.folder, cwd=tmp_path, **cache)
-    assert again.code == 0, again
+    command("reproduce", outcome.folder, cwd=tmp_path, **cache, code=0)
     copy = next((tmp_path / "a cache" / "deeplightning" / "data").glob("*/*/orders.csv"))
     (place / "orders.csv").rename(place / "other.csv")
     gone = command("reproduce", outcome.folder, cwd=tmp_path, **cache)

@@ -5,14 +5,18 @@ import itertools
 import json
 import shutil
 
+import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-from conftest import weights
 
+from deeplightning.export.bundle import export
+from deeplightning.model.transformer import TextTransformer
+from deeplightning.run.load import trained_task
 from deeplightning.run.make_bundle import export_run, quantize_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.text_spec import TextSpec
+from deeplightning.torch_server import Checkpoint
 from serve.bundle import Bundle
 
 CONFIG = """\
@@ -75,9 +79,7 @@ def text_config(root, store, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(command, text_config, place):
     """A run that was trained, validated and tested."""
-    outcome = command("train", text_config, "stages=[train, validate, test]", cwd=place)
-    assert outcome.code == 0, outcome
-    return outcome
+    return command("train", text_config, "stages=[train, validate, test]", cwd=place, code=0)
 
 
 def table(path):
@@ -117,8 +119,6 @@ def test_biases_and_norms_do_not_decay(trained):
 def test_metrics_are_those_of_the_whole_set(trained, root):
     """Loss and accuracy of the validation, from each text alone, without any padding."""
     checkpoint = torch.load(trained.folder / "last.ckpt", weights_only=True)
-    from deeplightning.model.transformer import TextTransformer
-
     network = TextTransformer(2, 60, width=16, num_layers=1, num_heads=2, max_length=32).eval()
     network.load_state_dict({n.removeprefix("network."): w for n, w in checkpoint["state_dict"].items()})
     saved = checkpoint["text_classification"]
@@ -133,45 +133,29 @@ def test_metrics_are_those_of_the_whole_set(trained, root):
     assert results["val_acc"] == pytest.approx((logits.argmax(1) == torch.tensor(labels)).float().mean().item())
 
 
-def test_two_processes_predict_as_one(trained, command, text_config, place):
-    """The files of a test have the same rows, in the same order, and the same answers."""
-    best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
-    outcome = command("train", text_config, "stages=[test]", best, "engine.processes=2", cwd=place, ranks=2)
-    assert {rank.code for rank in outcome.ranks} == {0}, outcome
-    one, two = (table(run.folder / "test_predictions.csv") for run in (trained, outcome))
-    assert len(one) == len(two) == 41
-    for a, b in zip(one, two, strict=True):
-        assert float(a.pop("predicted_probability")) == pytest.approx(float(b.pop("predicted_probability")), abs=1e-5)
-        assert a == b
-    both = [json.loads((run.folder / "test_results.json").read_text()) for run in (trained, outcome)]
-    assert both[1]["test_loss"] == pytest.approx(both[0]["test_loss"], rel=1e-5)
-
-
 def test_texts_without_labels_are_predicted(trained, command, text_config, place):
     """A row for each, as for the same texts with labels; to test with them is refused."""
     best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
     bare = ["data.module.params.test=bare.tsv", best]
-    outcome = command("train", text_config, "stages=[predict]", *bare, cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("train", text_config, "stages=[predict]", *bare, cwd=place, code=0)
     rows, known = (table(outcome.folder / "predictions.csv"), table(trained.folder / "test_predictions.csv"))
     assert "label" not in rows[0]
     assert [row["predicted_class"] for row in rows] == [row["predicted_class"] for row in known]
-    refused = command("train", text_config, "stages=[test]", *bare, cwd=place)
-    assert refused.code == 3, refused
+    refused = command("train", text_config, "stages=[test]", *bare, cwd=place, code=3)
     assert "has no labels to test with" in refused.err
 
 
 @pytest.mark.slow
 def test_without_validation_there_are_no_numbers_of_it(command, text_config, place, tracked):
     """No file and no fold: the run ends well, and has metrics of the training alone. A fold of the file has them."""
-    outcome = command("train", text_config, "data.module.params.validation=null", "train.num_epochs=1", cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command(
+        "train", text_config, "data.module.params.validation=null", "train.num_epochs=1", cwd=place, code=0
+    )
     names = tracked(outcome.folder).metrics
     assert "train_loss_epoch" in names
     assert [name for name in names if name.startswith("val")] == []
     settings = ["data.module.params.validation=null", "data.num_splits=4", "data.fold=3", "train.num_epochs=1"]
-    folded = command("train", text_config, *settings, cwd=place)
-    assert folded.code == 0, folded
+    folded = command("train", text_config, *settings, cwd=place, code=0)
     assert "val_acc" in tracked(folded.folder).metrics
 
 
@@ -183,61 +167,38 @@ def test_a_changed_training_file_is_noticed(trained, command, text_config, place
     (tmp_path / "train.tsv").write_text((root / "train.tsv").read_text() + "an unheard-of film\t1\n" * 2)
     best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
     moved = ["stages=[test]", best, f"data.root='{tmp_path}'"]
-    outcome = command("train", text_config, *moved, cwd=place)
-    assert outcome.code == 2, outcome
+    outcome = command("train", text_config, *moved, cwd=place, code=2)
     assert "the checkpoint was trained with" in outcome.err
     saved = torch.load(trained.folder / "last.ckpt", weights_only=True)["text_classification"]
     (tmp_path / "words.txt").write_text(saved["content"])
-    again = command("train", text_config, *moved, "data.module.params.vocabulary=words.txt", cwd=place)
-    assert again.code == 0, again
+    again = command("train", text_config, *moved, "data.module.params.vocabulary=words.txt", cwd=place, code=0)
     results = [json.loads((run.folder / "test_results.json").read_text()) for run in (trained, again)]
     assert results[0] == results[1]
 
 
-@pytest.mark.slow
-def test_a_resumed_run_ends_as_an_uninterrupted_one(command, text_config, place, store):
-    """Four epochs, and two and then four: the same weights, bit for bit."""
-    whole = command("train", text_config, "logger.pictures=null", cwd=place)
-    half = command("train", text_config, "logger.pictures=null", "train.num_epochs=2", cwd=place)
-    resumed = command("train", text_config, "logger.pictures=null", f"train.resume_ckpt='{half.folder}'", cwd=place)
-    assert resumed.code == 0, resumed
-    ours, theirs = (weights(run.folder / "last.ckpt") for run in (whole, resumed))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 @pytest.mark.parametrize(
-    ("override", "code", "words"),
+    ("words", "code", "told"),
     [
-        ("model.network.params.num_classes=3", 2, "the data has 2 classes (labels 0 to 1), the network 3 outputs"),
-        ("model.network.params.vocabulary_size=9", 2, "does not take the data's tokens, 0 to 2"),
-        ("model.network.params.max_length=5", 2, "tokens, and the network takes at most 5"),
-        ("data.module.params.train=none.tsv", 3, "none.tsv is missing"),
+        (["check", "--dry-run"], 0, ""),
+        (["check", "model.network.params.poling=end"], 2, "pooling"),
+        (["check", "train.checkpoint={monitor: val_accuracy, mode: max}"], 2, "val_acc"),
+        (
+            ["check", "--dry-run", "model.network.params.num_classes=5"],
+            2,
+            "the data has 2 classes (labels 0 to 1), the",
+        ),
+        (["train", "model.network.params.vocabulary_size=9"], 2, "does not take the data's tokens, 0 to 2"),
+        (["train", "model.network.params.max_length=5"], 2, "tokens, and the network takes at most 5"),
+        (["train", "data.module.params.train=none.tsv"], 3, "none.tsv is missing"),
     ],
 )
-def test_what_does_not_fit_is_one_note(command, text_config, place, override, code, words):
-    """Network and data that do not fit each other, and files that are not there."""
-    outcome = command("train", text_config, override, cwd=place)
+def test_what_does_not_fit_is_one_note(command, text_config, place, words, code, told):
+    """Misspelt keys, a metric that is never logged, network and data that do not fit each other, and files that are
+    not there; the config itself is right, and its step is tried."""
+    outcome = command(words[0], text_config, *words[1:], cwd=place)
     assert outcome.code == code, outcome
-    assert words in outcome.err
+    assert told in outcome.out + outcome.err
     assert "Traceback" not in outcome.err
-
-
-def test_a_planted_mistake_is_told_by_check(command, text_config, place):
-    """Misspelt keys and a metric that is never logged are named without importing anything; the config itself is
-    right, and its step is tried."""
-    fine = command("check", text_config, "--dry-run", cwd=place)
-    assert fine.code == 0, fine
-    for override, words in (
-        ("model.network.params.poling=end", "pooling"),
-        ("train.checkpoint={monitor: val_accuracy, mode: max}", "val_acc"),
-    ):
-        outcome = command("check", text_config, override, cwd=place)
-        assert outcome.code == 2, outcome
-        assert words in outcome.out + outcome.err
-    many = command("check", text_config, "--dry-run", "model.network.params.num_classes=5", cwd=place)
-    assert many.code == 2, many
-    assert "the data has 2 classes (labels 0 to 1), the network 5 outputs" in many.err
 
 
 def test_warm_up_and_decay_are_lines_over_all_steps(command, text_config, place, tracked):
@@ -248,8 +209,7 @@ def test_warm_up_and_decay_are_lines_over_all_steps(command, text_config, place,
         "pct_start: 0.1, anneal_strategy: linear, cycle_momentum: false}, call: {interval: step}}"
     )
     steps = ["train.accumulator_factor=3", "train.num_epochs=10", "logger.log_every_n_steps=1", "logger.pictures=null"]
-    outcome = command("train", text_config, schedule, *steps, cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("train", text_config, schedule, *steps, cwd=place, code=0)
     rates = [value for _, value in tracked(outcome.folder).series()["lr"]]
     assert len(rates) == 30  # 8 batches by 3, the last of 2: 3 steps an epoch
     assert rates.index(max(rates)) == 2
@@ -261,16 +221,6 @@ def test_warm_up_and_decay_are_lines_over_all_steps(command, text_config, place,
 
 def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
     """Torch and ONNX Runtime give the same probabilities to texts that a client sends, prepared by the same tokens."""
-    import shutil
-
-    import numpy as np
-
-    from deeplightning.export.bundle import export
-    from deeplightning.run.load import trained_task
-    from deeplightning.runfolder import RunFolder
-    from deeplightning.torch_server import Checkpoint
-    from serve.bundle import Bundle
-
     shutil.copytree(trained.folder, tmp_path / "run")
     run, texts = RunFolder(tmp_path / "run"), [text for text, _ in reviews(5, 3000)]
     np.savez_compressed(run.samples, texts=np.array(texts))

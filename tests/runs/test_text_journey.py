@@ -1,6 +1,9 @@
 """From a tab-separated file to answers over HTTP, by the commands that a person gives."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from served import ROOT, Server, logged_answers
@@ -16,14 +19,13 @@ def run(command, store, tmp_path_factory):
     settings = ["train.num_epochs=1", "data.batch_size=32", "stages=[train]", "logger.pictures=null"]
     config, place = ROOT / "examples" / "sst2" / "sst2.yaml", tmp_path_factory.mktemp("work")
     tracked = f"logger.params={{experiment_name: texts, tracking_uri: '{store}', system_metrics: false}}"
-    outcome = command("train", config, *few, *settings, "logger.log_model=true", tracked, cwd=place)
-    assert outcome.code == 0, outcome
-    return outcome
+    return command("train", config, *few, *settings, "logger.log_model=true", tracked, cwd=place, code=0)
 
 
 def test_a_run_of_texts_deploys_and_answers_json(run, tmp_path):
-    """The training leaves a bundle, which answers as it stands; so it does in Python and as an MLflow model."""
-    server = Server(run.folder, tmp_path / "errors")
+    """The training leaves a bundle, which answers as it stands; so it does in Python and as an MLflow model. The client
+    prints a line for each text; neither the server nor the client imports torch or Lightning."""
+    server = Server(run.folder, tmp_path / "errors", flags=("-X", "importtime"))
     try:
         texts = ["the film is wise .", "the plot is not wise ."]
         status, said = server.ask(
@@ -40,5 +42,15 @@ def test_a_run_of_texts_deploys_and_answers_json(run, tmp_path):
         info = server.ask("GET", "/info")[1]
         assert (info["task"], info["labels"]) == ("text_classification", ["negative", "positive"])
         assert info["run"]["folder_name"] == run.folder.name
+        asks = [sys.executable, "-m", "serve.predict", "--text", *texts]
+        where = {"PREDICT_URL": f"{server.url}/predict", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(asks, env=os.environ | where, capture_output=True, text=True, timeout=60)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [(line["text"], line["label"]) for line in lines] == [
+            (text, one["label"]) for text, one in zip(texts, said["predictions"], strict=True)
+        ]
     finally:
         assert server.stop() == 0
+    imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "errors").read_text().splitlines()}
+    assert "deeplightning.text_spec" in imported
+    assert imported.isdisjoint({"torch", "pytorch_lightning", "mlflow", "tokenizers", "transformers"})

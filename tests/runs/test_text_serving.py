@@ -2,9 +2,7 @@
 
 import base64
 import json
-import os
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 import torch
 from exported import LABELS, RUN, TEXTS, task_of
 from exported import WORDS as SPEC
-from served import ROOT, Server, picture
+from served import picture
 from test_serve import silent, through
 from werkzeug.test import Client
 
@@ -228,31 +226,3 @@ def test_a_bad_request_gets_one_sentence(client, request_of, status, words):
     response = client.post("/predict", **request_of)
     assert (response.status_code, list(response.json)) == (status, ["ERROR"])
     assert words in response.json["ERROR"]
-
-
-def test_the_process_answers_texts_without_torch(run, tmp_path):
-    """`python -m serve` says what it serves, answers texts that come together, and ends; its client prints a line for
-    each text; neither imports torch or Lightning."""
-    server = Server(run.path, tmp_path / "errors", flags=("-X", "importtime"))
-    try:
-        assert server.line.startswith("Serving text_classification (3 classes) on ")
-        status, answer = server.ask(
-            "POST", "/predict", json.dumps({"texts": TEXTS}), {"Content-Type": "application/json"}
-        )
-        assert status == 200
-        found = [float(one["predicted_probability"]) for one in answer["predictions"]]
-        assert found == pytest.approx([expected(text).max() for text in TEXTS], abs=1e-5)
-        assert [server.ask("GET", path)[0] for path in ("/health", "/ready")] == [200, 200]
-        environment = {**os.environ, "PREDICT_URL": f"{server.url}/predict", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "serve.predict", "--text", *TEXTS[:2]]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [(line["text"], line["label"]) for line in lines] == [
-            (text, LABELS[int(expected(text).argmax())]) for text in TEXTS[:2]
-        ]
-    finally:
-        assert server.stop() == 0
-    assert {line["batch"] for line in server.requests() if line["path"] == "/predict"} == {4, 1}
-    imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "errors").read_text().splitlines()}
-    assert "deeplightning.text_spec" in imported
-    assert imported.isdisjoint({"torch", "pytorch_lightning", "mlflow", "tokenizers", "transformers"})

@@ -1,12 +1,11 @@
 """Files in a folder for each class, with or without `train`, `val` and `test` above: pictures and signals alike."""
 
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from modules import data_config
 
-from deeplightning.data.class_folders import ClassFolders
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.signal_folder import SignalFolder
 
@@ -19,8 +18,7 @@ def make(root, *names):
 
 
 def signals(root):
-    data = SimpleNamespace(root=str(root), num_splits=None, fold=0, batch_size=4, num_workers=0, loader={})
-    module = SignalFolder(SimpleNamespace(seed=1, data=data))
+    module = SignalFolder(data_config(root, seed=1))
     module.setup()
     return module
 
@@ -63,14 +61,6 @@ def test_what_is_missing_is_named(tmp_path, change, words):
     with pytest.raises(DataError, match=words) as error:
         signals(tmp_path / "root")
     assert error.value.exit_code == 3
-
-
-def test_paths_are_sorted_by_class(tmp_path):
-    """The same on every machine: class by class, and by path in each."""
-    make(tmp_path, "b/2.npy", "b/10.npy", "a/z.npy")
-    (paths, labels) = ClassFolders(tmp_path, "signal", (".npy",)).find()["all"]
-    assert [path.removeprefix(f"{tmp_path}/") for path in paths] == ["a/z.npy", "b/10.npy", "b/2.npy"]
-    assert labels.tolist() == [0, 1, 1]
 
 
 def test_mean_and_deviation_of_each_channel(tmp_path):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from modules import data_config
 
 from deeplightning.data import datasets
 from deeplightning.data.datasets import InMemory, move_where_there_is_room
@@ -54,10 +55,7 @@ def test_a_data_module_moves_after_the_first_step(in_memory, moves, monkeypatch)
     meta = torch.device("meta")
     monkeypatch.setattr(ImageData, "_gpu", lambda self: meta)
     monkeypatch.setattr(datasets, "left", lambda device: 2**40)
-    data = SimpleNamespace(
-        module=None, root=None, batch_size=16, num_workers=0, num_splits=None, fold=0, sampler=None, loader={}
-    )
-    cfg = SimpleNamespace(seed=1, data=data)
+    cfg = data_config(batch_size=16)
     module = Digits(cfg) if in_memory == "auto" else Digits(cfg, in_memory=in_memory)
     module.setup("fit")
     module.trainer = None

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from deeplightning.checks import strategy
 from deeplightning.checks.examine import examine, load_config
@@ -148,18 +147,3 @@ def test_what_processes_exchange_tensors_by_is_one_of_torchs_words(own):
     assert "must be one of gloo, nccl, mpi, ucc, xccl, not 'glooo'. Did you mean gloo?" in fault.message
     pair = "engine.params={process_group_backend: 'cpu:gloo,cuda:nccl'}"
     assert examine("c.yaml", ["engine.backend=ddp", "engine.processes=2", pair]).faults == []
-
-
-def test_outputs_that_are_not_as_many_as_the_classes_are_a_fault_of_the_config(own):
-    """The training ends with the exit code of the dry run: 2."""
-    from deeplightning.task.task_errors import MisfitError
-
-    cfg = load_config("c.yaml", ["model.network.params.num_classes=5"])
-    task = init_module(cfg, "model")
-    task.class_names = [str(n) for n in range(10)]
-    with pytest.raises(MisfitError, match="the data has 10 classes"):
-        task.check_outputs(torch.zeros(2, 5))
-    assert MisfitError.exit_code == 2
-
-
-# ---- two processes of a dry run

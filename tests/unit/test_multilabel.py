@@ -2,11 +2,11 @@
 labels that cannot be used is one note with its line."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from modules import data_config
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score
 
@@ -76,12 +76,6 @@ def test_an_answer_has_the_labels_above_their_thresholds():
 # ---- files of labels
 
 
-def config(root, **data):
-    """What a data module reads of a config."""
-    fields = {"num_splits": None, "fold": 0, "loader": {}, "num_workers": 0, "batch_size": 4, "sampler": None}
-    return SimpleNamespace(seed=7, data=SimpleNamespace(root=str(root), **fields | data))
-
-
 @pytest.fixture
 def root(tmp_path):
     """Forty pictures without labels."""
@@ -91,7 +85,7 @@ def root(tmp_path):
 
 
 def sets(root, **params):
-    data = LabelledImages(config(root), image_size=8, cache=False, **params)
+    data = LabelledImages(data_config(root, seed=7), image_size=8, cache=False, **params)
     data.setup()
     return data, {name: data.dataset(name) for name in ("train", "val", "test")}
 
@@ -180,4 +174,4 @@ def test_a_label_that_is_none_of_the_classes(root):
 def test_impossible_params(root, params, words):
     """They are a fault of the config, exit code 2."""
     with pytest.raises(DataConfigError, match=words):
-        LabelledImages(config(root), **params)
+        LabelledImages(data_config(root, seed=7), **params)

@@ -20,8 +20,8 @@ def interleaved(batches: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("size", [1, 2, 12, 13, 16, 17, 50])
+@pytest.mark.parametrize("world", [1, 2, 7])
+@pytest.mark.parametrize("size", [1, 2, 13, 16, 50])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_each_index_once(size, world, batch_size, shuffle):
     """Over all ranks each position occurs once, every rank has the same number of batches, and none is empty."""
@@ -46,16 +46,26 @@ def test_processes_see_what_one_process_sees(size, drop_last):
         assert whole == steps
 
 
-def test_rank_takes_every_nth():
-    """Rank r of 2 takes every second position of the global batch, from the r-th on."""
-    assert ranks(10, 3, 2) == [[[0, 2, 4], [6, 8]], [[1, 3, 5], [7, 9]]]
-
-
-def test_last_batch_smaller_than_the_world():
-    """A rank without a sample gets one padding entry."""
-    assert ranks(7, 2, 3) == [[[0, 3], [6]], [[1, 4], [PADDING]], [[2, 5], [PADDING]]]
-    assert ranks(7, 2, 3, drop_last=True) == [[[0, 3]], [[1, 4]], [[2, 5]]]
-    assert ranks(1, 2, 3) == [[[0]], [[PADDING]], [[PADDING]]]
+@pytest.mark.parametrize(
+    ("shape", "drop_last", "expected"),
+    [
+        ((5, 2, 1), False, [[[0, 1], [2, 3], [4]]]),
+        ((10, 3, 2), False, [[[0, 2, 4], [6, 8]], [[1, 3, 5], [7, 9]]]),
+        ((7, 2, 3), False, [[[0, 3], [6]], [[1, 4], [PADDING]], [[2, 5], [PADDING]]]),
+        ((7, 2, 3), True, [[[0, 3]], [[1, 4]], [[2, 5]]]),
+        ((1, 2, 3), False, [[[0]], [[PADDING]], [[PADDING]]]),
+        ((0, 4, 2), False, [[], []]),
+        ((7, 4, 2), True, [[], []]),
+    ],
+)
+def test_rank_takes_every_nth(shape, drop_last, expected):
+    """Rank r of R takes every R-th position of the global batch, from the r-th on; one without a sample gets a padding
+    entry. Evaluation sees the data as they lie, in any epoch."""
+    assert ranks(*shape, drop_last=drop_last) == expected
+    for rank, batches in enumerate(expected):
+        sampler = BatchIndices(range(shape[0]), shape[1], num_replicas=shape[2], rank=rank, drop_last=drop_last)
+        sampler.set_epoch(2)
+        assert list(sampler) == batches
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -67,11 +77,6 @@ def test_the_samples_of_a_batch_are_known_beforehand(size, world, drop_last):
     for step, batches in enumerate(zip(*samplers, strict=True)):
         held = [sum(row != PADDING for row in batch) for batch in batches]
         assert [sampler.samples_of(step) for sampler in samplers] == [(own, sum(held) / world) for own in held]
-
-
-def test_nothing_to_sample():
-    """An empty set has no batches, and neither has one that drop_last empties."""
-    assert [[], []] == ranks(0, 4, 2) == ranks(7, 4, 2, drop_last=True)
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -89,14 +94,6 @@ def test_order_is_frozen():
     """The order of seed 42 today is the order of any later version: runs stay reproducible, resumed ones right."""
     sampler = BatchIndices(range(10), 10, shuffle=True, seed=42)
     assert list(sampler) == [[1, 8, 5, 3, 7, 9, 4, 0, 6, 2]]
-
-
-def test_without_shuffle_every_epoch_is_in_data_order():
-    """Evaluation sees the data as they lie, in any epoch."""
-    sampler = BatchIndices(range(5), 2)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        assert list(sampler) == [[0, 1], [2, 3], [4]]
 
 
 def test_start_resumes_one_epoch():

@@ -1,46 +1,28 @@
 """Texts become tokens, and tab-separated files batches of them: what is read, cut, padded, divided and refused."""
 
 import csv
-from types import SimpleNamespace
+import functools
 
+import modules
 import numpy as np
 import pytest
 import torch
+from modules import on_rank
 
+from deeplightning.config.schema import Target
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.text import TextData, read_tsv
-from deeplightning.text_spec import SPECIAL, TextError, TextSpec, VocabularyError, from_lines, vocabulary, words_of
+from deeplightning.text_spec import SPECIAL, TextError, TextSpec, from_lines, vocabulary, words_of
 
 FILMS = [("a fine film", 1), ("dull", 0), ("a dull , bleak film", 0), ("fine , fresh and funny", 1)]
 
 
-def config(root, seed=42, **data):
-    usual = {"batch_size": 2, "num_workers": 0, "num_splits": None, "fold": 0, "loader": {}, "sampler": None}
-    return SimpleNamespace(seed=seed, data=SimpleNamespace(root=root and str(root), **(usual | data)))
+data_config = functools.partial(modules.data_config, batch_size=2)
 
 
 def tsv(path, rows, header="sentence\tlabel\n"):
     path.write_text(header + "".join("\t".join(map(str, row)) + "\n" for row in rows), encoding="utf-8")
     return path
-
-
-def on_a_rank(module, rank=0, world=1):
-    """The module after `setup`, as it is on one of several ranks."""
-    epoch, batch = SimpleNamespace(processed=0), SimpleNamespace(ready=0)
-    loop = SimpleNamespace(
-        epoch_progress=SimpleNamespace(current=epoch),
-        epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=batch)),
-    )
-    module.trainer = SimpleNamespace(
-        global_rank=rank,
-        is_global_zero=rank == 0,
-        world_size=world,
-        training=True,
-        fit_loop=loop,
-        limit_train_batches=1.0,
-    )
-    module.setup()
-    return module
 
 
 # ---- texts
@@ -95,15 +77,6 @@ def test_a_text_that_cannot_be_used_is_told(text, status, words):
     assert told.value.status == status
 
 
-def test_a_file_of_words_may_lack_the_special_ones():
-    """They are added; an empty line, or a word that is there twice, is named by its number."""
-    assert from_lines("b\r\na\r\n") == from_lines("\n".join([*SPECIAL, "b", "a"])) == "\n".join([*SPECIAL, "b", "a\n"])
-    with pytest.raises(VocabularyError, match="word 3 is empty, or is there a second time: 'b'"):
-        TextSpec("words", from_lines("b\na\nb\n"))
-    with pytest.raises(VocabularyError, match="word 2 is empty"):
-        TextSpec("words", from_lines("b\n\na\n"))
-
-
 # ---- files
 
 
@@ -148,10 +121,8 @@ def test_columns_are_named_by_the_first_line_or_the_usual_ones(tmp_path, content
         (b"sentence\tlabel\na\t1\nb\tc\t0\n", "line 3: 3 columns, and there must be sentence, label"),
         (b"a\t1\n\nb\t1\n", "line 2: 1 columns, and there must be"),
         (b"a\t1\nb\tgood\n", "line 2: the label 'good' is no number from 0 on"),
-        (b"sentence\tlabel\na\t-1\n", "line 2: the label '-1' is no number from 0 on"),
         (b"sentence\tlabel\na\t1\n \t0\n", "line 3: there is no text in the column sentence"),
         (b"sentence\tlabel\na\t1\nb\xff\t0\n", "cannot be read: 'utf-8' codec can't decode"),
-        (b"sentence\tlabel\n", "has no texts in it"),
         (b"", "has no texts in it"),
     ],
 )
@@ -170,9 +141,9 @@ def test_a_label_outside_the_classes_is_told_with_its_line(tmp_path):
     tsv(tmp_path / "train", FILMS)
     tsv(tmp_path / "dev", [*FILMS, ("what", 2)])
     with pytest.raises(DataError, match=r"dev, line 6: the label 2 is outside the 2 classes, 0 to 1 \(0, 1\)"):
-        TextData(config(tmp_path), "train", "dev").setup()
+        TextData(data_config(tmp_path), "train", "dev").setup()
     with pytest.raises(DataError, match="train, line 2: the label 1 is outside the 1 classes"):
-        TextData(config(tmp_path), "train", class_names=["good"]).setup()
+        TextData(data_config(tmp_path), "train", class_names=["good"]).setup()
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -186,9 +157,9 @@ def test_what_is_missing_is_named(tmp_path):
         ({"train": "train", "validation": "bare"}, "bare has no labels"),
     ):
         with pytest.raises(DataError, match=words):
-            TextData(config(tmp_path), **params).setup()
+            TextData(data_config(tmp_path), **params).setup()
     with pytest.raises(DataError, match=r"bare has no labels to test with; stages=\[predict\] answers"):
-        on_a_rank(TextData(config(tmp_path), "train", test="bare")).test_dataloader()
+        on_rank(TextData(data_config(tmp_path), "train", test="bare")).test_dataloader()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +176,7 @@ def test_what_is_missing_is_named(tmp_path):
 def test_impossible_settings_are_refused(tmp_path, params, words):
     """Before any file is looked at: exit code 2."""
     with pytest.raises(DataConfigError, match=words) as told:
-        TextData(config(tmp_path), **{"train": "train"} | params)
+        TextData(data_config(tmp_path), **{"train": "train"} | params)
     assert told.value.exit_code == 2
 
 
@@ -215,7 +186,7 @@ def test_impossible_settings_are_refused(tmp_path, params, words):
 def test_a_batch_is_padded_to_its_longest_text(tmp_path):
     """Rows are the texts' tokens and then padding, whatever their order; the row that fills up is marked by -1."""
     tsv(tmp_path / "train", FILMS)
-    data = on_a_rank(TextData(config(tmp_path), "train", min_count=1))
+    data = on_rank(TextData(data_config(tmp_path), "train", min_count=1))
     found, rows = data.dataset("train"), data.text_spec.encode([text for text, _ in FILMS])
     batch = found[[3, 1]]
     assert batch["tokens"].tolist() == [rows[3], rows[1] + [0] * (len(rows[3]) - len(rows[1]))]
@@ -231,39 +202,27 @@ def test_training_texts_are_cut_and_keep_their_end(tmp_path):
     """`max_length` cuts nothing in evaluation, unless asked to."""
     for name in ("train", "dev"):
         tsv(tmp_path / name, FILMS)
-    data = on_a_rank(TextData(config(tmp_path), "train", "dev", max_length=3))
+    data = on_rank(TextData(data_config(tmp_path), "train", "dev", max_length=3))
     assert data.dataset("train").lengths.tolist() == [3, 2, 3, 3]
     assert [data.dataset("train")[[n]]["tokens"][0, -1].item() for n in range(4)] == [2] * 4
     assert data.dataset("val").lengths.tolist() == [4, 2, 6, 6]
     assert data.text_spec.max_length is None
-    always = on_a_rank(TextData(config(tmp_path), "train", "dev", max_length=3, cut_always=True))
+    always = on_rank(TextData(data_config(tmp_path), "train", "dev", max_length=3, cut_always=True))
     assert always.dataset("val").lengths.tolist() == [3, 2, 3, 3]
     assert always.text_spec.max_length == 3
-
-
-def test_two_processes_see_each_text_once(tmp_path):
-    """The training set divided over two ranks is the whole set; evaluation keeps the order of the file."""
-    rows = [(f"w{n}", n % 2) for n in range(11)]
-    tsv(tmp_path / "train", rows)
-    tsv(tmp_path / "dev", rows)
-    modules = [on_a_rank(TextData(config(tmp_path), "train", "dev"), rank, 2) for rank in range(2)]
-    for loader in ("train_dataloader", "val_dataloader"):
-        batches = [[batch["index"] for batch in getattr(module, loader)()] for module in modules]
-        assert len(batches[0]) == len(batches[1]) == 3
-        seen = [torch.cat(share).tolist() for share in batches]
-        assert sorted(n for share in seen for n in share if n >= 0) == list(range(11))
-    assert [n for n in seen[0] if n >= 0] == [0, 2, 4, 6, 8, 10]
 
 
 def test_validation_has_a_file_of_its_own_is_a_fold_or_is_not(tmp_path):
     """Without both there is no loader; the vocabulary is made of what is left to train with."""
     tsv(tmp_path / "train", [(f"word{n}", n % 2) for n in range(20)])
     tsv(tmp_path / "dev", FILMS)
-    none = on_a_rank(TextData(config(tmp_path), "train"))
+    none = on_rank(TextData(data_config(tmp_path), "train"))
     assert none.val_dataloader() == []
     assert len(none.example_texts(16)) == 16
-    assert len(on_a_rank(TextData(config(tmp_path), "train", "dev")).dataset("val")) == 4
-    folds = [on_a_rank(TextData(config(tmp_path, num_splits=4, fold=fold), "train", min_count=1)) for fold in range(4)]
+    assert len(on_rank(TextData(data_config(tmp_path), "train", "dev")).dataset("val")) == 4
+    folds = [
+        on_rank(TextData(data_config(tmp_path, num_splits=4, fold=fold), "train", min_count=1)) for fold in range(4)
+    ]
     held_out = [set(data.example_texts(20)) for data in folds]
     assert set().union(*held_out) == {f"word{n}" for n in range(20)}
     assert sum(map(len, held_out)) == 20
@@ -277,7 +236,7 @@ def test_fewer_samples_are_a_choice_by_the_seed(tmp_path):
     tsv(tmp_path / "test", [(f"word{n}", n % 2) for n in range(30)])
 
     def chosen(seed):
-        data = on_a_rank(TextData(config(tmp_path, seed=seed), "train", test="test", limit=10))
+        data = on_rank(TextData(data_config(tmp_path, seed=seed), "train", test="test", limit=10))
         return [data._samples[name].texts for name in ("train", "test")]
 
     assert [len(texts) for texts in chosen(1)] == [10, 10]
@@ -285,22 +244,26 @@ def test_fewer_samples_are_a_choice_by_the_seed(tmp_path):
 
 
 def test_a_vocabulary_may_be_a_file(tmp_path):
-    """Its lines are the tokens from number 3 on, as the vocabulary.txt of a bundle says it too."""
+    """Its lines are the tokens from number 3 on, with the special ones before them or not, as the vocabulary.txt of a
+    bundle has them; a line that is empty or there twice is named."""
     tsv(tmp_path / "train", FILMS)
     (tmp_path / "words.txt").write_text("film\ndull\n")
-    data = on_a_rank(TextData(config(tmp_path), "train", vocabulary="words.txt"))
+    data = on_rank(TextData(data_config(tmp_path), "train", vocabulary="words.txt"))
     assert data.text_spec.encode(["a dull film"]) == [[1, 4, 3, 2]]
+    assert from_lines("b\r\na\r\n") == from_lines("\n".join([*SPECIAL, "b", "a"])) == "\n".join([*SPECIAL, "b", "a\n"])
     (tmp_path / "again.txt").write_text(data.text_spec.content)
-    assert on_a_rank(TextData(config(tmp_path), "train", vocabulary="again.txt")).text_spec == data.text_spec
-    (tmp_path / "bad.txt").write_text("film\nfilm\n")
-    with pytest.raises(DataError, match=r"bad\.txt: word 2 is empty, or is there a second time: 'film'"):
-        TextData(config(tmp_path), "train", vocabulary="bad.txt").setup()
+    assert on_rank(TextData(data_config(tmp_path), "train", vocabulary="again.txt")).text_spec == data.text_spec
+    for lines, words in (
+        ("film\nfilm\n", "word 2 is empty, or is there a second time: 'film'"),
+        ("b\n\na\n", "word 2 is"),
+    ):
+        (tmp_path / "bad.txt").write_text(lines)
+        with pytest.raises(DataError, match=rf"bad\.txt: {words}"):
+            TextData(data_config(tmp_path), "train", vocabulary="bad.txt").setup()
 
 
 def test_texts_of_like_length_can_come_together(tmp_path):
     """The bucketed sampler sorts by `lengths`: with as many buckets as there are batches, nothing is padded."""
-    from deeplightning.config.schema import Target
-
     rows = [("a " * (1 + n % 4), n % 2) for n in range(64)]
     tsv(tmp_path / "train", rows)
     bucketed = Target(
@@ -309,7 +272,7 @@ def test_texts_of_like_length_can_come_together(tmp_path):
     )
     shares = []
     for sampler in (None, bucketed):
-        data = on_a_rank(TextData(config(tmp_path, batch_size=8, sampler=sampler), "train"))
+        data = on_rank(TextData(data_config(tmp_path, batch_size=8, sampler=sampler), "train"))
         tokens = torch.cat([batch["tokens"].flatten() for batch in data.train_dataloader()])
         shares.append((tokens == 0).float().mean().item())
     assert shares[0] > 0.2
@@ -318,7 +281,7 @@ def test_texts_of_like_length_can_come_together(tmp_path):
 
 def test_a_made_up_batch_is_like_a_real_one(tmp_path):
     """`check --dry-run` tries a config by it: shapes, types, and the highest label."""
-    batch = TextData(config(tmp_path), "train", class_names=["a", "b", "c"]).example_batch(4)
+    batch = TextData(data_config(tmp_path), "train", class_names=["a", "b", "c"]).example_batch(4)
     assert {name: (values.dtype, values.shape[0]) for name, values in batch.items()} == dict.fromkeys(
         ("tokens", "label", "index"), (torch.int64, 4)
     )

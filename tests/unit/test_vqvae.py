@@ -69,13 +69,10 @@ def test_temperature_and_straight_through():
     ("settings", "words"),
     [
         ({"image_size": 28}, "image_size must be a power of two, not 28: 16 and 32 are the next"),
-        ({"image_size": 100}, "not 100: 64 and 128 are the next"),
         ({"image_size": [8, 8]}, "image_size must be a power of two, one whole number"),
-        ({"image_size": 0}, "power of two"),
         ({"num_layers": 4}, "image_size 8 cannot be halved 4 times; num_layers is at most 3"),
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1, not 0"),
         ({"num_tokens": 1}, "num_tokens must be a whole number of at least 2, not 1"),
-        ({"codebook_dim": 2.5}, "codebook_dim must be a whole number"),
         ({"temperature": 0}, "temperature must be above 0, not 0"),
     ],
 )
