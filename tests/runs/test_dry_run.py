@@ -37,6 +37,8 @@ train: {num_epochs: 2, checkpoint: {monitor: val_acc, mode: max}}
 OWN = '''\
 """A user's own code, with faults."""
 
+import urllib.request
+
 import pytorch_lightning as pl
 import torch
 from torch import nn
@@ -44,37 +46,6 @@ from torch import nn
 from deeplightning.config.target import build
 from deeplightning.data.digits import Digits
 from deeplightning.task.img_classif import ImageClassification
-from deeplightning.task.optimize import optimizers
-
-
-class Computed(pl.LightningModule):
-    """The names that it logs, only running it tells."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.cfg, self.network, self.words = cfg, build(cfg.model.network), ["loss", "acc"]
-
-    def judge(self, stage, batch):
-        loss = nn.functional.cross_entropy(self.network(batch["image"].float()), batch["label"])
-        for word in self.words:
-            self.log(f"{stage}_{word}", loss)
-        return loss
-
-    def training_step(self, batch, batch_idx):
-        return self.judge("train", batch)
-
-    def on_train_epoch_end(self):
-        for word in self.words:
-            self.log(f"train_{word}_epoch", 1.0)
-
-    def validation_step(self, batch, batch_idx):
-        self.judge("val", batch)
-
-    def test_step(self, batch, batch_idx):
-        self.judge("test", batch)
-
-    def configure_optimizers(self):
-        return optimizers(self.network, self.cfg.model, self.trainer)
 
 
 class Plateau(ImageClassification):
@@ -184,6 +155,15 @@ class Floats(nn.Module):
         return images / 255
 
 
+class Fetched(nn.Sequential):
+    """Takes its weights from elsewhere."""
+
+    def __init__(self, weights=None):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        if weights is not None:
+            urllib.request.urlopen("https://example.org")
+
+
 class Secret(nn.Module):
     """Says its password when it fails."""
 
@@ -203,13 +183,14 @@ class Bare(pl.LightningDataModule):
 
 
 class Waits(pl.Callback):
-    """Waits for a metric, and logs one."""
+    """Waits for a metric, and logs one whose name only running it tells."""
 
     def __init__(self, monitor=None):
         self.monitor = {None: None, "val_luck": "val_luck", "val_f2": "val_f2"}[monitor]
 
     def on_validation_epoch_end(self, trainer, module):
-        module.log("val_luck", 1.0)
+        for word in ("luck",):
+            module.log(f"val_{word}", 1.0)
 
 
 class Refusing(torch.optim.SGD):
@@ -286,7 +267,7 @@ def test_a_shipped_config_has_no_faults(path, request):
 
 
 MISSPELT = ["model.module.type=own.Misspelt", "train.checkpoint.monitor=null"]
-OPEN = "model.module.type=own.Computed"  # else monitored names are compared before anything is imported
+OPEN = "train.callbacks=[{type: own.Waits}]"  # else monitored names are compared before anything is imported
 METRIC = "model.metrics.x={{type: torchmetrics.{}, params: {{{}}}}}"
 LOSS = "model.loss={{type: {}, params: {{{}}}}}"
 SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}, call: {{{}}}}}"
@@ -354,7 +335,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         ([OPEN, "train.checkpoint.monitor=val_accuracy"], "train.checkpoint.monitor: no metric is called 'val_accura"),
         ([OPEN, "train.early_stop={metric: test_loss}"], "train.early_stop.metric: no metric is called 'test_loss'"),
         (
-            [OPEN, "train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
+            ["train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
             "train.callbacks.0.params.monitor: no metric is called 'val_f2'",
         ),
         (
@@ -475,16 +456,9 @@ def test_a_precision_of_gpus_is_tried_as_the_cpu_can(precision):
     assert said == ([f"{precision} needs a GPU; {half} was tried instead"] if half else [])
 
 
-def test_weights_are_not_downloaded(monkeypatch, here):
+def test_weights_are_not_downloaded():
     """A pretrained network is tried with random weights where its own are not on the machine, and that is said."""
-    import torch
-
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(here.parent / "hub"))
-    found, untried = tried(
-        OPEN,
-        "model.network={type: torchvision.models.squeezenet1_1, params: {weights: DEFAULT}}",
-        "data.module={type: deeplightning.data.cifar.CIFAR10, params: {image_size: 64}}",
-    )
+    found, untried = tried("model.network={type: own.Fetched, params: {weights: DEFAULT}}")
     assert "model.network.params.weights: these weights are not on this machine yet; random ones were tried" in untried
     assert found == []
 
