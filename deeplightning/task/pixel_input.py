@@ -107,11 +107,6 @@ class ImageTask(Supervised):
         elif self._inferred is None or self._inferred != spec:
             self._may_infer, self.image_spec, self._inferred = False, None, None
 
-    def exported(self, model: nn.Module) -> nn.Module:
-        if self.network is None or self.normalise is None:
-            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
-        return model.cpu().float().eval()
-
     def travels(self) -> dict[str, object]:
         if self.image_spec is None:
             return {}
