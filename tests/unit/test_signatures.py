@@ -365,23 +365,14 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
     ("text", "expected"),
     [
         ("def Thing(a, /, b, c=1, *more, d, e=2): ...", ["a!/", "b!", "c", "d!*", "e*"]),
-        ("class Thing: ...", []),
-        ("class Thing:\n    def __init__(self, a, b=1): ...", ["a!", "b"]),
-        ("class Base:\n    def __init__(self, a): ...\nclass Thing(Base): ...", ["a!"]),
         ("class Made:\n    def __init__(self, b): ...\nclass Thing:\n    def __new__(cls, a): return Made(a)", ["a!"]),
-        ("class A:\n    def __init__(self, a): ...\nclass B:\n    def __init__(self, b): ...\n"
-         "class Thing(B, A): ...", ["b!"]),
         (
             "class O:\n    def __init__(self, o): ...\nclass A(O): ...\nclass B(O):\n    def __init__(self, b): ...\n"
             "class Thing(A, B): ...",
             ["b!"],
         ),
-        ("from typing import Generic, TypeVar\nT = TypeVar('T')\nclass Thing(Generic[T]):\n"
-         "    def __init__(self, a): ...",
-         ["a!"]),
         ("from abc import ABC, ABCMeta, abstractmethod\nclass Base(metaclass=ABCMeta):\n    @abstractmethod\n"
          "    def __init__(self, a): ...\nclass Thing(Base, ABC): ...", ["a!"]),
-        ("class Thing(object):\n    def __init__(self, a): ...", ["a!"]),
         ("class Thing:\n    def _make(self, a): ...\n    __init__ = _make", ["a!"]),
         ("from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int\n"
          "    def __init__(self, b): ...", ["b!"]),
@@ -389,7 +380,6 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
         ("import functools\n@functools.cache\ndef Thing(a): ...", ["a!"]),
         ("import contextlib\n@contextlib.contextmanager\ndef Thing(a):\n    yield", ["a!"]),
         ("import torch\n@torch.no_grad()\ndef Thing(a): ...", ["a!"]),
-        ("import torch\nclass Thing:\n    @torch.no_grad()\n    def __init__(self, a): ...", ["a!"]),
     ],
 )  # fmt: skip
 def test_what_a_target_takes(own, text, expected):
