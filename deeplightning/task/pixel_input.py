@@ -52,6 +52,11 @@ class ImageTask(Supervised):
         self.class_names: list[str] = []
         self._inferred: ImageSpec | None = None  # of validation batches, or a checkpoint that had it from there
         self._may_infer = True
+        self._sheet: dict[str, Tensor] | None = None  # samples of a validation that are worth a look
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._sheet = None
 
     def setup(self, stage: str) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
