@@ -52,14 +52,6 @@ def test_the_tail_of_an_epoch_is_a_step_and_nothing_leaks(fit):
     )
 
 
-def test_batches_of_a_loader_that_does_not_tell_their_sizes_weigh_alike(fit):
-    """Six batches of 16 by fours, from a sampler of the user's: the mean over four, then over two."""
-    still = ("data.module.type=own.Foreign", "model.optimizer.params.lr=0.0", "train.num_epochs=1")
-    single = torch.stack(fit(*still, "train.limit_batches.train=6").seen.gradients)
-    accumulated = fit(*still, "train.limit_batches.train=6", "train.accumulator_factor=4").seen.gradients
-    assert_close(accumulated, [single[:4].mean(0), single[4:].mean(0)])
-
-
 def test_accumulation_counts_batches_and_steps(fit):
     """Eight batches by fours: eight backward passes and two optimizer steps, in the checkpoint as well."""
     fitted = fit("train.accumulator_factor=4", "train.limit_batches.train=8", "train.num_epochs=1")

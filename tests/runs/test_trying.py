@@ -1,7 +1,6 @@
 """Ways to try a training out: `train.overfit` learns the same batches again and again, `train.fast` runs one batch of
 each stage and keeps no weights."""
 
-import pytest
 import torch
 from conftest import digest
 
@@ -62,17 +61,3 @@ def test_a_fast_run_tries_each_stage_and_keeps_no_weights(train, tracked):
     assert "; 1 step" in run.out
     rows = (run.folder / "test_predictions.csv").read_text().splitlines()
     assert len(rows) == 17
-
-
-def test_a_fast_run_reports_a_metric_that_is_not_there(train):
-    """What a long run would end with after its first epoch shows at once: exit code 2."""
-    refused = train("train.fast=true", "train.checkpoint.monitor=val_f1", code=2)
-    assert "val_f1" in refused.err
-
-
-@pytest.mark.parametrize("key", ["train.fast=maybe", "train.overfit=0", "train.overfit=half"])
-def test_other_values_are_refused(command, tiny, place, key):
-    """With what is allowed; exit code 2."""
-    refused = command("check", tiny, key, cwd=place)
-    assert refused.code == 2
-    assert key.partition("=")[0] in refused.err
