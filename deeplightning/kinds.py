@@ -111,6 +111,11 @@ def is_plain(task: object) -> bool:
     return not is_ours and not hasattr(task, "inference_model")
 
 
+def has_spec(task: object) -> bool:
+    """Return whether a task knows how its inputs are prepared."""
+    return any(getattr(task, name, None) is not None for name in ("image_spec", "text_spec", "row_spec"))
+
+
 def row_spec(takes: str, values: Mapping[str, object]) -> "TableSpec | ArraySpec":
     """Return the spec of rows of a table, or of arrays, from what its `to_dict` returned.
 

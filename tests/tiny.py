@@ -361,14 +361,6 @@ class Few(Digits):
         return {name: digits.take(np.arange(self.size)) for name in ("train", "val", "test")}
 
 
-class Foreign(Digits):
-    """Trains from a loader whose sampler does not tell how many samples its batches have."""
-
-    def train_dataloader(self):
-        batches = torch.utils.data.BatchSampler(range(len(self.dataset("train"))), self.cfg.data.batch_size, False)
-        return torch.utils.data.DataLoader(self.dataset("train"), batch_size=None, sampler=list(batches))
-
-
 class Dropout(nn.Module):
     """A network that draws random numbers."""
 

@@ -17,6 +17,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from deeplightning import own_code
+from deeplightning.batches import structure
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import find, needs
 from deeplightning.faults import Fault, UserError
@@ -131,7 +132,7 @@ def _owner(attempt: Attempt, error: BaseException) -> tuple[Target | None, str]:
             if owner is attempt.cfg.data.module:
                 return owner, "augment" if code.co_name == "on_after_batch_transfer" else ""
             given = {name: frame.f_locals.get(name) for name in code.co_varnames[1 : code.co_argcount]}
-            tensors = [f"{name} {tensor_in_words(v)}" for name, v in given.items() if isinstance(v, torch.Tensor)]
+            tensors = [f"{name} {structure(v)}" for name, v in given.items() if isinstance(v, torch.Tensor)]
             return owner, ", ".join(tensors)
     return None, ""
 
@@ -209,7 +210,3 @@ def error_in_words(error: BaseException) -> str:
     if isinstance(error, DeviceError):
         return line
     return name if line == name else f"{name}: {line.rstrip('.')}"
-
-
-def tensor_in_words(value: torch.Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

@@ -14,6 +14,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from deeplightning import own_code
+from deeplightning.batches import structure
 from deeplightning.callbacks import random_state, start
 from deeplightning.callbacks.steps import LogSteps
 from deeplightning.config.auto_values import WEIGHTS, unfilled
@@ -25,12 +26,11 @@ from deeplightning.dry_run.diagnosis import (
     error_in_words,
     faults_of,
     targets_of,
-    tensor_in_words,
 )
 from deeplightning.dry_run.isolation import InMemory, Nowhere, wants_network
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.kinds import KINDS
+from deeplightning.kinds import KINDS, has_spec
 from deeplightning.run.assemble import init_module
 
 SAMPLES = 5
@@ -183,9 +183,8 @@ def _export(attempt: Attempt) -> None:
     """Load the checkpoint into a new task and predict one batch on the CPU, as the export of a run does."""
     task, batch = attempt.task, attempt.batch
     kind = KINDS.get(str(getattr(task, "kind", "")))
-    specs = [name for name in ("image_spec", "text_spec", "row_spec") if getattr(task, name, None) is not None]
     key = {"image": "image", "text": "tokens"}.get(kind.takes if kind else "", "input")
-    if kind is None or not specs or not hasattr(task, "inference_model") or not isinstance(batch, Mapping):
+    if kind is None or not has_spec(task) or not hasattr(task, "inference_model") or not isinstance(batch, Mapping):
         return
     if not isinstance(batch.get(key), torch.Tensor) or attempt.trainer.global_rank != 0:
         return
@@ -237,7 +236,7 @@ class Observer(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         self.learned = True
         if loss.numel() != 1:
-            message = f"the loss is {tensor_in_words(loss)}, not one number; a loss's `reduction` is mostly mean"
+            message = f"the loss is {structure(loss)}, not one number; a loss's `reduction` is mostly mean"
             raise ConfigError(Fault(message, self.attempt.loss_key))
         if trainer.global_step == 0 and not torch.isfinite(loss).all():
             message = f"the loss of the first training step is {float(loss.detach())}"

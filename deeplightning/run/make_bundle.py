@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import CheckpointError
-from deeplightning.kinds import KINDS, is_plain
+from deeplightning.kinds import KINDS, has_spec, is_plain
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import TO_ANSWER, load_run, trained_task
 from deeplightning.runfolder import RunFolder, permissions_of, whole
@@ -93,8 +93,7 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
 def is_servable(task: pl.LightningModule) -> bool:
     """Return whether a task can be served: a user's module, or a task with an inference model that defines how inputs
     are prepared."""
-    specs = [getattr(task, name, None) for name in ("image_spec", "text_spec", "row_spec")]
-    return is_plain(task) or (hasattr(task, "inference_model") and specs != [None, None, None])
+    return is_plain(task) or (hasattr(task, "inference_model") and has_spec(task))
 
 
 def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export", formats: Sequence[str] = ()) -> Path:

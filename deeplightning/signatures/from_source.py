@@ -14,7 +14,6 @@ from deeplightning.signatures.symbol import (
     Thing,
     first_argument,
     positional_arguments,
-    role_of,
     role_of_function,
 )
 from deeplightning.signatures.uses import Call, is_it, uses_of
@@ -280,6 +279,6 @@ def words_beside(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> 
         path = names.real_path(decorator, frame)
         if path == _RENAMING:
             words |= {n.value for n in ast.walk(decorator) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        elif role_of(decorator) is None and path not in {*KEEPING, "dataclasses.dataclass"}:
+        elif path not in {*KEEPING, "dataclasses.dataclass"}:
             raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
     return words

@@ -40,7 +40,8 @@ _HELD = (
 
 # Decorators that leave alone what a function takes.
 KEEPING = {
-    "abc.abstractmethod", "contextlib.contextmanager", "functools.cache", "functools.lru_cache", "functools.wraps",
+    "abc.abstractmethod", "builtins.classmethod", "builtins.property", "builtins.staticmethod",
+    "contextlib.contextmanager", "functools.cache", "functools.lru_cache", "functools.wraps",
     "pytorch_lightning.utilities.argparse._defaults_from_env_vars", "sklearn.utils._param_validation.validate_params",
     "torch.autograd.grad_mode.enable_grad", "torch.autograd.grad_mode.inference_mode",
     "torch.autograd.grad_mode.no_grad", "torchvision.models._api.register_model",
@@ -222,8 +223,6 @@ class Names:
             node, inside = imports[name]
             option = Imported(0, node.lineno, (), bindings.absolute(node, module), inside)
             return self.imported(option, inside, Frame(module))
-        if nearest(name, [*imports]):
-            raise Absent(name, [*imports])
         if nearest(name, [*imports]):
             raise Absent(name, [*imports])
         raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
@@ -423,12 +422,12 @@ class Names:
     def own(self, thing: Thing, name: str) -> bool:
         return thing.live is None and any(not is_unbound(o) for o in self.scope(thing).names.get(name, ()))
 
-    def attribute(self, thing: Thing, name: str, start: int = 0, asked: Thing | None = None) -> Thing:
+    def attribute(self, thing: Thing, name: str, asked: Thing | None = None) -> Thing:
         """Return an attribute of a class, its own or an ancestor's."""
         line, complete = self.line(thing)
         asked = asked or thing
         known: list[str] = []
-        for each in line[start:]:
+        for each in line:
             if each.live is not None:
                 if name in vars(each.live):
                     return self.live(each.live, name, asked)

@@ -132,15 +132,8 @@ def inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-def role_of(decorator: ast.expr) -> str | None:
-    match decorator:
-        case ast.Name(id="staticmethod" | "classmethod" | "property" as word):
-            return word
-    return None
-
-
 def role_of_function(node: Functions) -> str | None:
-    roles = [role for d in node.decorator_list if (role := role_of(d))]
-    if node.name in ("__init_subclass__", "__class_getitem__"):
-        roles.append("classmethod")
-    return roles[0] if roles else None
+    """Return `staticmethod`, `classmethod` or `property` for a function that is one."""
+    names = [decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)]
+    names += ["classmethod"] if node.name in ("__init_subclass__", "__class_getitem__") else []
+    return next((name for name in names if name in ("staticmethod", "classmethod", "property")), None)

@@ -117,6 +117,7 @@ class Classification(Supervised):
     # ---- pictures
 
     def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
         self._answered = []
 
     def take_form(self, inputs: Tensor, outputs: Tensor) -> None:

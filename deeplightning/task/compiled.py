@@ -32,8 +32,7 @@ class Compiled:
 
     Attributes:
         graphs: whether the mode uses CUDA graphs. They write each step's results into the same memory: values that are
-            kept for longer than a step are to be cloned (`own`), and so are gradients that wait for another batch
-            (`own_gradients`).
+            kept for longer than a step are to be cloned (`own`).
     """
 
     def __init__(self, mode: bool | str):
@@ -76,18 +75,16 @@ class Compiled:
             )
         return taken
 
-    def begin_step(self, device: torch.device) -> None:
-        """Announce the first compiled call of a batch, which may overwrite what the batch before gave."""
+    def begin_step(self, module: nn.Module, device: torch.device, accumulates: bool) -> None:
+        """Announce the first compiled call of a batch, which may overwrite what the batch before gave; where it
+        accumulates, the gradients of that batch wait for those of this one, and get memory of their own."""
+        if self.graphs and accumulates:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
         if self.graphs and self.mode != "graphs" and device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
     def own(self, values: object) -> Any:
         """Return values that stay what they are: detached from the step and, where it uses CUDA graphs, cloned."""
         return apply_to_collection(values, Tensor, lambda v: v.detach().clone() if self.graphs else v.detach())
-
-    def own_gradients(self, module: torch.nn.Module) -> None:
-        """Say before `begin_step` that gradients of the batch before wait for those of this one."""
-        if self.graphs:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()

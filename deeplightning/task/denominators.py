@@ -77,37 +77,32 @@ def can_weigh(loss: Any) -> bool:
     return _is(loss, (*_BY_CLASS, *_BY_ELEMENT)) and loss.reduction == "mean"
 
 
-def weighted_mean(loss: Any, outputs: Any, truth: Tensor, weight: Tensor) -> Tensor:
-    """Return sum(weight * loss of a sample) / sum(weight * what the sample adds to the denominator) for a batch; 0
-    where all weights are 0.
-
-    Args:
-        loss: one that `can_weigh`.
-        weight: of each sample, (B,).
-    """
-    each_of = copy.copy(loss)
-    each_of.reduction = "none"
-    each = each_of(outputs, truth)  # (B, …)
-    divided_by = denominator(loss, outputs, truth, weight)
-    found: Tensor = (each * _along(weight, each)).sum(dtype=torch.float64) / divided_by.where(divided_by > 0, 1)
-    return found.to(each.dtype if each.dtype == torch.float64 else torch.float32)
-
-
 def _along(weight: Tensor, values: Tensor) -> Tensor:
     """Return weights (B,) in the shape (B, 1, …), to multiply values (B, …)."""
     return weight.view(-1, *(1,) * (values.ndim - 1))
 
 
-def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor) -> Tensor:
-    """Compute a loss of a batch. Losses of torch.nn give 0, not nan, where all classes are ignored or weigh 0."""
+def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Compute a loss of a batch. Losses of torch.nn give 0, not nan, where all classes are ignored or weigh 0.
+
+    Args:
+        divided_by: the `denominator` for these samples and weights.
+        weight: of each sample, (B,), for a loss that `can_weigh`: what it adds is multiplied by this. None: 1 each.
+    """
     if not _is(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        return loss(outputs, truth)
-    own = {"weight": loss.weight, "ignore_index": loss.ignore_index, "reduction": "none"}
-    if isinstance(loss, nn.NLLLoss):
-        each = functional.nll_loss(outputs, truth, **own)
-    else:
-        each = functional.cross_entropy(outputs, truth, label_smoothing=loss.label_smoothing, **own)
-    found = each.sum(dtype=torch.float64) / divided_by.where(divided_by > 0, 1)
+        if weight is None:
+            return loss(outputs, truth)
+        loss = copy.copy(loss)
+        loss.reduction = "none"
+        each = loss(outputs, truth)  # (B, …)
+    else:  # as functions, which compile in one graph
+        own = {"weight": loss.weight, "ignore_index": loss.ignore_index, "reduction": "none"}
+        if isinstance(loss, nn.NLLLoss):
+            each = functional.nll_loss(outputs, truth, **own)
+        else:
+            each = functional.cross_entropy(outputs, truth, label_smoothing=loss.label_smoothing, **own)
+    weighed = each if weight is None else each * _along(weight, each)
+    found = weighed.sum(dtype=torch.float64) / divided_by.where(divided_by > 0, 1)
     return found.to(each.dtype if each.dtype == torch.float64 else torch.float32)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeplightning.config.part_config import PartConfig
 from deeplightning.task.classes import Classification
 from deeplightning.task.pixel_input import ImageTask, keep_best
 
@@ -26,16 +25,6 @@ class ImageClassification(Classification, ImageTask):
 
     kind = "image_classification"
     sample = "picture"
-
-    def __init__(self, cfg: PartConfig):
-        super().__init__(cfg)
-        self._sheet: dict[str, Tensor] | None = None
-
-    # ---- pictures
-
-    def on_validation_epoch_start(self) -> None:
-        super().on_validation_epoch_start()
-        self._sheet = None
 
     def remember(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Count label and answer of each validation sample, and keep the pictures of this process that are worth a

@@ -52,6 +52,11 @@ class ImageTask(Supervised):
         self.class_names: list[str] = []
         self._inferred: ImageSpec | None = None  # of validation batches, or a checkpoint that had it from there
         self._may_infer = True
+        self._sheet: dict[str, Tensor] | None = None  # samples of a validation that are worth a look
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._sheet = None
 
     def setup(self, stage: str) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -106,11 +111,6 @@ class ImageTask(Supervised):
             self._inferred = spec
         elif self._inferred is None or self._inferred != spec:
             self._may_infer, self.image_spec, self._inferred = False, None, None
-
-    def exported(self, model: nn.Module) -> nn.Module:
-        if self.network is None or self.normalise is None:
-            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
-        return model.cpu().float().eval()
 
     def travels(self) -> dict[str, object]:
         if self.image_spec is None:

@@ -95,11 +95,6 @@ class RowTask(Supervised):
         if self.gives != "regression":
             self.class_names = self.class_names or saved.get("class_names", [])
 
-    def exported(self, model: nn.Module) -> nn.Module:
-        if self.network is None or self.row_spec is None:
-            raise MisfitError("the data module gave no `table_spec` or `array_spec`: there is nothing to prepare by")
-        return model.cpu().float().eval()
-
 
 class Scaled(nn.Module):
     """A network whose numbers are brought to the unit of the targets: float32 (B, T).

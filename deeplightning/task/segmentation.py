@@ -47,7 +47,6 @@ class Segmentation(ImageTask):
 
     def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
-        self._sheet: dict[str, Tensor] | None = None
         self._classes = 0  # of the network
 
     def truth(self, batch: Batch) -> Tensor:
@@ -93,9 +92,6 @@ class Segmentation(ImageTask):
         return columns
 
     # ---- pictures
-
-    def on_validation_epoch_start(self) -> None:
-        self._sheet = None
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Keep the pictures of this process with the smallest share of right pixels."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deeplightning.batches import by_name, structure
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
+from deeplightning.kinds import has_spec
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 from deeplightning.task.denominators import (
     CANNOT_WEIGH,
@@ -23,7 +24,6 @@ from deeplightning.task.denominators import (
     denominator,
     divides_by_samples,
     mean,
-    weighted_mean,
 )
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import Picked, build_loss, judging, on_cpu
@@ -231,7 +231,12 @@ class Supervised(pl.LightningModule):
         Raises:
             MisfitError: the data module does not say how inputs are prepared.
         """
-        raise NotImplementedError
+        if self.network is None or not has_spec(self):
+            raise MisfitError(
+                "the data module gave no `image_spec`, `text_spec`, `table_spec` or `array_spec`: there is nothing to "
+                "prepare inputs by"
+            )
+        return model.cpu().float().eval()
 
     def travels(self) -> dict[str, object]:
         """Return what goes along in a checkpoint, of plain types."""
@@ -304,14 +309,13 @@ class Supervised(pl.LightningModule):
             self._warn_of_losses()
 
     def _warn_of_losses(self) -> None:
-        several = isinstance(self.cfg.model.loss, dict)
         for name, loss in self.losses.items():
             if getattr(loss, "reduction", None) == "sum":
                 log.warning(
                     "%s: %s has `reduction: sum`, and sums are combined like means: gradients of accumulated batches "
                     "and of processes are averaged, and the loss of an epoch depends on data.batch_size. Set "
                     "`reduction: mean`, and a larger learning rate",
-                    *(f"model.loss.{name}" if several else "model.loss", type(loss).__name__),
+                    *(self._loss_key(name), type(loss).__name__),
                 )
         if not self._weighs_samples and len(self.losses) > 1 and self.cfg.train.accumulator_factor > 1:
             log.warning(
@@ -320,6 +324,9 @@ class Supervised(pl.LightningModule):
                 "divides by",
                 ", ".join(self.losses),
             )
+
+    def _loss_key(self, name: str) -> str:
+        return f"model.loss.{name}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
 
     def forward(self, inputs: Tensor) -> object:
         """Return what the network gives to inputs (B, …)."""
@@ -366,9 +373,7 @@ class Supervised(pl.LightningModule):
     def _training_step_compiled(self, batch_idx: int, inputs: Tensor, truth: Tensor) -> Tensor:
         compiled = cast(Compiled, self._compiled)
         self.check_truth(self._outline(inputs), truth)
-        if batch_idx % self.trainer.accumulate_grad_batches:
-            compiled.own_gradients(self)
-        compiled.begin_step(inputs.device)
+        compiled.begin_step(self, inputs.device, accumulates=batch_idx % self.trainer.accumulate_grad_batches > 0)
         outputs, parts, counts, loss = self._compiled_step(inputs, truth)
         own, counts = compiled.own({**parts, "loss": loss}), compiled.own(counts)
         self._weigh(dict.fromkeys(counts, loss), counts)
@@ -443,25 +448,22 @@ class Supervised(pl.LightningModule):
         Raises:
             MisfitError: samples have a weight, and a loss cannot weigh them.
         """
+        if weight is not None and (unfit := [name for name, loss in self.losses.items() if not can_weigh(loss)]):
+            raise MisfitError(CANNOT_WEIGH.format(type(self.losses[unfit[0]]).__name__), self._loss_key(unfit[0]))
         counts: dict[str, Tensor] = {}
-        if not self._weighs_samples:
+        if weight is not None or not self._weighs_samples:
             counts = {name: denominator(loss, outputs, truth, weight) for name, loss in self.losses.items()}
-        elif weight is not None:
-            counts = {next(iter(self.losses)): weight.sum(dtype=torch.float64)}
-        if weight is not None:
-            if unfit := [name for name, loss in self.losses.items() if not can_weigh(loss)]:
-                key = f"model.loss.{unfit[0]}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
-                raise MisfitError(CANNOT_WEIGH.format(type(self.losses[unfit[0]]).__name__), key)
-            parts = {name: weighted_mean(loss, outputs, truth, weight) for name, loss in self.losses.items()}
-        elif counts and (self._combines or not self.training):
-            parts = {name: mean(loss, outputs, truth, counts[name]) for name, loss in self.losses.items()}
+        if weight is not None or (counts and (self._combines or not self.training)):
+            parts = {name: mean(loss, outputs, truth, counts[name], weight) for name, loss in self.losses.items()}
         else:
             parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
+        if weight is not None and self._weighs_samples:
+            counts = {next(iter(self.losses)): weight.sum(dtype=torch.float64)}
         for name, part in parts.items():
             if not isinstance(part, Tensor) or part.ndim != 0:
-                key = f"model.loss.{name}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
                 found = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
-                raise MisfitError(f"{key} gives {found}, not a tensor of one number; torch's take `reduction: mean`")
+                given = f"gives {found}, not a tensor of one number; torch's take `reduction: mean`"
+                raise MisfitError(f"{self._loss_key(name)} {given}")
         weighted = [part if self.weights[name] == 1 else self.weights[name] * part for name, part in parts.items()]
         return parts, counts, weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 

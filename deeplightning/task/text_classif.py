@@ -88,8 +88,8 @@ class TextClassification(Classification):
     # ---- export
 
     def exported(self, model: nn.Module) -> nn.Module:
-        """Build the network as every task; `text_spec` says from then on how many tokens it takes."""
-        if self.network is None or self.text_spec is None:
-            raise MisfitError("the data module gave no `text_spec`: there is nothing to prepare texts by")
+        """Export as every task; `text_spec` says from then on how many tokens the network takes."""
+        found = super().exported(model)
+        assert self.text_spec is not None
         self.text_spec = replace(self.text_spec, limit=getattr(self.network, "max_length", None))
-        return model.cpu().float().eval()
+        return found

@@ -22,11 +22,10 @@ def test_every_second_epoch_is_validated(fit):
     assert [step for step, _ in fitted.series("val_acc")] == [17, 35]
 
 
-@pytest.mark.parametrize(("share", "ends"), [(0.5, [4, 9]), (0.25, [2, 4, 7, 9]), (0.3, [3, 5, 8, 9])])
-def test_twice_an_epoch_is_validated(share, ends, fit):
-    """`val_every_n_epoch: 0.5`: after the half of the nine batches and at the end; 0.25: four times."""
-    fitted = fit(f"train.val_every_n_epoch={share}")
-    assert fitted.seen.validations == [(epoch, 9 * epoch + end) for epoch in (0, 1) for end in ends]
+def test_twice_an_epoch_is_validated(fit):
+    """`val_every_n_epoch: 0.5`: after the half of the nine batches and at the end."""
+    fitted = fit("train.val_every_n_epoch=0.5")
+    assert fitted.seen.validations == [(0, 4), (0, 9), (1, 13), (1, 18)]
 
 
 def test_batches_are_limited(fit):
@@ -90,11 +89,10 @@ def test_a_metric_that_nothing_logs_is_named(fit):
 # ---- the end
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_training_stops_early_and_says_why(mode, fit, caplog):
+def test_training_stops_early_and_says_why(fit, caplog):
     """A metric that stays as it is, with patience 2: three validations, and a line that names it."""
     caplog.set_level("INFO")
-    stop = f"train.early_stop={{metric: val_loss, mode: {mode}, patience: 2}}"
+    stop = "train.early_stop={metric: val_loss, mode: max, patience: 2}"
     fitted = fit("model.loss.type=own.Constant", stop, "train.num_epochs=9")
     assert len(fitted.series("val_loss")) == 3
     assert "stopped    early, after epoch 3: val_loss was no better than 1.5000 for 2 validations" in caplog.text
@@ -167,28 +165,22 @@ def test_what_does_not_fit_keeps_its_first_values_and_is_named(fit, tmp_path, ca
 # ---- what is logged
 
 
-def test_points_stand_at_step_0_and_every_nth_step(fit):
-    """`log_every_n_steps: 4` in 18 steps: 0, 4, …; learning rate and training metrics alike; epochs at their ends."""
-    fitted = fit("logger.log_every_n_steps=4")
+@pytest.mark.parametrize(
+    ("every", "batches", "steps", "ends"),
+    [
+        ("4", 1, [0, 4, 8, 12, 16], [8, 17]),
+        ("{per_epoch: 3}", 1, [0, 3, 6, 9, 12, 15], [8, 17]),
+        ("{per_epoch: 100}", 2, [*range(10)], [4, 9]),  # two batches are accumulated: a point per optimizer step
+    ],
+)
+def test_points_stand_at_step_0_and_every_nth_step(every, batches, steps, ends, fit):
+    """`log_every_n_steps` in two epochs of nine batches; learning rate and training metrics alike; epochs at their
+    ends."""
+    fitted = fit(f"logger.log_every_n_steps={every}", f"train.accumulator_factor={batches}")
     for name in ("train_loss", "train_acc", "lr"):
-        assert [step for step, _ in fitted.series(name)] == [0, 4, 8, 12, 16], name
+        assert [step for step, _ in fitted.series(name)] == steps, name
     for name in ("train_loss_epoch", "train_acc_epoch", "val_loss", "val_acc"):
-        assert [step for step, _ in fitted.series(name)] == [8, 17], name
-
-
-def test_points_per_epoch(fit):
-    """`log_every_n_steps: {per_epoch: 3}` with nine steps an epoch: each third."""
-    fitted = fit("logger.log_every_n_steps={per_epoch: 3}")
-    assert [step for step, _ in fitted.series("train_loss")] == [0, 3, 6, 9, 12, 15]
-    more = fit("logger.log_every_n_steps={per_epoch: 100}", "train.num_epochs=1")
-    assert [step for step, _ in more.series("train_loss")] == list(range(9))
-
-
-def test_accumulated_batches_are_one_point(fit):
-    """Two batches a step: one point per optimizer step, of loss and learning rate."""
-    fitted = fit("train.accumulator_factor=2", "train.num_epochs=1")
-    for name in ("train_loss", "lr"):
-        assert [step for step, _ in fitted.series(name)] == [0, 1, 2, 3, 4], name
+        assert [step for step, _ in fitted.series(name)] == ends, name
 
 
 def test_an_epochs_training_metrics_are_means_over_its_samples(fit):

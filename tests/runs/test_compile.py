@@ -30,7 +30,6 @@ from deeplightning.task.cuda_graphs import State, _Replay, watched
 from deeplightning.task.task_errors import LabelError, MisfitError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MODES = ["true", "reduce-overhead"]
 EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; then 16 and 150 samples are judged
 
 
@@ -79,33 +78,26 @@ def write(place):
         path.unlink()
 
 
-@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
-def test_a_run_compiles_once(mode, fit, backend):
-    """Epochs with a short last batch, validation and test: one graph, made in the first batch."""
-    fitted = fit(EPOCHS, f"engine.compile={mode}")
-    assert backend.graphs == 1
-    fitted.trainer.test(fitted.task, fitted.data, verbose=False)
-    assert backend.graphs == 1
-
-
 @pytest.mark.parametrize(
     ("mode", "stopped"),
     [
         pytest.param("reduce-overhead", "train.max_steps=5", id="inside an epoch"),
-        pytest.param("reduce-overhead", "train.num_epochs=1", id="between epochs", marks=pytest.mark.slow),
         pytest.param("true", "train.max_steps=8", id="before a short batch", marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_compiles_once_and_ends_like_one_that_was_not_stopped(mode, stopped, fit, backend):
-    """Weights bit for bit; the first batch that is seen does not decide what is compiled, if it is an epoch's last."""
+    """One graph for epochs with a short last batch, validation and test; weights bit for bit; the first batch that is
+    seen does not decide what is compiled, if it is an epoch's last."""
     compile = f"engine.compile={mode}"
-    expected = digest(last_of(fit(EPOCHS, compile)))
+    whole = fit(EPOCHS, compile)
+    whole.trainer.test(whole.task, whole.data, verbose=False)
+    assert backend.graphs == 1
     first = fit(EPOCHS, compile, stopped)
     torch._dynamo.reset()
     before = backend.graphs
     resumed = fit(EPOCHS, compile, f"train.resume_ckpt='{last_of(first)}'")
     assert backend.graphs == before + 1
-    assert digest(last_of(resumed)) == expected
+    assert digest(last_of(resumed)) == digest(last_of(whole))
     assert mode != "true" or resumed.task._compiled._shapes[0][0] == 16
 
 
@@ -119,33 +111,28 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(
-    ("settings", "mode"),
+    ("name", "mode", "graphs"),
     [
-        pytest.param(settings, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] * (number % 4 != MODES.index(mode)))
-        for number, (name, settings) in enumerate(SETTINGS.items())
-        for mode in MODES
+        ("plain", "true", 1),
+        ("accumulated", "reduce-overhead", 1),
+        ("random", "graphs", 0),  # which a GPU would record
+        *(
+            pytest.param(name, mode, 1, marks=pytest.mark.slow)
+            for name, mode in zip([*SETTINGS][2:], ("true", "reduce-overhead", "true"), strict=True)
+        ),
     ],
 )
-def test_what_is_compiled_is_the_step_that_runs_eagerly(mode, settings, fit, backend):
+def test_what_is_compiled_is_the_step_that_runs_eagerly(name, mode, graphs, fit, backend):
     """With a backend that computes as eager mode does, weights and logged points are the same, bit for bit."""
+    settings = SETTINGS[name]
     eager, compiled = fit(EPOCHS, *settings), fit(EPOCHS, *settings, f"engine.compile={mode}")
-    assert backend.graphs == 1
+    assert backend.graphs == graphs
     assert digest(last_of(compiled)) == digest(last_of(eager))
     names = [name for name in (eager.folder / "metrics.csv").read_text().splitlines()[0].split(",") if "train" in name]
     assert {name: compiled.series(name) for name in names} == {name: eager.series(name) for name in names}
 
 
 # ---- recorded steps, without a compiler
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("plain", marks=pytest.mark.slow), pytest.param("accumulated", marks=pytest.mark.slow), "random"],
-)
-def test_a_step_that_a_gpu_would_record_runs_eagerly_on_the_cpu(name, fit):
-    """`graphs` gives eager mode's weights, bit for bit."""
-    settings = SETTINGS[name]
-    assert digest(last_of(fit(EPOCHS, *settings, "engine.compile=graphs"))) == digest(last_of(fit(EPOCHS, *settings)))
 
 
 class Counts(torch.nn.Linear):
@@ -383,7 +370,7 @@ def test_gradients_that_wait_for_the_next_batch_are_not_in_the_memory_of_a_graph
     parameter = next(fitted.task.network.parameters())
     parameter.grad = torch.ones_like(parameter)
     given = parameter.grad
-    fitted.task._compiled.own_gradients(fitted.task)
+    fitted.task._compiled.begin_step(fitted.task, torch.device("cpu"), accumulates=True)
     assert torch.equal(parameter.grad, given)
     assert parameter.grad.data_ptr() != given.data_ptr()
 
@@ -402,12 +389,11 @@ def test_a_graph_is_for_one_shape_and_the_log_says_what_runs_without(caplog):
     assert [plain.takes(x, may_be_short=False) for x in (first, other)] == [True, True]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_wrong_label_in_the_first_batch_is_told_as_without_a_compiler(mode, fit, backend, write):
+def test_a_wrong_label_in_the_first_batch_is_told_as_without_a_compiler(fit, backend, write):
     """By label and outputs; a compiled loss would end with an index out of bounds."""
     write("stepping.py", STEPPING)
     with pytest.raises(LabelError, match=r"the data holds label 1[67], the network has 10 outputs"):
-        fit("model.module.type=stepping.Wrong", f"engine.compile={mode}")
+        fit("model.module.type=stepping.Wrong", "engine.compile=true")
 
 
 # ---- what the machine has to have
@@ -423,7 +409,14 @@ def variables(monkeypatch, tmp_path):
 
 
 def test_what_is_compiled_is_kept_in_the_users_cache_folder(variables, tmp_path):
-    """In a folder for this torch, Python and CPU, with Triton's kernels; one that the user has set stays."""
+    """In a folder for this torch, Python and CPU, with Triton's kernels; one that the user has set stays. Where none
+    can be written to, torch takes its own: also for a space, with which it would call the compiler of the CPU."""
+    for cache in ("a cache", "file"):
+        (tmp_path / "file").write_text("")
+        variables.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        compute.prepare_to_compile(Engine(compile=True))
+        assert compute.FOLDER not in os.environ
+    variables.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     compute.prepare_to_compile(Engine(compile=True))
     folder = os.environ[compute.FOLDER]
     kept = tmp_path / "cache" / "deeplightning" / "compiled"
@@ -433,15 +426,6 @@ def test_what_is_compiled_is_kept_in_the_users_cache_folder(variables, tmp_path)
     variables.setenv(compute.FOLDER, "/elsewhere")
     compute.prepare_to_compile(Engine(compile=True))
     assert os.environ[compute.FOLDER] == "/elsewhere"
-
-
-@pytest.mark.parametrize("cache", ["a cache", "file"])
-def test_without_a_folder_to_write_to_torch_takes_its_own(cache, variables, tmp_path):
-    """Caching is no reason to fail; nor is a space, with which torch would call the compiler of the CPU."""
-    (tmp_path / "file").write_text("")
-    variables.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
-    compute.prepare_to_compile(Engine(compile=True))
-    assert compute.FOLDER not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -499,6 +483,13 @@ def compiled_run(tiny, tmp_path, monkeypatch):
     return run
 
 
+def assert_close(found, expected):
+    """The weights of two runs."""
+    torch.testing.assert_close(
+        weights(found.folder / "last.ckpt"), weights(expected.folder / "last.ckpt"), atol=1e-4, rtol=1e-4
+    )
+
+
 @pytest.mark.slow
 def test_a_second_run_finds_what_the_first_has_compiled_and_both_learn_what_eager_mode_does(compiled_run, tmp_path):
     """The graphs come from the cache, in a fresh process; a short batch, validation and test compile nothing."""
@@ -511,13 +502,6 @@ def test_a_second_run_finds_what_the_first_has_compiled_and_both_learn_what_eage
     assert "fxgraph_cache_miss" not in found
     assert digest(first.folder / "last.ckpt") == digest(second.folder / "last.ckpt")
     assert_close(first, eager)
-
-
-def assert_close(found, expected):
-    """The weights of two runs."""
-    ours = weights(expected.folder / "last.ckpt")
-    for name, values in weights(found.folder / "last.ckpt").items():
-        torch.testing.assert_close(values, ours[name], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ train: {num_epochs: 2, checkpoint: {monitor: val_acc, mode: max}}
 OWN = '''\
 """A user's own code, with faults."""
 
+import urllib.request
+
 import pytorch_lightning as pl
 import torch
 from torch import nn
@@ -44,37 +46,6 @@ from torch import nn
 from deeplightning.config.target import build
 from deeplightning.data.digits import Digits
 from deeplightning.task.img_classif import ImageClassification
-from deeplightning.task.optimize import optimizers
-
-
-class Computed(pl.LightningModule):
-    """The names that it logs, only running it tells."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.cfg, self.network, self.words = cfg, build(cfg.model.network), ["loss", "acc"]
-
-    def judge(self, stage, batch):
-        loss = nn.functional.cross_entropy(self.network(batch["image"].float()), batch["label"])
-        for word in self.words:
-            self.log(f"{stage}_{word}", loss)
-        return loss
-
-    def training_step(self, batch, batch_idx):
-        return self.judge("train", batch)
-
-    def on_train_epoch_end(self):
-        for word in self.words:
-            self.log(f"train_{word}_epoch", 1.0)
-
-    def validation_step(self, batch, batch_idx):
-        self.judge("val", batch)
-
-    def test_step(self, batch, batch_idx):
-        self.judge("test", batch)
-
-    def configure_optimizers(self):
-        return optimizers(self.network, self.cfg.model, self.trainer)
 
 
 class Plateau(ImageClassification):
@@ -131,28 +102,19 @@ class Lossless(ImageClassification):
         return None
 
 
-class Manual(pl.LightningModule):
+class Manual(ImageClassification):
     """Steps two optimizers itself, and says so in a way that its source does not show."""
 
     def __init__(self, cfg):
-        super().__init__()
+        super().__init__(cfg)
         setattr(self, "automatic_" + "optimization", False)
-        self.cfg = cfg
-        self.network = build(cfg.model.network)
 
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
-            loss = self.network(batch["image"].float()).square().mean()
+            loss = super().training_step(batch, batch_idx)
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
-        self.log("train_loss", loss)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.network(batch["image"].float()).square().mean())
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", self.network(batch["image"].float()).square().mean())
 
     def configure_optimizers(self):
         return [build(self.cfg.model.optimizer, [p]) for p in self.network.parameters()]
@@ -179,14 +141,18 @@ class Unused(nn.Module):
         return self.used(images.flatten(1))
 
 
-class Faulty(nn.Module):
-    def forward(self, images):
-        return images.flatten(1) @ torch.zeros(63, 10)
-
-
 class Floats(nn.Module):
     def forward(self, images):
         return images / 255
+
+
+class Fetched(nn.Sequential):
+    """Takes its weights from elsewhere."""
+
+    def __init__(self, weights=None):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        if weights is not None:
+            urllib.request.urlopen("https://example.org")
 
 
 class Secret(nn.Module):
@@ -208,13 +174,14 @@ class Bare(pl.LightningDataModule):
 
 
 class Waits(pl.Callback):
-    """Waits for a metric, and logs one."""
+    """Waits for a metric, and logs one whose name only running it tells."""
 
     def __init__(self, monitor=None):
         self.monitor = {None: None, "val_luck": "val_luck", "val_f2": "val_f2"}[monitor]
 
     def on_validation_epoch_end(self, trainer, module):
-        module.log("val_luck", 1.0)
+        for word in ("luck",):
+            module.log(f"val_{word}", 1.0)
 
 
 class Refusing(torch.optim.SGD):
@@ -291,7 +258,7 @@ def test_a_shipped_config_has_no_faults(path, request):
 
 
 MISSPELT = ["model.module.type=own.Misspelt", "train.checkpoint.monitor=null"]
-OPEN = "model.module.type=own.Computed"  # else monitored names are compared before anything is imported
+OPEN = "train.callbacks=[{type: own.Waits}]"  # else monitored names are compared before anything is imported
 METRIC = "model.metrics.x={{type: torchmetrics.{}, params: {{{}}}}}"
 LOSS = "model.loss={{type: {}, params: {{{}}}}}"
 SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}, call: {{{}}}}}"
@@ -305,28 +272,21 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             ["model.network.params.num_channels=3"],
             "model.network: deeplightning.model.cnn.SimpleCNN does not take the data's pictures (1, 1, 8, 8): Given",
         ),
-        (["model.network.params.image_size=28"], "model.network: deeplightning.model.cnn.SimpleCNN does not take"),
         (["data.module.params.image_size=16"], "give it image_size: [16, 16]"),
-        (["model.network={type: own.Faulty}"], "mat1 and mat2 shapes cannot be multiplied (1x64 and 63x10)"),
         # network → classes → loss
-        (["model.network.params.num_classes=7"], "model.network: the data has 10 classes (labels 0 to 9), the network"),
-        (["model.network.params.num_classes=12"], "set model.network.params.num_classes=10"),
+        (
+            ["model.network.params.num_classes=7"],
+            "model.network: the data has 10 classes (labels 0 to 9), the network 7 outputs; set "
+            "model.network.params.num_classes=10",
+        ),
         (
             [LOSS.format("torch.nn.MSELoss", "")],
             "model.loss: torch.nn.MSELoss given input float32 (5, 10), target int64 (5,) fails in the training step: "
             "UserWarning: Using a target size (torch.Size([5])) that is different to the input size",
         ),
-        ([LOSS.format("torch.nn.BCEWithLogitsLoss", "")], "model.loss: torch.nn.BCEWithLogitsLoss given"),
         ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: none")], "model.loss: gives (5,), not a tensor of one"),
         ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: average")], "model.loss: torch.nn.CrossEntropyLoss"),
-        (
-            [LOSS.format("torch.nn.CrossEntropyLoss", "label_smoothing: 2.0")],
-            "model.loss: torch.nn.CrossEntropyLoss given input float32 (5, 10), target int64 (5,) fails",
-        ),
-        (
-            ["model.network={type: own.NoNumber}"],
-            "model.loss: the loss of the first training step is nan",
-        ),
+        (["model.network={type: own.NoNumber}"], "model.loss: the loss of the first training step is nan"),
         (["model.module.type=own.Detached"], "model.loss: the loss depends on no parameter that learns"),
         # what learns
         (["model.trainable=[attention]"], "model.trainable: no parameter's name matches 'attention'; there are feat"),
@@ -344,11 +304,6 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         ),
         # optimizer and schedule
         (["model.optimizer.params.lr=-1.0"], "model.optimizer: torch.optim.SGD refuses its arguments: ValueError: Inv"),
-        (
-            ["model.optimizer={type: torch.optim.Adam, params: {lr: 0.1, betas: [0.9, 1.5]}}"],
-            "model.optimizer: torch.optim.Adam refuses its arguments: ValueError: Invalid beta parameter at index 1",
-        ),
-        (["model.optimizer.params={lr: 0.1, nesterov: true}"], "Nesterov momentum requires a momentum"),
         ([SCHEDULER.format("StepLR", "step_size: 0", "")], "model.scheduler: torch.optim.lr_scheduler.StepLR fails"),
         (
             [SCHEDULER.format("ReduceLROnPlateau", "", "")],
@@ -363,21 +318,15 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             [METRIC.format("MeanSquaredError", "")],
             "model.metrics.x: torchmetrics.MeanSquaredError given preds float32 (5, 10), target int64 (5,) fails in",
         ),
-        ([METRIC.format("classification.BinaryAccuracy", "")], "given preds float32 (5, 10)"),
-        ([METRIC.format("classification.MulticlassAccuracy", "num_classes: 7")], "model.metrics.x: torchmetrics.class"),
         (
             [METRIC.format("classification.MulticlassAccuracy", "num_classes: 10, average: none")],
             "model.metrics.x: gives (10,), not one number; see its `average`",
         ),
         # monitored names
-        (
-            [OPEN, "train.checkpoint.monitor=val_accuracy"],
-            "train.checkpoint.monitor: no metric is called 'val_accuracy'; a ",
-        ),
-        ([OPEN, "train.early_stop={metric: valid_loss}"], "train.early_stop.metric: no metric is called 'valid_loss'"),
+        ([OPEN, "train.checkpoint.monitor=val_accuracy"], "train.checkpoint.monitor: no metric is called 'val_accura"),
         ([OPEN, "train.early_stop={metric: test_loss}"], "train.early_stop.metric: no metric is called 'test_loss'"),
         (
-            [OPEN, "train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
+            ["train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
             "train.callbacks.0.params.monitor: no metric is called 'val_f2'",
         ),
         (
@@ -390,40 +339,20 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         ),
         # a task of one's own
         (["model.module.type=own.Plateau"], "model.module: own.Plateau: `configure_optimizers` must include a monitor"),
-        (
-            ["model.module.type=own.Raises"],
-            "AttributeError: 'Config' object has no attribute 'no_such_section' (own.py:",
-        ),
-        (
-            ["model.module.type=own.Refuses"],
-            "model.module: own.Refuses cannot be built: KeyError: 'vocabulary' (own.py",
-        ),
+        (["model.module.type=own.Refuses"], "model.module: own.Refuses cannot be built: KeyError: 'vocabulary' (own."),
         (MISSPELT, "No `training_step()` method defined"),
-        (
-            ["model.module.type=own.Idle"],
-            "model.module: own.Idle.configure_optimizers gives no optimizer: nothing would",
-        ),
-        (
-            ["model.module.type=own.Last"],
-            "own.Last fails at the end of the epoch: ZeroDivisionError: division by zero (own",
-        ),
+        (["model.module.type=own.Idle"], "model.module: own.Idle.configure_optimizers gives no optimizer: nothing"),
+        (["model.module.type=own.Last"], "own.Last fails at the end of the epoch: ZeroDivisionError: division by zero"),
         (["model.module.type=own.Lossless"], "own.Lossless.training_step returned no loss"),
         # the data module
         (
             ["data.module.type=own.Renamed"],
             "own.Renamed gives batches of the form dict (pixels: uint8 (5, 1, 8, 8)), and ImageClassification needs",
         ),
-        (
-            ["data.module.type=own.Exampleless"],
-            "data.module: own.Exampleless.example_batch fails: KeyError: 'shape' (own",
-        ),
+        (["data.module.type=own.Exampleless"], "data.module: own.Exampleless.example_batch fails: KeyError: 'shape'"),
         (
             ["data.module.params.augment=[{type: own.Floats}]"],
             "data.module.params.augment: must give uint8 images again, not torch.float32",
-        ),
-        (
-            ["data.module.params.augment=[{type: torch.nn.Linear, params: {in_features: 3, out_features: 3}}]"],
-            "augment",
         ),
         (["data.module.params.image_size=0"], "data.module.params.image_size: must be a whole number of pixels of at"),
     ],
@@ -505,7 +434,7 @@ def test_classes_of_a_folder_are_its_folders(here):
     assert tried(*settings, "model.network.params.num_classes=3", path=path) == ([], [])
 
 
-@pytest.mark.parametrize("precision", [16, "bf16", 64, "bf16-true", "16-true"])
+@pytest.mark.parametrize("precision", [16, 64, "16-true"])
 def test_a_precision_of_gpus_is_tried_as_the_cpu_can(precision):
     """On a CPU, as it is; for GPUs, half precision as bf16, which is said."""
     cfg = load_config("good.yaml", [f"engine.precision={precision}"])
@@ -518,16 +447,9 @@ def test_a_precision_of_gpus_is_tried_as_the_cpu_can(precision):
     assert said == ([f"{precision} needs a GPU; {half} was tried instead"] if half else [])
 
 
-def test_weights_are_not_downloaded(monkeypatch, here):
+def test_weights_are_not_downloaded():
     """A pretrained network is tried with random weights where its own are not on the machine, and that is said."""
-    import torch
-
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(here.parent / "hub"))
-    found, untried = tried(
-        OPEN,
-        "model.network={type: torchvision.models.squeezenet1_1, params: {weights: DEFAULT}}",
-        "data.module={type: deeplightning.data.cifar.CIFAR10, params: {image_size: 64}}",
-    )
+    found, untried = tried("model.network={type: own.Fetched, params: {weights: DEFAULT}}")
     assert "model.network.params.weights: these weights are not on this machine yet; random ones were tried" in untried
     assert found == []
 
@@ -562,38 +484,3 @@ def test_an_example_is_a_batch_as_loaders_give_it(here):
         }
         assert batch["image"].shape == shape
         assert (batch["label"][0], batch["label"].max(), len(batch["index"])) == (0, last, 7)
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
-def test_the_task_logs_what_it_declares(several, here, monkeypatch):
-    """`logged_metrics` of image classification is what a training and a test leave in `callback_metrics`."""
-    import pytorch_lightning as pl
-    import torch
-
-    from deeplightning.callbacks.steps import LogSteps
-    from deeplightning.run.assemble import init_module
-    from deeplightning.task.img_classif import ImageClassification
-
-    loss = "{type: torch.nn.CrossEntropyLoss}"
-    more = [f"model.loss={{sharp: {loss}, soft: {loss}}}"] if several else []
-    cfg = load_config("good.yaml", more)
-    data, task = init_module(cfg, "data"), init_module(cfg, "model")
-    batch = data.example_batch(20)
-    loader = torch.utils.data.DataLoader([batch, batch], batch_size=None)
-    for hook in ("prepare_data", "setup"):
-        monkeypatch.setattr(data, hook, lambda *_, **__: None)
-    for hook in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        monkeypatch.setattr(data, hook, lambda: loader)
-    options = {"logger": False, "enable_checkpointing": False, "default_root_dir": here.parent}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
-    trainer = pl.Trainer(max_epochs=2, callbacks=[LogSteps(1)], **options, **quiet)
-    trainer.fit(task, data)
-    logged = set(trainer.callback_metrics)
-    trainer.test(task, data, verbose=False)
-    logged |= set(trainer.callback_metrics)
-    words = {"stage": ["train", "val", "test"], "metric": ["acc"], "loss": ["sharp", "soft"] if several else []}
-    declared = set(ImageClassification.logged_metrics)
-    for placeholder, names in words.items():
-        split = {d.replace(f"{{{placeholder}}}", n) for d in declared if f"{{{placeholder}}}" in d for n in names}
-        declared = {d for d in declared if f"{{{placeholder}}}" not in d} | split
-    assert logged == declared

@@ -52,14 +52,6 @@ def test_the_tail_of_an_epoch_is_a_step_and_nothing_leaks(fit):
     )
 
 
-def test_batches_of_a_loader_that_does_not_tell_their_sizes_weigh_alike(fit):
-    """Six batches of 16 by fours, from a sampler of the user's: the mean over four, then over two."""
-    still = ("data.module.type=own.Foreign", "model.optimizer.params.lr=0.0", "train.num_epochs=1")
-    single = torch.stack(fit(*still, "train.limit_batches.train=6").seen.gradients)
-    accumulated = fit(*still, "train.limit_batches.train=6", "train.accumulator_factor=4").seen.gradients
-    assert_close(accumulated, [single[:4].mean(0), single[4:].mean(0)])
-
-
 def test_accumulation_counts_batches_and_steps(fit):
     """Eight batches by fours: eight backward passes and two optimizer steps, in the checkpoint as well."""
     fitted = fit("train.accumulator_factor=4", "train.limit_batches.train=8", "train.num_epochs=1")
@@ -140,12 +132,7 @@ def test_processes_together_have_the_gradient_of_one(spread, whole, clip, comman
 
 @pytest.mark.parametrize(
     "backend",
-    [
-        pytest.param("fsdp", marks=pytest.mark.slow),
-        pytest.param("deepspeed_stage_1", marks=pytest.mark.slow),
-        pytest.param("deepspeed_stage_2", marks=pytest.mark.slow),
-        "deepspeed_stage_3",
-    ],
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "deepspeed_stage_2")), "deepspeed_stage_3"],
 )
 def test_engines_that_shard_step_by_the_gradient_of_one_process(backend, job, fit):
     """Where gradients are in parts, the weights tell: after two epochs of three accumulated, clipped steps, the last of
@@ -157,9 +144,7 @@ def test_engines_that_shard_step_by_the_gradient_of_one_process(backend, job, fi
     theirs = read_checkpoint(whole.folder / "last.ckpt")["state_dict"]
     assert ours.keys() == theirs.keys()
     assert max((ours[name] - theirs[name]).abs().max() for name in ours) < 1e-6
-    start = fit(
-        *settings, "data.batch_size=64", "train.num_epochs=1", "model.optimizer.params.lr=0.0"
-    ).task.state_dict()
+    start = fit(*settings, "train.num_epochs=1", "model.optimizer.params.lr=0.0").task.state_dict()
     assert max((start[name] - theirs[name]).abs().max() for name in ours) > 0.01
 
 
@@ -180,7 +165,6 @@ def test_points_and_means_of_several_processes_count_each_sample_once(job, track
     ("clip", "size"),
     [
         pytest.param("{value: 0.05}", lambda g: g.norm(), id="norm"),
-        pytest.param("{value: 0.05, norm_type: 1.0}", lambda g: g.norm(1), id="1-norm", marks=pytest.mark.slow),
         pytest.param("{value: 0.05, norm_type: .inf}", lambda g: g.abs().max(), id="largest", marks=pytest.mark.slow),
         pytest.param("{value: 0.005, algorithm: value}", lambda g: 10 * g.abs().max(), id="value"),
     ],

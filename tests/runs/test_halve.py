@@ -11,30 +11,23 @@ import pytest
 import test_text_serving as texts
 import torch
 from onnx import TensorProto, helper
-from test_quantize import brightest_channel, contents, exported, pictures
+from test_quantize import classifier, contents, exported, pictures
 from torch import nn
 
 import deeplightning.export.fp16 as module
 from deeplightning.export.bundle import packed
 from deeplightning.export.fp16 import MAX_DIFFERENCE, halve
 from deeplightning.faults import CheckpointError
-from deeplightning.run.make_bundle import export_run
-from deeplightning.runfolder import RunFolder, card_digest
+from deeplightning.runfolder import card_digest
 from serve.bundle import TOLERANCES, Bundle, BundleError
 
 
 @pytest.fixture(scope="module")
 def halved(tmp_path_factory):
     """A run of pictures with both models."""
-    folder = exported(tmp_path_factory.mktemp("run"), brightest_channel())
+    folder = classifier(tmp_path_factory.mktemp("run"))
     before = contents(folder)
     return folder, before, halve(folder)
-
-
-def resealed(folder, change):
-    card = json.loads(folder.bundle_card.read_text())
-    change(card)
-    folder.bundle_card.write_text(json.dumps({**card, "digest": card_digest(card)}))
 
 
 def test_the_bundle_gains_a_file_and_its_digest(halved):
@@ -71,18 +64,11 @@ def test_both_models_answer(halved):
     assert TOLERANCES["fp16"] == MAX_DIFFERENCE
 
 
-def test_texts_are_halved_too(tmp_path):
-    """A text model with attention, masks and layer norms keeps its answers to texts of every length."""
-    folder = texts.run_of(tmp_path)
-    assert halve(folder) < 0.005
-    ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
-    np.testing.assert_allclose(theirs.predict(ours.samples), ours.predict(ours.samples), atol=0.005)
-
-
-@pytest.mark.parametrize("kind", ["table_classification", "array_classification"])
-def test_rows_and_arrays_are_halved_too(kind, tmp_path):
-    """Answers to rows and arrays agree with fp32, and the server opens the model."""
-    folder = kinds.exported(tmp_path / "run", kind)[1]
+@pytest.mark.parametrize("kind", ["text", "table_classification", "array_classification"])
+def test_texts_rows_and_arrays_are_halved_too(kind, tmp_path):
+    """Answers to rows, arrays, and texts of every length (attention, masks and layer norms) agree with fp32, and the
+    server opens the model."""
+    folder = texts.run_of(tmp_path) if kind == "text" else kinds.exported(tmp_path / "run", kind)[1]
     assert 0 < halve(folder) < 0.005
     ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
     np.testing.assert_allclose(theirs.predict(ours.samples), ours.predict(ours.samples), atol=0.005)
@@ -131,31 +117,18 @@ def test_the_same_again_replaces_the_model(halved):
     assert contents(halved[0]) == before
 
 
-@pytest.mark.slow
-def test_a_server_without_the_model_says_how_to_get_it(tmp_path):
-    """A server without the model ends with exit code 4, and names both alternatives."""
-    folder = exported(tmp_path, brightest_channel())
+def test_a_server_checks_the_model_at_its_start(tmp_path):
+    """Without the model it ends with a note that names both alternatives; it compares the answers on its own device,
+    and recommends fp32 if they differ."""
+    folder = classifier(tmp_path)
     with pytest.raises(BundleError, match=r"has no model\.fp16\.onnx: .*--precision fp32"):
         Bundle.open(folder.path, "fp16")
-
-
-def test_answers_that_differ_too_much_are_refused_at_the_start(tmp_path):
-    """The server compares the answers on its own device, and recommends fp32 if they differ."""
-    folder = exported(tmp_path, brightest_channel())
     halve(folder)
-
-    def other(card):
-        card["golden"]["fp32"] = packed(np.array([[0.9, 0.05, 0.05]] * 4))
-
-    resealed(folder, other)
+    card = json.loads(folder.bundle_card.read_text())
+    card["golden"]["fp32"] = packed(np.array([[0.9, 0.05, 0.05]] * 4))
+    folder.bundle_card.write_text(json.dumps({**card, "digest": card_digest(card)}))
     with pytest.raises(BundleError, match=r"allowed are 0\.02; serve it with serve\.precision=fp32"):
         Bundle.open(folder.path, "fp16")
-
-
-def graph_of(nodes, weights=()):
-    images = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])
-    answers = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    return helper.make_graph(nodes, "g", [images], [answers], list(weights))
 
 
 def test_an_operator_without_fp16_stays_in_float(tmp_path):
@@ -170,8 +143,10 @@ def test_an_operator_without_fp16_stays_in_float(tmp_path):
         helper.make_node("Mul", ["d", "b"], ["e"]),
         helper.make_node("MatMul", ["e", "w"], ["y"]),
     ]
-    opset = [helper.make_opsetid("", 20)]
-    model = helper.make_model(graph_of(nodes, [weight, axis]), opset_imports=opset, ir_version=10)
+    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])
+    answers = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "g", [given], [answers], [weight, axis])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     file = tmp_path / "model.onnx"
     onnx.save(model, file)
     halves = tmp_path / "halves.onnx"
@@ -183,12 +158,3 @@ def test_an_operator_without_fp16_stays_in_float(tmp_path):
     assert answers.dtype == np.float32
     casts = [node.input[0] for node in onnx.load(halves).graph.node if node.op_type == "Cast"]
     assert sorted(casts) == ["a", "b", "c", "x", "y.half"]
-
-
-def test_a_run_is_halved(train):
-    """`serve.precision: fp16` converts the model of a run."""
-    folder = RunFolder(train("train.num_epochs=1", "data.module.params.limit=100").folder)
-    export_run(folder)
-    assert halve(folder) < 0.01
-    assert folder.bundle_fp16.is_file()
-    assert Bundle.open(folder.path, "fp16").precision == "fp16"

@@ -244,11 +244,11 @@ def test_ranks_know_themselves_and_wait_for_each_other(learn, place):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example_trains_on_one_process_and_two(ranks, command, store, tmp_path):
     """The loop of the example, resumed after its first epoch, ends as an uninterrupted one, on one process and two."""
+    settings = [f"logger.params.tracking_uri={store}", "logger.params.system_metrics=false", "stages=[train]"]
+    settings += [f"engine.processes={ranks}", "data.module.params.limit=150", "train.num_epochs=2"]
 
     def train(*overrides):
-        settings = [f"logger.params.tracking_uri={store}", f"engine.processes={ranks}", "stages=[train]"]
-        small = ["data.module.params.limit=150", "train.num_epochs=2", "logger.params.system_metrics=false"]
-        outcome = command("train", EXAMPLE / "own_loop.yaml", *settings, *small, *overrides, cwd=tmp_path, ranks=ranks)
+        outcome = command("train", EXAMPLE / "own_loop.yaml", *settings, *overrides, cwd=tmp_path, ranks=ranks)
         assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
         return outcome
 

@@ -4,7 +4,6 @@
 """
 
 import ast
-import json
 import shutil
 import signal
 import subprocess
@@ -130,30 +129,3 @@ def test_the_modules_that_take_a_tensor_have_an_endpoint(trained):
     for name in ("autoencoder", "callable_optimizer"):
         bundle = trained(name).folder / "bundle"
         assert (bundle / "model.onnx").is_file(), trained(name)
-
-
-@pytest.mark.slow
-def test_ten_everyday_tasks_are_one_command_each(run, trained, place, tmp_path):
-    """Another optimizer, a callback, TensorBoard, two processes, a sweep, two runs beside each other, an export, the
-    removal of failed runs, and a run in Python: on a project of somebody else."""
-    config, store = "callable_optimizer.yaml", "logger.params.tracking_uri=everyday"
-    first = run("train", config, store, "stages=[train]", "train.num_epochs=1")
-    other = run("train", config, store, "stages=[train]", "model.module.params.optimizer.type=torch.optim.AdamW",
-                "~model.module.params.optimizer.params.momentum")  # fmt: skip
-    assert "AdamW" in (other.folder / "cfg.yaml").read_text()
-    averaged = "{type: pytorch_lightning.callbacks.StochasticWeightAveraging, params: {swa_lrs: 0.05}}"
-    run("train", config, store, f"+train.callbacks=[{averaged}]", "train.num_epochs=1", "stages=[train]")
-    run("train", config, "logger.type=TensorBoardLogger", f"logger.params.save_dir={tmp_path}", "stages=[train]")
-    assert list(tmp_path.rglob("events.out.tfevents.*"))
-    two = ("engine.processes=2", "engine.backend=ddp")
-    run("train", config, store, *two, "train.num_epochs=1", "stages=[train]", ranks=2)
-    swept = run("train", config, store, "model.module.params.net.params.hidden=4,8,16", "--multirun", "stages=[train]")
-    assert swept.out.count("finished") >= 3
-    assert "val_acc" in run("compare", first.folder, other.folder).out
-    run("export", other.folder)
-    run("train", config, store, "model.module.params.optimizer.params.lr=1e38", code=5)
-    cleaned = run("runs", "--tracking-uri", "everyday", "--clean", "--delete")
-    assert "FAILED" not in run("runs", "--tracking-uri", "everyday").out, cleaned
-    program = "import json, sys, deeplightning as dl; print(json.dumps(sorted(dl.load_run(sys.argv[1]).metrics)))"
-    done = subprocess.run([sys.executable, "-c", program, first.folder], cwd=place, capture_output=True, check=True)
-    assert {"train_loss_epoch", "val_acc", "val_loss"} <= set(json.loads(done.stdout))

@@ -31,7 +31,6 @@ def faults(report) -> dict[str, str]:
     ("monitor", "mode", "why"),
     [
         ("val_acc", "max", "by the name val_acc"),
-        ("train_acc_epoch", "max", "by the name train_acc_epoch"),
         ("val_loss", "min", "by the name val_loss"),
     ],
 )
@@ -106,8 +105,7 @@ def test_results_are_on_the_disk_whole_or_not_at_all(fit, monkeypatch):
 # ---- the learning rate
 
 
-@pytest.mark.parametrize("importing", [False, True])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "LBFGS", "Adafactor"])
+@pytest.mark.parametrize(("name", "importing"), [("SGD", False), ("LBFGS", True), ("Adafactor", False)])
 def test_the_learning_rate_has_no_silent_default(name, importing, tiny):
     """An optimizer that takes `lr` is refused without it, by `check` and `train`; only training needs one."""
     rateless = f"model.optimizer={{type: torch.optim.{name}, params: {{weight_decay: 0}}}}"

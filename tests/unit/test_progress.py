@@ -11,6 +11,7 @@ import torch
 
 from deeplightning.callbacks import console, describe
 from deeplightning.callbacks.console import Console
+from deeplightning.callbacks.watch import samples_in
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
 from deeplightning.config.source import read
@@ -121,11 +122,10 @@ def trainer_of(batches=100, epochs=3, **metrics):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["auto", "lines", "off"])
-def test_an_epoch_is_a_line(how, terminal, caplog):
+def test_an_epoch_is_a_line(terminal, caplog):
     """With every value; without those of a validation in an epoch that has none."""
     caplog.set_level(logging.INFO, "deeplightning")
-    shown = Console(config(how), None, SimpleNamespace(best={"epoch": 0}))
+    shown = Console(config("lines"), None, SimpleNamespace(best={"epoch": 0}))
     trainer = trainer_of(train_loss=0.5, val_acc=0.25)
     shown.on_train_epoch_start(trainer, None)
     shown.on_validation_start(trainer, None)
@@ -138,6 +138,56 @@ def test_an_epoch_is_a_line(how, terminal, caplog):
     shown.on_train_epoch_start(trainer, None)  # no validation in this one
     shown.on_train_epoch_start(trainer, None)
     assert "val_acc" not in caplog.records[-1].message
+
+
+def test_an_epochs_samples_per_second_are_those_of_training_alone(caplog, monkeypatch):
+    """26 samples a process in 4 seconds, of two processes; what validations take is left out."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    clock = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock.seconds)
+    shown, trainer = Console(config("off"), None, SimpleNamespace(best=None)), trainer_of(train_loss=0.5)
+    trainer.world_size, trainer.global_rank, trainer.accumulate_grad_batches = 2, 0, 1
+    trainer.lightning_module = SimpleNamespace(automatic_optimization=True)
+
+    def validates(seconds):
+        shown.on_validation_start(trainer, None)
+        clock.seconds += seconds
+        shown.on_validation_end(trainer, None)
+
+    for _ in range(2):
+        shown.on_train_epoch_start(trainer, None)
+        for number, size in enumerate((16, 10)):
+            clock.seconds += 2
+            shown.on_train_batch_end(trainer, None, torch.tensor(0.5), {"image": torch.zeros(size, 1)}, number)
+            validates(3 if number == 0 else 5)
+    shown.on_train_epoch_start(trainer, None)
+    lines = [message for message in caplog.messages if message.startswith("epoch 1")]
+    assert lines == ["epoch 1 of 3  train_loss 0.5000  (12.0 s, 13 samples/s)"] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        ({"image": torch.zeros(3, 1), "index": torch.zeros(3)}, 3),
+        ((torch.zeros(4), torch.zeros(4)), 4),
+        (torch.zeros(5, 2), 5),
+        ({"name": "a", "parts": [torch.zeros(6, 2)]}, 6),
+        ({"factor": torch.tensor(1.0)}, 0),
+        ("text", 0),
+    ],
+)
+def test_the_rows_of_a_batch_are_counted(batch, rows):
+    """Of mappings, sequences and tensors; a number has none."""
+    assert samples_in(batch) == rows
+
+
+def test_a_line_is_one_write_so_that_lines_of_several_ranks_stay_apart(monkeypatch):
+    """Standard output may be unbuffered, as in the processes of a launch."""
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr(console, "sys", SimpleNamespace(stdout=stream))
+    console._Terminal("[rank 1] ").emit(logging.makeLogRecord({"msg": "one\ntwo", "levelno": logging.INFO}))
+    assert written == ["[rank 1] one\n[rank 1] two\n"]
 
 
 # ---- the config's line, and commands

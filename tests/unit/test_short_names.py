@@ -1,7 +1,5 @@
 """`type: Adam` in a config is `torch.optim.Adam`: `deeplightning.config.short_names`."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,17 +74,6 @@ def test_a_name_that_is_none_or_several_is_refused(override, note, monkeypatch):
     monkeypatch.setitem(MODULES, "model.network", ("torchvision.models", "torchvision.models.quantization"))
     (fault,) = examine(BASE, [override]).faults
     assert str(fault) == f"override {override}: {override.partition('=')[0]}: {note}"
-
-
-def test_nothing_is_imported_for_it():
-    """Neither torch nor torchvision."""
-    program = (
-        "import sys; from deeplightning.config.source import read; "
-        f"read({str(BASE)!r}, ['model.network.type=resnet18', 'model.optimizer.type=SGD']); "
-        "assert not {'torch', 'torchvision', 'numpy'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_foreign_run_gains_nothing_by_a_short_name(tmp_path, monkeypatch):

@@ -7,8 +7,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -151,22 +149,19 @@ def differences(name: str, thing: object) -> list[str]:
     return wrong
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_is_read_is_what_is_imported(library):
     """Every public class and function of the libraries that configs name: parameters, defaults, types, ancestors. What
     is there is never said to be missing, and no default to be of a wrong type."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = importlib.import_module(library)
-        wrong, decided = [], 0
-        for name, thing in vars(module).items():
-            if name.startswith("_") or not callable(thing):
-                continue
-            try:
-                wrong += differences(f"{library}.{name}", thing)
-                decided += 1
-            except Undecided:
-                continue
+    module = importlib.import_module(library)
+    wrong, decided = [], 0
+    for name, thing in vars(module).items():
+        if name.startswith("_") or not callable(thing):
+            continue
+        with contextlib.suppress(Undecided):
+            wrong += differences(f"{library}.{name}", thing)
+            decided += 1
     assert wrong == []
     later = 2 * (library == "torch.optim" and not hasattr(module, "Muon"))  # torch 2.8 has two fewer
     assert decided >= LIBRARIES[library] - later
@@ -269,55 +264,49 @@ def test_what_a_name_is(own, name, kind, path):
 # ---- what is not there
 
 
-def said(ask: Callable[[str], object], name: str) -> str:
-    try:
-        ask(name)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("name", "words"),
     [
-        "collections.orderedDict",
-        "collections.OrderedDict.fromkey",
-        "colections.OrderedDict",
-        "collections.abd.Mapping",
-        "own_parts.inner.custom.Plane",
-        "own_parts.inner.costum.Plain",
-        "own_parts.inner.custom.Plain.mode",
-        "SGD",
-        "math.",
-        "a..b",
-        "",
-        "os.class",
-        "torch.nn.1x",
-        "../x.y",
-        "é.x()",
-        f"{'x' * 5000}.y",
-        "own_broken.Thing",
-        "own_indent.Thing",
-        "own_needs.Thing",
-        "own_parts.inner.broken.Thing.method",
-        "own_wrong.Thing",
+        ("collections.OrderedDict.fromkey", "collections.OrderedDict has no `fromkey`. Did you mean"),
+        ("colections.OrderedDict", "there is no module colections to import (for `colections.OrderedDict`)."),
+        ("collections.abd.Mapping", "collections has no `abd`. Did you mean collections.abc?"),
+        (
+            "own_parts.inner.custom.Plane",
+            "own_parts.inner.custom has no `Plane`. Did you mean own_parts.inner.custom.P",
+        ),
+        ("own_parts.inner.costum.Plain", "own_parts.inner has no `costum`. Did you mean own_parts.inner.custom?"),
+        ("own_parts.inner.custom.Plain.mode", "own_parts.inner.custom.Plain has no `mode`."),
+        ("SGD", "`SGD` is no MODULE.NAME such as torch.optim.SGD."),
+        ("a..b", "is no MODULE.NAME"),
+        ("", "is no MODULE.NAME"),
+        ("os.class", "is no MODULE.NAME"),
+        ("../x.y", "is no MODULE.NAME"),
+        (f"{'x' * 5000}.y", "there is no module x"),
+        ("own_broken.Thing", "SyntaxError"),
+        ("own_indent.Thing", "IndentationError"),
+        ("own_needs.Thing", "needs not_installed_pkg, which is not installed"),
+        ("own_parts.inner.broken.Thing.method", "SyntaxError"),
+        ("own_wrong.Thing", "cannot import name 'Nothing' from 'own_parts.inner.custom'"),
+        ("torch.optim.dam", "Did you mean torch.optim.Adam?"),  # the class, not the module `adam`
+        ("deeplightning.data.signal.SignalFolder", "is called deeplightning.data.signal_folder.SignalFolder here."),
     ],
 )
-def test_what_is_not_there_is_told_in_the_words_of_training(own, name):
-    """`check` and `train` say the same of a name that leads nowhere, a file that is no Python, a missing package."""
+def test_what_is_not_there_is_told_in_the_words_of_training(own, name, words):
+    """`check` and `train` say the same of a name that leads nowhere, a file that is no Python, a missing package: what
+    is there stands before what is not, and the nearest right word behind."""
     own(
         own_parts__inner__custom="class Plain:\n    def made(self): ...",
         own_parts__inner__broken="def f(:",
         own_broken="x = 1\ndef f(:\n",
         own_indent="x = 1\n  y = 2\n",
         own_needs="import os\nimport not_installed_pkg\nclass Thing: ...",
-        own_lazy="def __getattr__(name):\n    if name in ('Thing2', 'Other'):\n        return 1\n"
-        "    raise AttributeError(name)\n",
+        own_wrong="from own_parts.inner.custom import Nothing as Thing\n",
     )
-    Path("own_wrong.py").write_text("from own_parts.inner.custom import Nothing as Thing\n")
-    words = said(look_up, name)
-    assert words == said(find, name)
-    assert words != ""
+    with pytest.raises(ValueError, match=re.escape(words)) as of_check:
+        look_up(name)
+    with pytest.raises(ValueError, match=re.escape(words)) as of_training:
+        find(name)
+    assert str(of_check.value) == str(of_training.value)
     for module in [n for n in sys.modules if n.startswith("own")]:
         del sys.modules[module]
 
@@ -326,18 +315,10 @@ def test_what_is_not_there_is_told_in_the_words_of_training(own, name):
     ("name", "words"),
     [
         ("torch.optim.SGDD", "torch.optim has no `SGDD`. Did you mean torch.optim.SGD?"),
-        ("torch.optm.SGD", "torch has no `optm`. Did you mean torch.optim?"),
-        ("torch.nn.CrossEntropyLos", "Did you mean torch.nn.CrossEntropyLoss?"),
         ("torchvision.modles.resnet18", "torchvision has no `modles`. Did you mean torchvision.models?"),
-        ("torchvision.models.resnet81", "torchvision.models has no `resnet81`. Did you mean torchvision.models.resnet"),
         ("torchmetrics.classification.MulticlasAccuracy", "Did you mean torchmetrics.classification.MulticlassAccu"),
         ("pytorch_lightning.callbacks.EarlyStoping", "Did you mean pytorch_lightning.callbacks.EarlyStopping?"),
         ("deeplightning.tracking.MlflowLogger", "Did you mean deeplightning.tracking.MLflowLogger?"),
-        (
-            "deeplightning.data.digit.Digits",
-            "deeplightning.data has no `digit`. Did you mean deeplightning.data.digits",
-        ),
-        ("torhc.optim.SGD", "there is no module torhc to import (for `torhc.optim.SGD`). Did you mean torch?"),
         ("torch.nn.Embedding.from_pretraind", "Did you mean torch.nn.Embedding.from_pretrained?"),
     ],
 )
@@ -384,23 +365,14 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
     ("text", "expected"),
     [
         ("def Thing(a, /, b, c=1, *more, d, e=2): ...", ["a!/", "b!", "c", "d!*", "e*"]),
-        ("class Thing: ...", []),
-        ("class Thing:\n    def __init__(self, a, b=1): ...", ["a!", "b"]),
-        ("class Base:\n    def __init__(self, a): ...\nclass Thing(Base): ...", ["a!"]),
         ("class Made:\n    def __init__(self, b): ...\nclass Thing:\n    def __new__(cls, a): return Made(a)", ["a!"]),
-        ("class A:\n    def __init__(self, a): ...\nclass B:\n    def __init__(self, b): ...\n"
-         "class Thing(B, A): ...", ["b!"]),
         (
             "class O:\n    def __init__(self, o): ...\nclass A(O): ...\nclass B(O):\n    def __init__(self, b): ...\n"
             "class Thing(A, B): ...",
             ["b!"],
         ),
-        ("from typing import Generic, TypeVar\nT = TypeVar('T')\nclass Thing(Generic[T]):\n"
-         "    def __init__(self, a): ...",
-         ["a!"]),
         ("from abc import ABC, ABCMeta, abstractmethod\nclass Base(metaclass=ABCMeta):\n    @abstractmethod\n"
          "    def __init__(self, a): ...\nclass Thing(Base, ABC): ...", ["a!"]),
-        ("class Thing(object):\n    def __init__(self, a): ...", ["a!"]),
         ("class Thing:\n    def _make(self, a): ...\n    __init__ = _make", ["a!"]),
         ("from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int\n"
          "    def __init__(self, b): ...", ["b!"]),
@@ -408,7 +380,6 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
         ("import functools\n@functools.cache\ndef Thing(a): ...", ["a!"]),
         ("import contextlib\n@contextlib.contextmanager\ndef Thing(a):\n    yield", ["a!"]),
         ("import torch\n@torch.no_grad()\ndef Thing(a): ...", ["a!"]),
-        ("import torch\nclass Thing:\n    @torch.no_grad()\n    def __init__(self, a): ...", ["a!"]),
     ],
 )  # fmt: skip
 def test_what_a_target_takes(own, text, expected):
@@ -538,13 +509,9 @@ def test_what_is_handed_on_is_taken(own, text, expected):
     ("name", "some", "none"),
     [
         ("torchvision.models.resnet18", {"weights", "progress", "num_classes", "norm_layer", "pretrained"}, {"block"}),
-        ("torchvision.models.vgg16", {"num_classes", "dropout", "init_weights"}, {"features"}),
-        ("torchmetrics.classification.MulticlassAccuracy", {"num_classes", "sync_on_compute", "top_k"}, set()),
         ("torchmetrics.Accuracy", {"task", "num_classes", "sync_on_compute"}, set()),
-        ("torch.optim.AdamW", {"params", "lr", "fused"}, set()),
         ("torch.nn.LSTM", {"input_size", "hidden_size", "num_layers", "bidirectional", "proj_size"}, {"mode"}),
         ("deeplightning.data.image_folder.ImageFolder", {"cfg", "image_size", "augment"}, {"image_spec"}),
-        ("torch.nn.parallel.DistributedDataParallel", {"module", "find_unused_parameters"}, set()),
     ],
 )
 def test_what_the_libraries_of_configs_take_is_known(name, some, none):
@@ -557,24 +524,21 @@ def test_what_the_libraries_of_configs_take_is_known(name, some, none):
     assert "num_clases" not in names
 
 
-@pytest.mark.parametrize("library", ["torchmetrics.classification", "torchmetrics.regression"])
-def test_a_word_that_is_not_known_is_refused(library):
+@pytest.mark.filterwarnings("ignore")
+def test_a_word_that_is_not_known_is_refused():
     """Where `**kwargs` were followed to their end: the object itself takes no other word, and takes those."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = importlib.import_module(library)
-        tried = 0
-        for name in module.__all__:
-            signature = look_up(f"{library}.{name}").signature()
-            given = {"num_classes": 3, "num_labels": 3, "task": "multiclass"}
-            required = {p.name for p in signature.parameters if p.required}
-            if signature.rest is not None or not required <= set(given):
-                continue
-            given = {p.name: given[p.name] for p in signature.parameters if p.name in given}
-            with pytest.raises((TypeError, ValueError), match="no_such_word"):
-                getattr(module, name)(**given, no_such_word=1)
-            getattr(module, name)(**given, sync_on_compute=False)
-            tried += 1
+    module, tried = importlib.import_module("torchmetrics.classification"), 0
+    for name in module.__all__:
+        signature = look_up(f"torchmetrics.classification.{name}").signature()
+        given = {"num_classes": 3, "num_labels": 3, "task": "multiclass"}
+        required = {p.name for p in signature.parameters if p.required}
+        if signature.rest is not None or not required <= set(given):
+            continue
+        given = {p.name: given[p.name] for p in signature.parameters if p.name in given}
+        with pytest.raises((TypeError, ValueError), match="no_such_word"):
+            getattr(module, name)(**given, no_such_word=1)
+        getattr(module, name)(**given, sync_on_compute=False)
+        tried += 1
     assert tried >= 15
 
 
@@ -592,64 +556,32 @@ def test_the_examples_are_known(monkeypatch):
 @pytest.mark.parametrize(
     ("annotation", "allowed"),
     [
-        ("int", (int,)),
-        ("'float'", (float,)),
-        ("int | None", (int, type(None))),
-        ("Optional[str]", (str, type(None))),
         ("typing.Union[int, 'str']", (int, str)),
-        ("Union[int, str]", (int, str)),
-        ("Literal['a', 2]", ("a", 2)),
+        ("Optional[str]", (str, type(None))),
         ("t.Literal[True] | int", (True, int)),
-        ("list", (ListOf(),)),
-        ("List", (ListOf(),)),
-        ("list[int]", (ListOf(((int,),)),)),
         ("List['int | None']", (ListOf(((int, type(None)),)),)),
         ("list[unheard_of]", (ListOf(),)),
-        ("list[list[int]]", (ListOf(((ListOf(((int,),)),),)),)),
-        ("tuple", (ListOf(),)),
         ("Tuple[int, ...] | bool", (ListOf(((int,),)), bool)),
-        ("tuple[int, Any]", (ListOf(((int,), None), fixed=True),)),
-        ("tuple[float | Tensor, float | Tensor]", (ListOf(((float,), (float,)), fixed=True),)),
         ("tuple[int, *tuple[int, ...]]", None),
-        ("Sequence", (ListOf(also=(str,)),)),
-        ("Sequence[str]", (ListOf(((str,),), also=(str,)),)),
         ("Sequence[Literal['a']]", (ListOf((("a",),), also=(str,)),)),
-        ("Sequence[Own]", (ListOf(also=(str,)),)),
         ("abc.Sequence[float]", (ListOf(((float,),)),)),
-        ("Iterable[Any]", (ListOf(also=(str, dict)),)),
-        ("Collection[int]", (ListOf(((int,),)),)),
-        ("Sequence[Module]", (ListOf(((Built,),)),)),
-        ("dict", (dict,)),
         ("dict[str, int] | None", (dict, type(None))),
-        ("Mapping[str, Any]", (dict,)),
         ("Size", (int, ListOf(((int,), (int,)), fixed=True))),
         ("Pair", (float, ListOf(((float,), (float,)), fixed=True))),
         ("own_types.Size", (int, ListOf(((int,), (int,)), fixed=True))),
         ("Tree", (int, ListOf())),
         ("torch.Tensor | float", (float,)),
-        ("Tensor | float", (float,)),
-        ("Module", (Built,)),
-        ("torch.nn.Linear | None", (Built, type(None))),
-        ("Module | int", (Built, int)),
         ("Tensor | str", None),
+        ("torch.nn.Linear | None", (Built, type(None))),
         ("Path | int", (str, int)),
-        ("str | os.PathLike | None", (str, type(None))),
-        ("os.PathLike[str]", (str,)),
         ("Own | int", None),
-        ("Any", None),
-        ("object", None),
-        ("Callable", (Factory(),)),
         ("Callable[..., Module]", (Factory(None, ("torch.nn.modules.module.Module",)),)),
         ("abc.Callable[[int], int] | None", (Factory(1), type(None))),
         (
             "Callable[[int], Module | Own] | Module",
             (Factory(1, ("torch.nn.modules.module.Module", "own_thing.Own")), Built),
         ),
-        ("type[Module]", None),
         ("set[int]", None),
-        ("Colour", None),
-        ("Record", None),
-        ("Named", None),
         ("unheard_of", None),
         ("T", None),
         ("str", None),
@@ -657,8 +589,8 @@ def test_the_examples_are_known(monkeypatch):
     ],
 )
 def test_an_annotation_names_what_is_allowed(own, annotation, allowed):
-    """Builtins that are not rebound, unions, literals, lists with their items, mappings, paths, networks, aliases;
-    anything else allows anything."""
+    """Builtins that are not rebound, aliases, type variables, and callables; test_target.py has what becomes of the
+    others; anything else allows anything."""
     own(
         own_types="""
         from typing import TypeVar, Union
@@ -669,19 +601,16 @@ def test_an_annotation_names_what_is_allowed(own, annotation, allowed):
         Pair = Either[float]
         """,
         own_thing=f"""
-        import enum, os, typing, typing as t, torch, own_types
+        import typing, typing as t, torch, own_types
         from collections import abc
         from collections.abc import Sequence
         from typing import *
         from pathlib import Path
-        from typing import Any, Callable, List, Literal, Optional, Tuple
+        from typing import Callable, List, Literal, Optional, Tuple
         from torch import Tensor
         from torch.nn import Module
         from own_types import Pair, Size, T, Tree
         class Own: ...
-        class Colour(enum.Enum): red = 1
-        class Record(typing.TypedDict): a: int
-        class Named(Protocol): name: str
         {"class str: ..." if annotation == "str" else ""}
         def Thing(a: {annotation}): ...
         """,
