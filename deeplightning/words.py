@@ -117,6 +117,15 @@ def are_numbers(values: object) -> bool:
     )
 
 
+def is_number(cell: str) -> bool:
+    """Return whether a value of a CSV file is a number, to tell data from a header: `nan` and `inf` are data."""
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
 def require_keys(what: str, values: object, known: Sequence[str]) -> None:
     """Raise ValueError unless `values` is a mapping with exactly these keys; `what` names it in the message."""
     if not isinstance(values, Mapping):
