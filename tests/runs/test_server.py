@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from commands import free_port
 from served import COLOURS, ROOT, Server, children, colour_run, gone, picture, wait_until
 from test_hostile_files import tamper_with_bundle
 
@@ -474,8 +475,7 @@ def test_the_client_says_why_there_is_no_answer(capsys, url, image, words):
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_as_dev_null(run_folder, closed):
     """The server answers, and no log line goes to a client."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = int(free_port())
     command = f'exec "{sys.executable}" -m serve "$0" --port {port} --device cpu {closed}'
     with subprocess.Popen(["bash", "-c", command, str(run_folder.path)], cwd=ROOT) as process:
         try:
