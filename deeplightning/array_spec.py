@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.words import InputError, are_numbers, is_whole, require_keys
+from deeplightning.words import InputError, are_numbers, is_number, is_whole, require_keys
 
 MAGIC = b"\x93NUMPY"
 """First bytes of a file in numpy's format."""
@@ -187,17 +187,9 @@ def read_signal(path: Path) -> np.ndarray:
 def _csv(path: Path) -> np.ndarray:
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = [line for line in csv.reader(file) if line]
-    if lines and any(not _is_number(cell) for cell in lines[0]):
+    if lines and not all(map(is_number, lines[0])):
         lines = lines[1:]
     return np.array([[float(cell) for cell in line] for line in lines]).T
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _wav(path: Path) -> np.ndarray:

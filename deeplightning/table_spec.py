@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.words import InputError, are_numbers, require_keys
+from deeplightning.words import InputError, are_numbers, is_number, require_keys
 
 KINDS = ("number", "category")
 
@@ -421,7 +421,7 @@ def above_header(text: str, delimiter: str) -> tuple[int, str]:
     above = len([*itertools.takewhile(lambda line: re.match(r"\s*$|#|sep=.$", line), head)])
     rows = [line.split(delimiter) for line in head[max(0, above - 1) : above + 1]]
     if above and len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1:
-        above -= any(map(_is_number, rows[1])) and not any(map(_is_number, rows[0]))
+        above -= any(map(is_number, rows[1])) and not any(map(is_number, rows[0]))
     sign = re.escape(delimiter)
     has_single = any(re.search(rf"(^|{sign})'[^']*'({sign}|$)", line) for line in head[above:])
     return above, "'" if has_single and '"' not in "".join(head) else '"'
@@ -483,13 +483,6 @@ def rows_of_csv(
             raise TableError(f"Line {number} has {len(values)} values, the header {len(header)}.")
         rows.append(dict(zip(header, values, strict=True)))
     return rows
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def _named(what: str, names: Sequence[str]) -> str:

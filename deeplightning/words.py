@@ -64,12 +64,13 @@ def lacks_memory(error: BaseException) -> bool:
 def free_memory() -> int | None:
     """Return the available bytes of memory by Linux's estimate and the control group's limit; None if unknown."""
     found: list[int] = []
-    group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     with contextlib.suppress(OSError, ValueError):  # "max" means that there is no limit
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limit, taken = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        kept = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        found.append(limit - taken + int(kept["inactive_file"]) + int(kept["active_file"]))  # can be reclaimed
     return max(0, min(found)) if found else None
 
 
@@ -115,6 +116,15 @@ def are_numbers(values: object) -> bool:
     return isinstance(values, list | tuple) and all(
         isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
     )
+
+
+def is_number(cell: str) -> bool:
+    """Return whether a value of a CSV file is a number, to tell data from a header: `nan` and `inf` are data."""
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def require_keys(what: str, values: object, known: Sequence[str]) -> None:

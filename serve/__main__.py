@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -136,7 +135,7 @@ def serve(
         the exit code.
     """
     open_streams()
-    limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits) if field.name in options})
+    limits = Limits(**{name: getattr(options, name) for name in BOUNDS})
     try:
         key = _key(options.api_key_env)
         choice = choose_devices(options.device, lacks)

@@ -1,6 +1,6 @@
 """Limits of a request, and the refusal of one that exceeds them or is invalid."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 FAULT = "The server has a fault; its log shows which. Other requests are not affected."
 """Message of status 500."""
@@ -54,7 +54,7 @@ class Limits:
             low, high = BOUNDS.get(name, (0, float("inf")))
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must be from {low} to {high}")
-        return cls(**{**asdict(cls()), **values})
+        return cls(**values)  # type: ignore[arg-type]
 
     @property
     def max_bytes(self) -> int:

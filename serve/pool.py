@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from deeplightning.kinds import KINDS
+from deeplightning.words import free_memory
 from serve.admission import Admission
 from serve.batching import Batcher
 from serve.device import CPU, Device, DeviceError
@@ -366,12 +367,8 @@ def _memory_limit(memory: int) -> str:
 def spare_memory() -> int:
     """Return the memory that a model may take, in bytes: `LOAD_MEMORY_SHARE` of what this machine or container has
     free."""
-    free = _bytes_from("/proc/meminfo", "MemAvailable:") or sys.maxsize
-    with contextlib.suppress(OSError, ValueError):  # limit of a container (cgroup 2); its file cache can be reclaimed
-        limit, taken = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        kept = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        free = min(free, limit - taken + int(kept["inactive_file"]) + int(kept["active_file"]))
-    return int(LOAD_MEMORY_SHARE * max(free, 0))
+    free = free_memory()
+    return int(LOAD_MEMORY_SHARE * (sys.maxsize if free is None else free))
 
 
 @contextlib.contextmanager
@@ -379,8 +376,9 @@ def _limited(memory: int) -> Iterator[None]:
     """Limit the further memory of this process, in bytes, and the CPU time of its threads. The kernel enforces both,
     even if the parent has been killed; otherwise, the parent's time limit is reached first."""
     most = {resource.RLIMIT_CPU: int(LOAD_SECONDS * usable_cores()) + 2}
-    if used := _bytes_from("/proc/self/status", "VmData:"):
-        most[resource.RLIMIT_DATA] = min(used + memory, sys.maxsize)
+    with contextlib.suppress(OSError, StopIteration):  # not Linux
+        used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
+        most[resource.RLIMIT_DATA] = min(int(used.split()[1]) * 1024 + memory, sys.maxsize)
     before = {kind: resource.getrlimit(kind) for kind in most}
     for kind, (soft, hard) in before.items():
         known = [limit for limit in (most[kind], soft, hard) if limit != resource.RLIM_INFINITY]
@@ -390,11 +388,3 @@ def _limited(memory: int) -> Iterator[None]:
     finally:
         for kind, both in before.items():
             resource.setrlimit(kind, both)
-
-
-def _bytes_from(file: str, name: str) -> int:
-    """Return a value in kB from a file in /proc, in bytes; 0 if it is missing."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        line = next(line for line in Path(file).read_text().splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
-    return 0

@@ -210,17 +210,10 @@ class Forking(Commands):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.watchers: list[int] = []
 
     def _send(self, order: dict) -> None:
-        if (watcher := os.fork()) == 0:
+        if os.fork() == 0:
             _watch(order)
-        self.watchers.append(watcher)
-
-    def close(self) -> None:
-        for watcher in self.watchers:
-            os.waitpid(watcher, 0)
-        self.watchers.clear()
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -4,13 +4,6 @@ The events are: before or after a batch, inside the writing of a checkpoint, bef
 or linked, before or after lines are appended to `metrics.jsonl` or sent.
 """
 
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-from tiny import digest
-
 KILLS = '''\
 """Counts the events of a process; at the one that KILL names, sends it SIGKILL, or the signal that HOW names, and the
 process beside it if asked to."""
@@ -198,19 +191,3 @@ SETTINGS = [
 ]
 
 WRITING = ("inside a checkpoint", "before fsync", "before replace")
-
-
-def ends(store: Path, tracked: Any) -> Callable[[str], tuple[Any, ...]]:
-    """Return a function of an experiment: status, digests of checkpoints, best and series of its only run."""
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
-
-    def end_of(experiment: str) -> tuple[Any, ...]:
-        found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
-        assert len(found) == 1, "one MLflow run"
-        left = Path(found[0].info.artifact_uri.removeprefix("file://"))
-        kept = {path.name: digest(path) for path in left.glob("*.ckpt")}
-        return found[0].info.status, kept, json.loads((left / "best.json").read_text()), tracked(left).series()
-
-    return end_of

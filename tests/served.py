@@ -9,18 +9,17 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from commands import environment
+from commands import environment, free_port
 from PIL import Image
 
 from deeplightning.image_spec import ImageSpec
@@ -34,32 +33,23 @@ COLOURS = {"red": (200, 30, 10), "green": (20, 180, 40), "blue": (10, 20, 220)}
 THRESHOLDS = {"red": 0.5, "green": 0.0, "blue": 0.5}
 
 
-def colour_run(path: Path, labels: tuple[str, ...] = tuple(COLOURS)) -> RunFolder:
-    """Return the run of a network that recognizes red, green and blue by the mean of each channel."""
-    return _written(path, _exported("image_classification", tuple(labels)))
+def run_of(kind: str, path: Path, labels: Sequence[str] = tuple(COLOURS)) -> RunFolder:
+    """Return the run of a network that answers a picture by the mean of each channel, with labels from red to blue.
 
-
-def negative_run(path: Path) -> RunFolder:
-    """Return the run of a network that answers a picture with its negative."""
-    return _written(path, _exported("image_reconstruction", ()))
-
-
-def labelled_run(path: Path) -> RunFolder:
-    """Return the run of a network that labels a picture by the same numbers; `green` fits each picture."""
-    return _written(path, _exported("image_multilabel", tuple(COLOURS)))
-
-
-def masked_run(path: Path) -> RunFolder:
-    """Return the run of a network that answers which channel of each pixel is the largest."""
-    return _written(path, _exported("image_segmentation", tuple(COLOURS)))
-
-
-def _written(path: Path, bundle: dict[str, bytes]) -> RunFolder:
+    A reconstruction answers its negative, a segmentation the largest channel of each pixel; of several labels `green`
+    fits each picture.
+    """
     folder = RunFolder(path)
     folder.bundle.mkdir(parents=True, exist_ok=True)
-    for name, content in bundle.items():
+    for name, content in _exported(kind, tuple(labels)).items():
         (folder.bundle / name).write_bytes(content)
     return folder
+
+
+colour_run = functools.partial(run_of, "image_classification")
+negative_run = functools.partial(run_of, "image_reconstruction", labels=())
+labelled_run = functools.partial(run_of, "image_multilabel")
+masked_run = functools.partial(run_of, "image_segmentation")
 
 
 @functools.cache
@@ -222,9 +212,7 @@ class WsgiServer:
     """
 
     def __init__(self, folder: Path, *arguments: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = int(free_port())
         self.said = folder / "said"
         command = [sys.executable, *(text.replace("{port}", str(self.port)) for text in arguments)]
         with self.said.open("w") as said:

@@ -185,6 +185,7 @@ class Record(Callback):
 
     def _prepare_loggers(self, trainer: Trainer) -> None:
         """Tell the loggers, before their first use, the run to continue and the name of a new one."""
+        self._user_calls.take_over()
         for logger in self.loggers:
             if hasattr(logger, "suggest_name"):
                 logger.suggest_name(f"{network_name(self.cfg)}-{data_name(self.cfg)}")

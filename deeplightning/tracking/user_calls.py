@@ -52,11 +52,20 @@ def maker_of(loggers: Iterable[Any]) -> Callable[[], object]:
 class UserCalls:
     """Directs the calls of MLflow's functions in this process to a run, until `end`."""
 
+    _directing: "UserCalls | None" = None  # of the process
+
     def __init__(self) -> None:
         self._run: TrackedRun | None = None
         self._before: dict[str, str | None] | None = None  # variables of the user
         self._is_active = False
         self._make: Callable[[], object] | None = None
+
+    def take_over(self) -> None:
+        """End what `trainer.fit` of an earlier run of this process has left, before the loggers open this run: they
+        would join the run that its variables name."""
+        former, UserCalls._directing = UserCalls._directing, self
+        if former is not None and former is not self:
+            former.end("FINISHED")
 
     def expect(self, run: TrackedRun) -> None:
         """Direct MLflow calls to a run that is not open yet; the first call opens it."""

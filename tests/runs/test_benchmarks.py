@@ -484,11 +484,7 @@ def test_peers_read_texts_and_rows_as_ours_does(name, tmp_path):
     bundle, weights = Bundle.open(run), run.with_suffix(".pt")
     model, read = serve_parts.trained(name, weights), serve_parts.reader(name, weights)
     for number, content in enumerate(servers.contents(name)):
-        if name == "texts":
-            prepared = bundle.spec.prepare(content["text"])[None]
-        else:
-            prepared = bundle.spec.prepare(content["rows"][0])[None]
-        (ours,) = bundle.predict(prepared)
+        (ours,) = bundle.predict(bundle.spec.prepare(content["text"] if name == "texts" else content["rows"][0])[None])
         with torch.inference_mode():
             theirs = model(read(content)[None]).softmax(1)[0]
         assert ours.argmax() == number
@@ -588,15 +584,15 @@ class Stub(http.server.BaseHTTPRequestHandler):
         if digit == "9":
             self.close_connection = True
             return
-        text = json.dumps({"predicted_class": "0" if digit == "7" else digit}).encode()
-        self.send_response(429 if digit == "8" else 200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        text = json.dumps({"predicted_class": "0" if digit == "7" else digit})
+        self.answer(429 if digit == "8" else 200, text.encode())
 
     def do_GET(self):
         text = b'n_batch_size_bucket{le="1.0"} 3.0\nn_batch_size_sum{a="b"} 12.0\nn_batch_size_count{a="b"} 4.0\n'
-        self.send_response(200)
+        self.answer(200, text)
+
+    def answer(self, status, text):
+        self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)

@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 
+from deeplightning.callbacks import callback_of
+from deeplightning.callbacks.record import Record
 from deeplightning.checks.examine import load_config
 from deeplightning.faults import ConfigError
 from deeplightning.run.assemble import init_module, init_trainer
@@ -19,17 +21,23 @@ def entries(*folders):
 
 
 def test_four_lines_train_and_track(tiny, tracked, store):
-    """`load_config`, `init_module` twice, `init_trainer`, `fit`: a finished run with weights, config and metrics."""
-    cfg = load_config(tiny)
-    data, task = init_module(cfg, "data"), init_module(cfg, "model")
-    trainer = init_trainer(cfg)
-    trainer.fit(task, data)
-    folder = trainer.logger.artifact_folder
-    assert folder.is_relative_to(store)
-    assert {"cfg.yaml", "last.ckpt", "environment.json"} <= {path.name for path in folder.iterdir()}
-    run = tracked(folder)
-    assert run.status == "FINISHED"
-    assert [step for step, _ in run.series()["train_loss"]] == [0, 4, 8, 12, 16]
+    """`load_config`, `init_module` twice, `init_trainer`, `fit`: a finished run with weights, config and metrics; the
+    same lines again are another run."""
+    folders = []
+    for _ in range(2):
+        cfg = load_config(tiny)
+        data, task = init_module(cfg, "data"), init_module(cfg, "model")
+        trainer = init_trainer(cfg)
+        trainer.fit(task, data)
+        folders.append(trainer.logger.artifact_folder)
+    callback_of(trainer, Record).close()  # else MLflow's variables name this run for other tests of the process
+    assert folders[0] != folders[1]
+    for folder in folders:
+        assert folder.is_relative_to(store)
+        assert {"cfg.yaml", "last.ckpt", "environment.json"} <= {path.name for path in folder.iterdir()}
+        run = tracked(folder)
+        assert run.status == "FINISHED"
+        assert [step for step, _ in run.series()["train_loss"]] == [0, 4, 8, 12, 16]
 
 
 def test_building_writes_nothing_and_opens_no_run(tiny, store, place):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import free_port
 from jsonschema import Draft7Validator
 from prometheus_client.parser import text_string_to_metric_families
 from served import Server, colour_run, picture, wait_until
@@ -254,15 +255,6 @@ def server(tmp_path_factory):
     started.stop()
 
 
-def free_ports(number):
-    """Ports that are free now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def get(port, path, name, body=None):
     """Status, headers and body of a request by TLS, whose certificate is not looked at."""
     context = ssl.create_default_context()
@@ -293,7 +285,7 @@ def assert_proxied(port, name, log):
 def answers(port):
     """Whether somebody listens."""
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection(("127.0.0.1", int(port)), timeout=1).close()
         return True
     except OSError:
         return False
@@ -308,7 +300,7 @@ def test_nginx_brings_tls(server, tmp_path):
         *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=predict.example.org"),
         *("-keyout", tmp_path / "privkey.pem", "-out", tmp_path / "fullchain.pem"),
     )
-    plain, secure = free_ports(2)
+    plain, secure = free_port(), free_port()
     text = (DEPLOY / "nginx.conf").read_text().replace("/etc/letsencrypt/live/predict.example.org", str(tmp_path))
     for port, free in ((80, plain), (443, secure)):
         text = text.replace(f"listen {port}", f"listen 127.0.0.1:{free}")
@@ -325,7 +317,7 @@ def test_nginx_brings_tls(server, tmp_path):
     proxy = subprocess.Popen(command)
     try:
         assert_proxied(secure, "predict.example.org", log)
-        with socket.create_connection(("127.0.0.1", plain), timeout=10) as client:
+        with socket.create_connection(("127.0.0.1", int(plain)), timeout=10) as client:
             client.sendall(b"GET /docs HTTP/1.1\r\nHost: predict.example.org\r\nConnection: close\r\n\r\n")
             answer = b"".join(iter(lambda: client.recv(65_536), b"")).decode()
         assert answer.startswith("HTTP/1.1 308")
@@ -339,8 +331,8 @@ def test_nginx_brings_tls(server, tmp_path):
 @needs("caddy")
 def test_caddy_brings_tls(server, tmp_path):
     """With the file as it is; the environment says where. For localhost it makes its own certificate."""
-    plain, secure = free_ports(2)
-    variables = {"SITE": f"localhost:{secure}", "UPSTREAM": f"127.0.0.1:{server.port}", "HTTP_PORT": str(plain)}
+    plain, secure = free_port(), free_port()
+    variables = {"SITE": f"localhost:{secure}", "UPSTREAM": f"127.0.0.1:{server.port}", "HTTP_PORT": plain}
     places = {"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     environment = {**os.environ, **variables, **places, "CADDY_ADMIN": f"unix/{tmp_path}/admin.sock"}
     command = ["caddy", "run", "--adapter", "caddyfile", "--config", str(DEPLOY / "Caddyfile")]

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sqlite3
-import struct
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checks import write_mnist
 from conftest import weights
 from filelock import FileLock
 from gpu_runs import ENGINES, PRECISIONS, Runs, lacks, note, precision_of, spread
@@ -263,19 +263,14 @@ logger:
 """  # noqa: E501
 
 
-def write_mnist(root, size=1000):
+def write_squares(root, size=1000):
     """MNIST's four files with made-up pictures: a bright square whose place is the digit."""
-    raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
     random, labels = np.random.RandomState(6), (np.arange(size) % 10).astype(np.uint8)
     pictures = random.randint(60, size=(size, 28, 28)).astype(np.uint8)
     for picture, label in zip(pictures, labels, strict=True):
         row, column = 7 * (label // 4), 7 * (label % 4)
         picture[row : row + 6, column : column + 6] += 150
-    for name in ("train", "t10k"):
-        for kind, numbers in (("images-idx3", pictures), ("labels-idx1", labels)):
-            header = struct.pack(f">HBB{numbers.ndim}I", 0, 8, numbers.ndim, *numbers.shape)
-            (raw / f"{name}-{kind}-ubyte").write_bytes(header + numbers.tobytes())
+    write_mnist(root, pictures, labels)
 
 
 @pytest.mark.parametrize("gpus", [[0], pytest.param([0, 1], marks=TWO)])
@@ -284,7 +279,7 @@ def test_the_seed_configuration_trains_and_tests(gpus, tmp_path):
     if reason := lacks("deepspeed_stage_3"):
         pytest.skip(reason)
     runs = Runs(tmp_path)
-    write_mnist(tmp_path / "data")
+    write_squares(tmp_path / "data")
     (tmp_path / "seed.yaml").write_text(SEED)
     here = [f"engine.gpus={json.dumps(gpus)}", f"data.root='{tmp_path / 'data'}'", "logger.pictures=null"]
     if find_spec("cryptography") is None:  # MLflow's store, which Lightning's logger opens, cannot do without

@@ -4,7 +4,6 @@
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import environment, free_port
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
@@ -132,9 +131,8 @@ def test_from_nothing_to_an_answer(installed, tmp_path, kind):
     project = place / "my project"
     trained = installed("train", *SHORT, cwd=project)
     assert trained.splitlines()[-1].startswith(f"Artifact storage path: {project / 'mlruns'}")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = installed.start("serve", "last", "--port", str(port), cwd=project)
+    port = free_port()
+    server = installed.start("serve", "last", "--port", port, cwd=project)
     try:
         said = [line := server.stdout.readline()]
         while line and f"http://127.0.0.1:{port}" not in line:

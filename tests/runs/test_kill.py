@@ -13,12 +13,8 @@ import time
 
 import pytest
 from conftest import OWN
-from killing import KILLS, SETTINGS, WRITING, ends
-
-
-@pytest.fixture(scope="module")
-def end_of(store, tracked):
-    return ends(store, tracked)
+from killing import KILLS, SETTINGS, WRITING
+from storm.ended import end_of
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +40,7 @@ def start(jobs, tiny, folder):
 
 
 @pytest.fixture(scope="module")
-def whole(start, end_of, folder):
+def whole(start, store, folder):
     """`whole(processes)` is the end of an uninterrupted run, the events of each rank, and the seconds it took."""
     known = {}
 
@@ -56,7 +52,7 @@ def whole(start, end_of, folder):
             seconds = time.monotonic() - begun
             paths = [folder / f"whole-{processes}.{rank}" for rank in range(processes)]
             events = [path.read_text().splitlines() for path in paths]
-            known[processes] = end_of(f"whole-{processes}"), events, seconds
+            known[processes] = end_of(store, f"whole-{processes}"), events, seconds
         return known[processes]
 
     return run
@@ -64,8 +60,9 @@ def whole(start, end_of, folder):
 
 def test_an_uninterrupted_run_is_what_is_to_be_shown(whole):
     """It stops early, keeps two of the best, and has every kind of event."""
-    (status, kept, _, series), (events,), _ = whole(1)
-    assert (status, len(kept), len(series["val_loss"]), len(series["test_acc"])) == ("FINISHED", 3, 2, 1)
+    end, (events,), _ = whole(1)
+    assert (end.status, len(end.weights)) == ("FINISHED", 3)
+    assert (len(end.series["val_loss"]), len(end.series["test_acc"])) == (2, 1)
     assert {*WRITING, "after fsync", "before link", "after append", "after deliver"} <= set(events)
 
 
@@ -79,7 +76,7 @@ def test_a_signal_while_a_run_is_opened_is_no_fault_of_the_store(start, whole, n
     assert f"interrupted by {name}" in ended.err
 
 
-def assert_ends_like_whole(start, end_of, whole, processes, kills, name):
+def assert_ends_like_whole(start, store, whole, processes, kills, name):
     """Kills a run at each of some instants, starts it again each time, and compares its end.
 
     An instant is a pair: who dies (ranks as digits), and a fraction of the events of the first of them; or `time`, and
@@ -104,7 +101,7 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name):
             told.append(own[number - 1])
     done = start(name, processes).end()
     assert done.code == 0, done
-    assert end_of(name) == expected, (told, done)
+    assert end_of(store, name) == expected, (told, done)
     assert any(line.startswith("resumes") for line in done.out.splitlines())
 
 
@@ -119,23 +116,23 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name):
         pytest.param([("1", 0.45)], id="one of two", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_ends_like_one_that_was_not(kills, start, end_of, whole):
+def test_a_killed_run_ends_like_one_that_was_not(kills, start, store, whole):
     """Weights, points, the best and their files; one run in the tracker, FINISHED."""
     name = f"killed-{kills[0][0]}-{len(kills)}-{kills[0][1]}"
-    assert_ends_like_whole(start, end_of, whole, 1 + ("1" in kills[0][0]), kills, name)
+    assert_ends_like_whole(start, store, whole, 1 + ("1" in kills[0][0]), kills, name)
 
 
-def test_a_run_killed_as_it_begins_is_none(start, end_of, whole):
+def test_a_run_killed_as_it_begins_is_none(start, store, whole):
     """Once when its first line is written, once while its config is: in the end there is one run."""
     _, (events,), _ = whole(1)
     created = events.index("after append") + 1
     places = [created, events.index("before replace", created) + 1]
     kills = [("0", place / len(events)) for place in places]
-    assert_ends_like_whole(start, end_of, whole, 1, kills, "begins")
+    assert_ends_like_whole(start, store, whole, 1, kills, "begins")
 
 
 @pytest.mark.slow
-def test_twenty_kills(start, end_of, whole):
+def test_twenty_kills(start, store, whole):
     """Ten runs of one process and ten of two, at seeded instants; some inside the writing of a checkpoint."""
     draw = random.Random(4)
     for number in range(20):
@@ -148,4 +145,4 @@ def test_twenty_kills(start, end_of, whole):
             fraction, victims = draw.choice(places) / len(events[0]), "0" if processes == 1 else "01"
         if number % 5 == 1:
             victims = "time"
-        assert_ends_like_whole(start, end_of, whole, processes, [(victims, fraction)], f"kill-{number}")
+        assert_ends_like_whole(start, store, whole, processes, [(victims, fraction)], f"kill-{number}")

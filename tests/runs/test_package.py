@@ -15,11 +15,10 @@ from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = [
-    *(
-        str(path.relative_to(ROOT))
-        for path in [*ROOT.glob("configs/**/*"), *ROOT.glob("examples/**/*"), *ROOT.glob("templates/**/*")]
-        if path.is_file() and path.suffix != ".pyc"
-    ),
+    str(path.relative_to(ROOT))
+    for folder in ("configs", "examples", "templates")
+    for path in ROOT.glob(f"{folder}/**/*")
+    if path.is_file() and path.suffix != ".pyc"
 ]
 
 
@@ -56,11 +55,7 @@ def test_the_wheel_has_the_package_and_its_data(built):
     assert {f"deeplightning/{name}" for name in DATA} <= set(names)
     modules = [path for top in ("deeplightning", "serve") for path in ROOT.glob(f"{top}/**/*.py")]
     assert {str(path.relative_to(ROOT)) for path in modules} <= set(names)
-    assert {
-        "serve/page.html",
-        "serve/docs.html",
-        "deeplightning/report/page.css",
-    } <= set(names)
+    assert {"serve/page.html", "serve/docs.html", "deeplightning/report/page.css"} <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"deeplightning", "serve"}
     assert [name for name in names if name.endswith(".pyc") or "mlruns" in name] == []
 
@@ -83,15 +78,8 @@ def test_the_source_distribution_has_what_the_wheel_is_made_from(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        *DATA,
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "serve/page.html",
-        "serve/docs.html",
-        "conftest.py",
-    } <= names
+    others = {"pyproject.toml", "README.md", "LICENSE", "serve/page.html", "serve/docs.html", "conftest.py"}
+    assert {*DATA, *others} <= names
 
 
 @pytest.mark.parametrize("plugin", sorted(ROOT.glob("plugins/*")), ids=lambda folder: folder.name)

@@ -134,10 +134,10 @@ TABLE = """\
 seed: 7
 data:
   root: ROOT
-  module: {type: deeplightning.data.table.TableData, params: {train: a.csv, target: TARGET}}
+  module: {type: deeplightning.data.table.TableData, params: {train: a.csv, target: [x, y]}}
   batch_size: 16
 model:
-  module: {type: deeplightning.task.TASK}
+  module: {type: deeplightning.task.regression.Regression}
   network: {type: deeplightning.model.table_net.TableNet, params: {num_numbers: 2, num_outputs: 2, width: 16, depth: 1}}
   optimizer: {type: torch.optim.AdamW, params: {lr: 0.01}}
   loss: {type: torch.nn.MSELoss}
@@ -151,9 +151,7 @@ def test_a_run_of_a_table_is_quantized_on_its_own_rows(tmp_path, command, store,
     random = np.random.default_rng(6)
     lines = [f"{a:.3f},{b:.3f},{3 * a - b:.3f},{a + b:.3f}" for a, b in random.normal(size=(300, 2))]
     (tmp_path / "a.csv").write_text("a,b,x,y\n" + "\n".join(lines))
-    config = TABLE.replace("ROOT", str(tmp_path)).replace("STORE", f"'{store}'")
-    config = config.replace("TARGET", "[x, y]").replace("TASK", "regression.Regression")
-    (tmp_path / "table.yaml").write_text(config)
+    (tmp_path / "table.yaml").write_text(TABLE.replace("ROOT", str(tmp_path)).replace("STORE", f"'{store}'"))
     outcome = command("train", tmp_path / "table.yaml", cwd=place)
     assert outcome.code == 0, outcome
     folder = RunFolder(outcome.folder)

@@ -15,7 +15,8 @@ import commands
 import pytest
 from commands import real
 from conftest import OWN, digest
-from killing import FAULT, GOES_WRONG, KILLS, SETTINGS, SLEEPS, WRITING, ends
+from killing import FAULT, GOES_WRONG, KILLS, SETTINGS, SLEEPS, WRITING
+from storm.ended import end_of
 
 from deeplightning.tracking.code import read_code
 
@@ -427,7 +428,7 @@ def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, 
 
 
 @pytest.mark.slow
-def test_twenty_kills(launch, here, end_of, monkeypatch):
+def test_twenty_kills(launch, here, store, monkeypatch):
     """At seeded instants, of one process or both, in one start or two: the end is that of an undisturbed run."""
     monkeypatch.setattr(commands, "LIMIT_SECONDS", 300)  # a launch starts up to three times
     draw = random.Random(8)
@@ -436,7 +437,7 @@ def test_twenty_kills(launch, here, end_of, monkeypatch):
         name = f"undisturbed-{processes}"
         done = launch(*settings(name, processes), restarts=3, processes=processes, **variables(here, name)).end()
         assert done.code == 0, done
-        wholes[processes] = end_of(name)
+        wholes[processes] = end_of(store, name)
         events[processes] = [(here / f"{name}.{rank}").read_text().splitlines() for rank in range(processes)]
     kinds = [WRITING, ("before replace",), ("in the validation",), ("at the end of epoch", "after the validation")]
     for number in range(20):
@@ -450,7 +451,7 @@ def test_twenty_kills(launch, here, end_of, monkeypatch):
         told = variables(here, name) | {"KILL": f"{victim}{others}:{first},{second},-:0,-:0"}
         done = launch(*settings(name, processes), restarts=3, processes=processes, **told).end()
         assert done.code == 0, (told, done)
-        assert end_of(name) == wholes[processes], (told, own[first - 1], done)
+        assert end_of(store, name) == wholes[processes], (told, own[first - 1], done)
 
 
 def settings(name, processes):
@@ -463,8 +464,3 @@ def settings(name, processes):
 
 def variables(here, name):
     return {"EVENTS": str(here / name), "KILL": "-:0,-:0,-:0,-:0"}
-
-
-@pytest.fixture(scope="module")
-def end_of(store, tracked):
-    return ends(store, tracked)

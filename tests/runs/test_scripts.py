@@ -127,30 +127,19 @@ def test_every_script_is_correct_shell(script):
     ],
 )
 def test_train_passes_its_arguments_on(clone, tmp_path, arguments, expected):
-    """Arguments arrive as given, spaces and all; without a config the clone's configs/base.yaml comes first."""
+    """Arguments arrive as given, spaces and all; without a config the clone's configs/base.yaml comes first. The exit
+    code is Python's."""
     (tmp_path / "fold=1.yaml").touch()
-    _, out, _ = clone.run("train.sh", *arguments, cwd=tmp_path)
-    assert out.splitlines() == ["-m", "deeplightning", "train", *(word.format(root=clone.root) for word in expected)]
+    code, out, _ = clone.run("train.sh", *arguments, cwd=tmp_path, STUB_EXIT="5")
+    words = [word.format(root=clone.root) for word in expected]
+    assert (code, out.splitlines()) == (5, ["-m", "deeplightning", "train", *words])
 
 
-@pytest.mark.parametrize(
-    ("script", "command"),
-    [
-        ("monitor.sh", ["-m", "deeplightning", "monitor"]),
-        ("deploy.sh", ["-m", "deeplightning", "serve"]),
-        ("predict.sh", ["-m", "deeplightning", "ask"]),
-    ],
-)
-def test_scripts_pass_their_arguments_on(clone, script, command):
-    """Each script is one Python module with the arguments as they were given."""
-    _, out, _ = clone.run(script, "a b", "--port", "1")
-    assert out.splitlines() == [*command, "a b", "--port", "1"]
-
-
-@pytest.mark.parametrize("script", ["train.sh", "monitor.sh", "deploy.sh", "predict.sh"])
-def test_scripts_pass_the_exit_code_on(clone, script):
-    """What Python ends with, the script ends with."""
-    assert clone.run(script, STUB_EXIT="5")[0] == 5
+@pytest.mark.parametrize(("script", "verb"), [("monitor.sh", "monitor"), ("deploy.sh", "serve"), ("predict.sh", "ask")])
+def test_scripts_pass_their_arguments_and_the_exit_code_on(clone, script, verb):
+    """Each script is one Python module with the arguments as they were given, and ends as that ends."""
+    code, out, _ = clone.run(script, "a b", "--port", "1", STUB_EXIT="5")
+    assert (code, out.splitlines()) == (5, ["-m", "deeplightning", verb, "a b", "--port", "1"])
 
 
 def test_test_runs_every_check(clone):

@@ -149,7 +149,11 @@ def test_a_process_may_be_forked_after_it_has_answered(run):
         ({"max_batch": 0}, ValueError, "max_batch is 0; it must be from 1 to 1024"),
         ({"max_bach": 4}, TypeError, "max_bach"),
         ({"precision": "int8", "device": "cuda"}, OptionError, "int8 is for the CPU"),
-        ({"precision": "int8"}, BundleError, "has no model.int8.onnx"),
+        (
+            {"precision": "int8"},
+            BundleError,
+            "with serve.precision int8 in the run's config, `deeplightning serve RUN` writes it; --precision fp32 does",
+        ),
     ],
     ids=["range", "name", "pair", "model"],
 )

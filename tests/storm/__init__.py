@@ -42,15 +42,8 @@ KINDS = (
 
 
 def load_kinds() -> dict[str, ModuleType]:
-    """The modules by their names; those that are not there are left out."""
-    found = {}
-    for name in KINDS:
-        try:
-            found[name] = importlib.import_module(f"storm.kinds.{name}")
-        except ModuleNotFoundError as missing:
-            if missing.name != f"storm.kinds.{name}":
-                raise
-    return found
+    """The modules by their names."""
+    return {name: importlib.import_module(f"storm.kinds.{name}") for name in KINDS}
 
 
 def preload(modules: dict[str, ModuleType]) -> list[str]:

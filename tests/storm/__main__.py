@@ -126,8 +126,7 @@ def _as_commands_have_it() -> None:
     from commands import environment
 
     kept = environment()
-    for name in set(os.environ) - set(kept):
-        del os.environ[name]
+    os.environ.clear()
     os.environ.update(kept)
 
 

@@ -5,7 +5,6 @@ Of anything else any part may be there: a write wholly, in its first sectors, as
 half of the states names are kept in order, as the journals of ext4 and XFS keep them.
 """
 
-import hashlib
 import os
 import random
 import shutil
@@ -92,25 +91,20 @@ class Disk:
             len(node.writes) - node.durable for node in files.values()
         )
 
-    def state(self, draw: random.Random | None, share: float = 0.5, in_order: bool = False) -> dict[str, bytes | None]:
+    def state(self, draw: random.Random, share: float, in_order: bool = False) -> dict[str, bytes | None]:
         """A state of the disk: the content of each file by its path, None for folders.
 
         Args:
-            draw: decides what is kept of what is not durable; None: all with `share` 1, nothing with 0.
-            share: that is kept on average.
+            draw: decides what is kept of what is not durable.
+            share: that is kept on average; 0: nothing.
             in_order: of changes of names the first ones are kept.
         """
-
-        def keeps() -> bool:
-            return draw.random() < share if draw is not None else share >= 1
-
-        waiting = sum(not change.is_durable for change in self.changes)
-        cut = draw.randint(0, waiting) if draw is not None else 0
+        cut = draw.randint(0, sum(not change.is_durable for change in self.changes))
         names: dict[tuple[int, str], Node | None] = {}
         for change in self.changes:
             if not change.is_durable:
                 cut -= 1
-                if not (cut >= 0 if in_order and draw is not None else keeps()):
+                if not (cut >= 0 if in_order else draw.random() < share):
                     continue
             for folder, name, node in change.names:
                 names[id(folder), name] = node
@@ -127,7 +121,7 @@ class Disk:
                     walk(node, f"{own}/")
                 else:
                     if id(node) not in contents:
-                        contents[id(node)] = _content(node, draw, share)
+                        contents[id(node)] = content_of(node, draw, share)
                     found[own] = contents[id(node)]
 
         walk(self.top, "")
@@ -156,14 +150,13 @@ class Disk:
             change.is_durable |= change.folder is node
 
 
-def _content(node: Node, draw: random.Random | None, share: float) -> bytes:
+def content_of(node: Node, draw: random.Random | None = None, share: float = 1.0) -> bytes:
+    """The content of a file, as `draw` decides on writes that are not durable; None: of all its writes."""
     content = bytearray()
     for number, (offset, data) in enumerate(node.writes):
         how = "kept"
-        if number >= node.durable:
-            how = "kept" if (draw.random() < share if draw is not None else share >= 1) else "dropped"
-            if draw is not None and how == "dropped":
-                how = draw.choice(["dropped", "torn", "zeros"])
+        if draw is not None and number >= node.durable and draw.random() >= share:
+            how = draw.choice(["dropped", "torn", "zeros"]) if share else "dropped"
         if how == "dropped":
             continue
         if data is None:
@@ -184,14 +177,6 @@ def replay(root: Path, calls: Sequence[Call]) -> Disk:
     for call in calls:
         disk.apply(call)
     return disk
-
-
-def digest(state: dict[str, bytes | None]) -> str:
-    """What tells two states apart."""
-    total = hashlib.sha256()
-    for path, content in sorted(state.items()):
-        total.update(f"{path}\0{'' if content is None else hashlib.sha256(content).hexdigest()}\n".encode())
-    return total.hexdigest()
 
 
 def restore(state: dict[str, bytes | None], root: Path) -> None:

@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from commands import Outcome
 from tiny import digest
 
-from storm.place import expect
+from storm.place import Place, expect
 
 FILES = ("bundle/weights.safetensors", "bundle/model.onnx", "test_predictions.csv", "val_results.json")
 """That are the same byte for byte, where a run has them."""
@@ -32,23 +36,65 @@ class End:
     series: dict[str, list[list[float]]]
     points: Any
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
     def differs(self, other: "End") -> str:
         """Where it differs, in words."""
-        mine, theirs = self.plain(), other.plain()
-        found = []
-        for name in mine:
-            if mine[name] == theirs[name]:
-                continue
-            if not isinstance(mine[name], dict) or not isinstance(theirs[name], dict):
-                found.append(f"{name}: {mine[name]} instead of {theirs[name]}")
-                continue
-            for key in mine[name].keys() | theirs[name].keys():
-                if (one := mine[name].get(key)) != (two := theirs[name].get(key)):
-                    found.append(f"{name}/{key}: {one} instead of {two}")
-        return "; ".join(text[:600] for text in found)
+        mine, theirs = self._values(), other._values()
+        names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+        return "; ".join(f"{name}: {mine.get(name)} instead of {theirs.get(name)}"[:600] for name in names)
+
+    def _values(self) -> dict[str, object]:
+        """The status, and each value of the mappings by a name of its own."""
+        parts = [(name, part) for name, part in asdict(self).items() if name != "status"]
+        return {"status": self.status} | {f"{name}/{key}": value for name, part in parts for key, value in part.items()}
+
+
+@dataclass
+class Whole:
+    """A run that nothing disturbed: its folder, the seconds that it took, and its end."""
+
+    folder: Path
+    seconds: float
+    end: End
+
+
+def undisturbed(place: Place, experiment: str, run: Callable[[Path], Sequence[Outcome]], name: str = "whole") -> Whole:
+    """A run that nothing disturbs, which the first case that needs it makes for all of its kind.
+
+    Args:
+        run: makes it in a folder, on a store `mlruns` there.
+
+    Raises:
+        Broken: it fails.
+    """
+
+    def make(folder: Path) -> None:
+        begun = time.monotonic()
+        ended = run(folder)
+        seconds = time.monotonic() - begun
+        expect(all(each.code == 0 for each in ended), f"the run that nothing disturbs ({name}) fails", *ended)
+        end = asdict(end_of(folder / "mlruns", experiment))
+        (folder / "end.json").write_text(json.dumps({"end": end, "seconds": seconds}))
+
+    folder = place.once(name, make)
+    known = json.loads((folder / "end.json").read_text())
+    return Whole(folder, known["seconds"], End(**known["end"]))
+
+
+def expect_readable(paths: Iterable[Path], *seen: object) -> None:
+    """Raises `Broken` where a file of these is torn; what is still being written has a name with a dot."""
+    for path in paths:
+        fault: object = None
+        try:
+            if path.suffix in (".json", ".ipynb"):
+                json.loads(path.read_text())
+            elif path.suffix in (".zip", ".ckpt"):
+                with zipfile.ZipFile(path) as archive:
+                    fault = archive.testzip()
+            elif path.name == "cfg.yaml" and not ("logger:" in (text := path.read_text()) and text.endswith("\n")):
+                fault = "its end is missing"
+        except (ValueError, zipfile.BadZipFile) as error:
+            fault = error
+        expect(fault is None, f"{path} is torn: {fault}", *seen)
 
 
 def end_of(store: Path, experiment: str = "Default", run_id: str | None = None) -> End:

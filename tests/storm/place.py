@@ -43,11 +43,11 @@ class Place:
         """The same, until its end."""
         return self.start(*arguments, **options).end()
 
-    def config(self, store: Path | str | None = None, folder: Path | None = None) -> Path:
-        """Writes the tiny config, on a store of the case unless another is named, with the own code beside it."""
+    def config(self, folder: Path | None = None) -> Path:
+        """Writes the tiny config, on a store beside it, and the own code."""
         folder = folder or self.folder
         path = folder / "tiny.yaml"
-        path.write_text(TINY.replace("STORE", str(store or folder / "mlruns")))
+        path.write_text(TINY.replace("STORE", str(folder / "mlruns")))
         (folder / "own.py").write_text(OWN)
         return path
 

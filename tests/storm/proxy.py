@@ -1,18 +1,22 @@
 """A TCP proxy that does what a file says: passes on, stalls, resets, answers 500, loses answers; and MLflow's server.
 
-Both run in processes that are forked here. `Proxy.mode` is written by whoever has a fault in mind, and holds for open
-connections too.
+Both run in processes that are forked here. Whoever has a fault in mind sets the mode, which holds for open connections
+too.
 """
 
 import contextlib
+import multiprocessing
 import os
 import select
-import signal
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+
+from commands import free_port
 
 MODES = ("pass", "refuse", "stall", "reset", "error", "lose", "slow")
 """`lose` hands the request on, and resets the connection instead of the answer."""
@@ -21,29 +25,16 @@ _ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection
 _RESET = struct.pack("ii", 1, 0)
 
 
-def free_port() -> int:
-    """A port of loopback that nothing listens at."""
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
-
-
-class Forked:
-    """A function in a process of its own, until `end`."""
-
-    def __init__(self, function, *arguments: object):
-        if (pid := os.fork()) == 0:
-            try:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                function(*arguments)
-            finally:
-                os._exit(1)
-        self.pid = pid
-
-    def end(self) -> None:
-        """Kills it."""
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+@contextlib.contextmanager
+def forked(function: Callable[..., None], *arguments: object) -> Iterator[ForkProcess]:
+    """A function in a process of its own, which is killed at the end of the block."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def serve_mlflow(folder: Path, port: int) -> None:
@@ -74,13 +65,11 @@ def wait_for(port: int, seconds: float = 60) -> None:
 
 
 class Proxy:
-    """Listens at a port of its own before another one."""
+    """Listens at a port of its own before another one, while `listen` runs."""
 
     def __init__(self, folder: Path, target: int):
-        self.port, self._file = free_port(), folder / "mode"
+        self.port, self._target, self._file = int(free_port()), target, folder / "mode"
         self.set("pass")
-        self._process = Forked(_listen, self.port, target, self._file)
-        wait_for(self.port)
 
     def set(self, mode: str) -> None:
         """What it does from now on, one of `MODES`."""
@@ -88,30 +77,22 @@ class Proxy:
         beside.write_text(mode)
         beside.rename(self._file)
 
-    def end(self) -> None:
-        """Ends it."""
-        self._process.end()
-
-
-def _listen(port: int, target: int, file: Path) -> None:
-    listener = None
-    while True:
-        mode = file.read_text()
-        if mode == "refuse" and listener is not None:
-            listener.close()
-            listener = None
-        elif mode != "refuse" and listener is None:
-            listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", port))
-            listener.listen(64)
-        if listener is None:
-            time.sleep(0.02)
-            continue
-        ready, _, _ = select.select([listener], [], [], 0.02)
-        if ready:
-            client, _ = listener.accept()
-            threading.Thread(target=_carry, args=(client, target, file), daemon=True).start()
+    def listen(self) -> None:
+        """Takes connections, but while it refuses."""
+        listener = None
+        while True:
+            if self._file.read_text() == "refuse":
+                if listener is not None:
+                    listener.close()
+                listener = None
+                time.sleep(0.02)
+                continue
+            if listener is None:
+                listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
+            ready, _, _ = select.select([listener], [], [], 0.02)
+            if ready:
+                client, _ = listener.accept()
+                threading.Thread(target=_carry, args=(client, self._target, self._file), daemon=True).start()
 
 
 def _carry(client: socket.socket, target: int, file: Path) -> None:

@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,8 +154,3 @@ def _calls(content: bytes) -> Iterator[Call]:
             at += size
         names = [os.fsdecode(part) for part in parts[:2]]
         yield Call(KINDS[kind], number, error, inode, offset, *names, parts[2])
-
-
-def counts(calls: Sequence[Call]) -> dict[str, int]:
-    """How many calls of each kind there are."""
-    return {kind: sum(call.kind == kind for call in calls) for kind in KINDS}

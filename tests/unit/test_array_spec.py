@@ -5,7 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from deeplightning.array_spec import ArrayError, ArraySpec, read_npy
+from deeplightning.array_spec import ArrayError, ArraySpec, read_npy, read_signal
+from deeplightning.table_spec import rows_of_csv
 
 SPEC = ArraySpec((2, 3), (1.0, 10.0), (2.0, 5.0))
 
@@ -72,6 +73,15 @@ def test_a_file_that_announces_more_than_it_has_takes_no_memory():
         for given in (head.replace(b"(1,)", text), head.replace(b"{", b"[")):
             with pytest.raises(ArrayError):
                 read_npy(given + b"\0" * 8)
+
+
+def test_a_first_line_with_a_gap_is_no_header(tmp_path):
+    """`nan` and `inf` are data: a signal keeps its first step, and a table the header above such a row."""
+    path = tmp_path / "a.csv"
+    for text, steps in (("nan,1\n2,inf\n", 2), ("left,right\nnan,1\n", 1)):
+        path.write_text(text)
+        assert read_signal(path).shape == (2, steps)
+    assert [*rows_of_csv("# a,b\nnan,nan\n1,2\n")[1]] == ["# a", "b"]
 
 
 def test_a_spec_travels_as_plain_types():

@@ -5,7 +5,6 @@ import base64
 import json
 import os
 import shutil
-from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -88,65 +87,12 @@ def other_last_answer(card):
     answers(*given[:3], given[3, ::-1])(card)
 
 
-def linked(name):
-    """Return a function that replaces a file by a link to the same content outside the folder."""
-
-    def damage(folder):
-        (folder / name).replace(folder.parent / name)
-        (folder / name).symlink_to(folder.parent / name)
-
-    return damage
-
-
-def model_of(build):
-    """Return a function that replaces the bundle's model and updates the digests."""
-
-    def damage(folder):
-        import onnx.helper as helper
-
-        inputs = [helper.make_tensor_value_info("images", 2, ["batch", 3, 8, 8])]
-        outputs = [helper.make_tensor_value_info("probabilities", 1, ["batch", 3])]
-        graph = build(helper, inputs, outputs)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-        (folder / "model.onnx").write_bytes(model.SerializeToString())
-        digest = sha256(model.SerializeToString()).hexdigest()
-        edited(lambda card: card["files"].update({"model.onnx": digest}))(folder)
-
-    return damage
-
-
-def reading_outside(location):
-    """Return a builder of a graph that reads a weight from an outside file, as a hostile one would to leak it."""
-
-    def build(helper, inputs, outputs):
-        weight = helper.make_tensor("weight", 1, [1], np.ones(1, np.float32).tobytes(), raw=True)
-        weight.ClearField("raw_data")
-        weight.data_location = 1
-        weight.external_data.add(key="location", value=location)
-        nodes = [
-            helper.make_node("Cast", ["images"], ["floats"], to=1),
-            helper.make_node("ReduceMean", ["floats", "axes"], ["means"], keepdims=0),
-            helper.make_node("Add", ["means", "weight"], ["probabilities"]),
-        ]
-        axes = helper.make_tensor("axes", 7, [2], [2, 3])
-        return helper.make_graph(nodes, "outside", inputs, outputs, [weight, axes])
-
-    return build
-
-
-def of_other_shape(helper, inputs, outputs):
-    nodes = [helper.make_node("Cast", ["images"], ["probabilities"], to=1)]
-    return helper.make_graph(nodes, "other", inputs, [helper.make_tensor_value_info("probabilities", 1, None)])
-
-
-# What a card may say wrongly is in `hostile/bundles.jsonl`.
+# What a card may say wrongly, what may stand in the place of a file, and other graphs are in `hostile/bundles.jsonl`.
 DAMAGES = {
     "no folder": (shutil.rmtree, "There is no folder"),
     "no bundle.json": (lambda folder: (folder / "bundle.json").unlink(), "`deeplightning export RUN` writes one"),
-    "no model": (lambda folder: (folder / "model.onnx").unlink(), "no readable model.onnx"),
     "flipped model": (flipped("model.onnx"), "model.onnx is not the file that was exported"),
     "cut model": (lambda folder: os.truncate(folder / "model.onnx", 100), "model.onnx is not the file"),
-    "linked model": (linked("model.onnx"), "has in model.onnx a link out of its folder"),
     "cut JSON": (lambda folder: os.truncate(folder / "bundle.json", 300), "is not JSON"),
     "deep JSON": (written(b"[" * 100_000), "is not JSON"),
     "vast JSON": (lambda folder: os.truncate(folder / "bundle.json", 10**9), "a bundle.json of more than 32,000,000"),
@@ -154,7 +100,6 @@ DAMAGES = {
         edited(lambda card: card["labels"].reverse(), has_digest=False),
         "is damaged: bundle.json was changed since its export; write it again with `deeplightning export RUN`",
     ),
-    "other digest": (edited(lambda card: card["files"].update({"model.onnx": "0"})), "is not the file that was exp"),
     "no digest": (edited(lambda card: card.pop("digest"), has_digest=False), "was changed"),
     "nan": (written(b'{"format": 2, "run": NaN}'), "is not JSON"),
     "golden": (edited(other_last_answer), "answers golden sample 3 otherwise than when it was exported: probabilities"),
@@ -162,20 +107,15 @@ DAMAGES = {
         edited(lambda card: card["golden"]["pictures"].__setitem__(-1, encoded(picture(size=(9, 9))))),
         "Golden sample 3",
     ),
-    "outside": (model_of(reading_outside("../secret")), "ONNX Runtime does not take the model"),
-    "outside absolute": (model_of(reading_outside("/etc/hostname")), "ONNX Runtime does not take the model"),
-    "other shape": (model_of(of_other_shape), "probabilities"),
     "no bundle": (lambda folder: [file.unlink() for file in folder.iterdir()], "There is no bundle in"),
 }
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_bundle_is_refused_in_one_sentence(run_folder, tmp_path, capfd, monkeypatch, damage, words):
+def test_a_damaged_bundle_is_refused_in_one_sentence(run_folder, tmp_path, capfd, damage, words):
     """A damaged bundle is refused with exit code 4 and a sentence that says what is wrong and where."""
     folder = tmp_path / "bundle"
     shutil.copytree(run_folder.bundle, folder)
-    (tmp_path / "secret").write_bytes(np.ones(1, np.float32).tobytes())
-    monkeypatch.chdir(tmp_path)
     damage(folder)
     with pytest.raises(BundleError) as caught:
         Bundle.open(folder)
@@ -186,26 +126,8 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(run_folder, tmp_path, capfd
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", ".", "", "a/../b", "a\0b"])
-def test_a_bundle_may_only_list_its_own_files(run_folder, tmp_path, name):
-    """A bundle that lists an outside file is refused before that file's digest is computed."""
-    folder = tmp_path / "bundle"
-    shutil.copytree(run_folder.bundle, folder)
-    edited(lambda card: card["files"].update({name: "0"}))(folder)
-    with pytest.raises(BundleError, match="which is no file name"):
-        Bundle.open(folder)
-
-
-def shrinking(helper, inputs, _):
-    nodes = [
-        helper.make_node("Cast", ["images"], ["floats"], to=1),
-        helper.make_node("ReduceMean", ["floats"], ["pictures"], axes=[2, 3]),
-    ]
-    return helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("pictures", 1, ["batch", 3, 1, 1])])
-
-
 def test_a_bundle_answers_with_pictures(tmp_path):
-    """A task that answers with pictures gives numbers from 0 to 1; labels, or pictures of another size, are refused."""
+    """A task that answers with pictures gives numbers from 0 to 1; labels are refused."""
     folder = negative_run(tmp_path).bundle
     bundle = Bundle.open(folder)
     assert (bundle.task, bundle.labels) == ("image_reconstruction", [])
@@ -214,8 +136,4 @@ def test_a_bundle_answers_with_pictures(tmp_path):
     np.testing.assert_allclose(answers * 255, 255 - SAMPLES[:3].astype(np.float32), atol=1e-4)
     edited(lambda card: card.update(labels=["red"]))(folder)
     with pytest.raises(BundleError, match="none for pictures"):
-        Bundle.open(folder)
-    edited(lambda card: card.update(labels=[]))(folder)
-    model_of(shrinking)(folder)
-    with pytest.raises(BundleError, match="pictures"):
         Bundle.open(folder)

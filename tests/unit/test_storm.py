@@ -216,10 +216,8 @@ def test_damage_changes_a_file(tmp_path, seed):
 
 
 def test_every_kind_has_what_the_framework_asks_for():
-    """Those that are there; none imports torch or Lightning at its top."""
-    found = storm.load_kinds()
-    assert {"kills", "search", "mutations", "together", "tracking", "limits", "ranks"} <= found.keys() <= {*storm.KINDS}
-    for name, module in found.items():
+    """None imports torch or Lightning at its top."""
+    for name, module in storm.load_kinds().items():
         assert module.WHAT, name
         assert module.HOUR > 0, name
         assert callable(module.case), name

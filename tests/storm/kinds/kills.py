@@ -7,7 +7,6 @@ while it trains ends with the exit code of the signal.
 """
 
 import contextlib
-import json
 import random
 import signal
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from commands import Running
 from killing import KILLS, SETTINGS, WRITING
 
-from storm.ended import End, end_of
+from storm.ended import end_of, undisturbed
 from storm.place import Place, expect
 
 WHAT = "kill -9 at any instant of training, validation, checkpoint, export and end; resumed; up to five times"
@@ -42,15 +41,19 @@ def case(draw: random.Random, place: Place) -> str:
     """One run, killed up to five times."""
     (variant,) = draw.choices(list(VARIANTS), [weight for weight, _, _ in VARIANTS.values()])
     _, processes, _ = VARIANTS[variant]
-    whole = place.once(f"whole-{variant}", lambda folder: _whole(place, folder, variant))
-    known = json.loads((whole / "end.json").read_text())
-    events = [(whole / f"events.{rank}").read_text().splitlines() for rank in range(processes)]
+    whole = undisturbed(
+        place,
+        EXPERIMENT,
+        lambda folder: [_start(place, _prepare(place, folder), variant).end()],
+        f"whole-{variant}",
+    )
+    events = [(whole.folder / f"events.{rank}").read_text().splitlines() for rank in range(processes)]
     config = _prepare(place, place.folder)
     told = []
     for _ in range(draw.randint(1, 5)):
         how = draw.choice(["event", "event", "writing", "time", "signal"])
         if how == "time":
-            delay = draw.random() * known["seconds"]
+            delay = draw.random() * whole.seconds
             running = _start(place, config, variant)
             time.sleep(delay)
             for rank in range(processes):
@@ -73,21 +76,18 @@ def case(draw: random.Random, place: Place) -> str:
     done = _start(place, config, variant).end()
     what = f"{variant}: {', '.join(told)}"
     expect(all(each.code == 0 for each in done.ranks or [done]), "the run that resumes does not end with 0", what, done)
-    end = end_of(place.folder / "mlruns", EXPERIMENT)
-    expected = End(**known["end"])
-    expect(end == expected, f"a run that was killed ends otherwise: {end.differs(expected)}", what, done)
+    differs = end_of(place.folder / "mlruns", EXPERIMENT).differs(whole.end)
+    expect(not differs, f"a run that was killed ends otherwise: {differs}", what, done)
     return what
 
 
-def _signalled(
-    draw: random.Random, place: Place, config: Path, variant: str, events: list[str], **variables: str
-) -> str:
+def _signalled(draw: random.Random, place: Place, config: Path, variant: str, events: list[str]) -> str:
     """Sends every process a signal after a batch of the first half of the training, counted from where it resumes."""
     name, processes = draw.choice(["SIGTERM", "SIGINT"]), VARIANTS[variant][1]
     batches = [number for number, event in enumerate(events, 1) if event.startswith("after batch")]
     number = draw.choice(batches[: len(batches) // 2])
     (place.folder / "events.0").unlink(missing_ok=True)
-    ended = _start(place, config, variant, KILL=f"{'01'[:processes]}:{number}", HOW=name, **variables).end()
+    ended = _start(place, config, variant, KILL=f"{'01'[:processes]}:{number}", HOW=name).end()
     codes, own = {each.code for each in ended.ranks or [ended]}, {"SIGTERM": 143, "SIGINT": 130}[name]
     # What resumes late has fewer events than the number, or others in their place, and may end before.
     log = (place.folder / "events.0").read_text().splitlines()
@@ -113,13 +113,3 @@ def _start(place: Place, config: Path, variant: str, **variables: str) -> Runnin
     folder = config.parent
     events = str(folder / "events")
     return place.start("train", config, *overrides, cwd=folder, ranks=processes, EVENTS=events, **variables)
-
-
-def _whole(place: Place, folder: Path, variant: str) -> None:
-    """The run that nothing disturbs: its end, the events of each process, and the seconds that it takes."""
-    begun = time.monotonic()
-    done = _start(place, _prepare(place, folder), variant).end()
-    seconds = time.monotonic() - begun
-    expect(done.code == 0, f"the run that nothing disturbs ({variant}) does not end with 0", done)
-    end = end_of(folder / "mlruns", EXPERIMENT)
-    (folder / "end.json").write_text(json.dumps({"end": end.plain(), "seconds": seconds}))

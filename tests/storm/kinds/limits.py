@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from storm.ended import End, end_of, folder_of, names_of, statuses
+from storm.ended import end_of, folder_of, names_of, statuses, undisturbed
 from storm.place import Place, expect
 
 WHAT = (
@@ -38,14 +38,16 @@ KINDS = ("files", "size", "memory", "disk", "disk", "tmp", "home", "closed home"
 
 def case(draw: random.Random, place: Place) -> str:
     """One limit, at one moment."""
-    whole = place.once("whole", lambda folder: _whole(place, folder))
-    known = json.loads((whole / "end.json").read_text())
-    expected, seconds = End(**known["end"]), known["seconds"]
+    whole = undisturbed(
+        place,
+        EXPERIMENT,
+        lambda folder: [place.run("train", place.config(folder=folder), *SETTINGS, cwd=folder)],
+    )
     what = draw.choice(KINDS)
     if what in ("disk", "tmp", "closed home") and not _can_mount(place.folder / "probe"):
         place.count = 0
         return f"{what}: not tried, since mounting needs the rights of root"
-    after = round(draw.uniform(0, seconds), 2)
+    after = round(draw.uniform(0, whole.seconds), 2)
     store, config = place.folder / "mlruns", place.config()
     told = f"{what} after {after} s"
     variables: dict[str, str] = {}
@@ -108,18 +110,9 @@ def case(draw: random.Random, place: Place) -> str:
             names = names_of(folder_of(store, run))
             recorded = [name for name in names if name == "cfg.yaml" or name.endswith(".ckpt")]
             expect(status == "FAILED" and not recorded, f"{told}: another run is {status}", names, done, again)
-    end = end_of(store, EXPERIMENT, again.folder.parent.name)
-    expect(end == expected, f"{told}: the end is another: {end.differs(expected)}", done, again)
+    differs = end_of(store, EXPERIMENT, again.folder.parent.name).differs(whole.end)
+    expect(not differs, f"{told}: the end is another: {differs}", done, again)
     return f"{told}: {'held' if done.code == 0 else f'exit code {done.code}, resumed'}"
-
-
-def _whole(place: Place, folder: Path) -> None:
-    begun = time.monotonic()
-    done = place.run("train", place.config(folder=folder), *SETTINGS, cwd=folder)
-    seconds = time.monotonic() - begun
-    expect(done.code == 0, "the run that nothing disturbs fails", done)
-    end = end_of(folder / "mlruns", EXPERIMENT)
-    (folder / "end.json").write_text(json.dumps({"end": end.plain(), "seconds": seconds}))
 
 
 def _can_mount(folder: Path) -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -19,7 +20,10 @@ from typing import Any
 from killing import SETTINGS
 
 from storm.mutate import damage
-from storm.place import Broken, Place, expect
+from storm.place import Place, expect
+
+Target = Callable[[random.Random, Path, Path], bool]
+"""Damages a copy of what lies in the folder of the originals, and reads it; whether that was caught."""
 
 WHAT = "flipped bits, cut ends, swapped parts in checkpoint, pieces, bundle, code, metrics, cache, store"
 HOUR = 10_000
@@ -42,73 +46,60 @@ def case(draw: random.Random, place: Place) -> str:
     return f"{name}: {caught} of {place.count} caught, the others without effect"
 
 
-def _read(what: str, read: Callable[[], Any], codes: tuple[int, ...], expected: Any) -> bool:
-    """Reads what is damaged; whether that was caught.
+def _damaged(draw: random.Random, source: Path, copy: Path, pattern: str = "") -> str:
+    """Copies a folder, and damages one of its files whose name has the pattern, perhaps by parts of the others; returns
+    what was done."""
+    shutil.copytree(source, copy)
+    files = [path for path in sorted(copy.rglob("*")) if path.is_file() and re.search(pattern, path.name)]
+    path = draw.choice([path for path in files if path.stat().st_size])
+    return damage(draw, path, [other for other in files if other != path])
 
-    Raises:
-        Broken: it answers otherwise than the original, or fails with another error.
-    """
-    try:
-        found = read()
-    except Exception as error:
-        code = getattr(error, "exit_code", None)
-        if code not in codes:
-            raise Broken(f"{what}: {type(error).__name__} (exit code {code}): {error!s:.500}") from error
-        return True
-    expect(found == expected, f"{what}: it is believed, and answers otherwise", f"{found!s:.500}", f"{expected!s:.500}")
-    return False
+
+def _code_of(error: Exception, what: str, *codes: int) -> int:
+    """The exit code of an error. Raises `Broken` unless it is one of these."""
+    code = getattr(error, "exit_code", 0)
+    expect(code in codes, f"{what}: {type(error).__name__} (exit code {code}): {error!s:.500}")
+    return code
 
 
 # ---- targets
 
 
-def _checkpoint(draw: random.Random, whole: Path, copy: Path) -> bool:
+def _refused_or_equal(name: str, read: Callable[[Path], Any]) -> Target:
+    """A folder of the originals that, damaged, is refused with exit code 4, or read as the original is."""
+
+    def target(draw: random.Random, whole: Path, copy: Path) -> bool:
+        expected, what = read(whole / name), _damaged(draw, whole / name, copy)
+        try:
+            found = read(copy)
+        except Exception as error:
+            return bool(_code_of(error, what, 4))
+        expect(
+            found == expected, f"{what}: it is believed, and read otherwise", f"{found!s:.500}", f"{expected!s:.500}"
+        )
+        return False
+
+    return target
+
+
+def _checkpoints(folder: Path) -> Any:
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
-    copy.mkdir()
-    source, other = whole / "one" / "last.ckpt", whole / "one" / "best.ckpt"
-    path = Path(shutil.copy(source, copy / "last.ckpt"))
-    what = damage(draw, path, [other])
-    return _read(what, lambda: _plain(read_checkpoint(path)), (4,), _plain(read_checkpoint(source)))
+    return [_plain(read_checkpoint(path)) for path in sorted(folder.glob("*.ckpt"))]
 
 
-def _pieces(draw: random.Random, whole: Path, copy: Path) -> bool:
-    from deeplightning.engine.checkpoint_io import read_checkpoint
-
-    source = whole / "two"
-    shutil.copytree(source, copy)
-    files = [path for path in sorted(copy.rglob("*")) if path.is_file()]
-    path = draw.choice(files)
-    what = damage(draw, path, [other for other in files if other != path])
-    return _read(
-        what, lambda: _plain(read_checkpoint(copy / "last.ckpt")), (4,), _plain(read_checkpoint(source / "last.ckpt"))
-    )
-
-
-def _bundle(draw: random.Random, whole: Path, copy: Path) -> bool:
+def _bundle(folder: Path) -> Any:
     from serve.bundle import Bundle
 
-    def answers(folder: Path) -> Any:
-        opened = Bundle.open(folder)
-        name = opened.session.get_inputs()[0].name
-        return opened.labels, opened.session.run(None, {name: opened.samples})[0].tobytes()
-
-    source = whole / "one" / "bundle"
-    shutil.copytree(source, copy)
-    files = [path for path in sorted(copy.rglob("*")) if path.is_file()]
-    path = draw.choice(files)
-    what = damage(draw, path, [other for other in files if other != path])
-    return _read(what, lambda: answers(copy), (4,), answers(source))
+    opened = Bundle.open(folder)
+    name = opened.session.get_inputs()[0].name
+    return opened.labels, opened.session.run(None, {name: opened.samples})[0].tobytes()
 
 
-def _code(draw: random.Random, whole: Path, copy: Path) -> bool:
+def _code(folder: Path) -> Any:
     from deeplightning.tracking.code import read_code
 
-    copy.mkdir()
-    source = whole / "one" / "code.zip"
-    path = Path(shutil.copy(source, copy / "code.zip"))
-    what = damage(draw, path, [])
-    return _read(what, lambda: read_code(path), (4,), read_code(source))
+    return read_code(folder / "code.zip")
 
 
 def _metrics(draw: random.Random, whole: Path, copy: Path) -> bool:
@@ -128,8 +119,7 @@ def _metrics(draw: random.Random, whole: Path, copy: Path) -> bool:
     try:
         told = list(sync(copy))
     except Exception as error:
-        expect(getattr(error, "exit_code", None) == 3, f"{what}: {type(error).__name__}: {error}")
-        return True
+        return bool(_code_of(error, what, 3))
     points = []
     if (copy / "mlflow.db").stat().st_size:
         with closing(sqlite3.connect(copy / "mlflow.db")) as database:
@@ -142,13 +132,9 @@ def _metrics(draw: random.Random, whole: Path, copy: Path) -> bool:
 
 def _cache(draw: random.Random, whole: Path, copy: Path) -> bool:
     """The pictures are always those that decoding gives."""
-    source = whole / "cache"
-    shutil.copytree(source, copy)
-    files = [path for path in sorted(copy.rglob("*")) if path.name in ("pixels", "index")]
-    path = draw.choice([path for path in files if path.stat().st_size])
-    what = damage(draw, path, [other for other in files if other != path])
+    what = _damaged(draw, whole / "cache", copy, "^(pixels|index)$")
     expected = json.loads((whole / "pictures.json").read_text())
-    _read(what, lambda: _pictures(whole / "pictures", copy), (), expected)
+    expect(_pictures(whole / "pictures", copy) == expected, f"{what}: it is believed, and the pictures are others")
     return False
 
 
@@ -156,27 +142,25 @@ def _store(draw: random.Random, whole: Path, copy: Path) -> bool:
     """SQLite has no check sums: what is promised is a note with exit code 3, or a listing; nothing worse."""
     from deeplightning.cli.listing import listing
 
-    copy.mkdir()
-    path = Path(shutil.copy(whole / "mlruns" / "mlflow.db", copy / "mlflow.db"))
-    what = damage(draw, path, [])
+    what = _damaged(draw, whole / "store", copy)
     try:
         listing(str(copy))
     except Exception as error:
-        code = getattr(error, "exit_code", None)
-        expect(code == 3, f"{what}: {type(error).__name__} (exit code {code}): {error!s:.500}")
-        return True
+        return bool(_code_of(error, what, 3))
     return False
 
 
-TARGETS: dict[str, tuple[int, Callable[[random.Random, Path, Path], bool]]] = {
-    "checkpoint": (4, _checkpoint),
-    "pieces": (3, _pieces),
-    "bundle": (2, _bundle),
-    "code": (2, _code),
+TARGETS: dict[str, tuple[int, Target]] = {
+    "checkpoint": (4, _refused_or_equal("one", _checkpoints)),
+    "pieces": (3, _refused_or_equal("two", _checkpoints)),
+    "bundle": (2, _refused_or_equal("bundle", _bundle)),
+    "code": (2, _refused_or_equal("code", _code)),
     "metrics": (4, _metrics),
     "cache": (4, _cache),
     "store": (2, _store),
 }
+"""Weight and target."""
+
 SLOW = ("bundle",)
 
 
@@ -204,30 +188,49 @@ def _make(place: Place, folder: Path) -> None:
     usual = [*SETTINGS, "data.num_workers=0", "train.num_epochs=2", "train.export=true"]
     done = place.run("train", config, *usual, cwd=folder)
     expect(done.code == 0, "the original run fails", done)
-    (folder / "one").symlink_to(done.folder)
+    shutil.copytree(done.folder / "bundle", folder / "bundle")
+    for name, files in {"one": ["last.ckpt", "best.ckpt"], "code": ["code.zip"]}.items():
+        (folder / name).mkdir()
+        for file in files:
+            shutil.copy(done.folder / file, folder / name)
     engine = ["engine.processes=2", "engine.backend=fsdp", "data.batch_size=8", "train.num_epochs=1"]
     shared = place.run("train", config, *engine, cwd=folder, ranks=2)
     expect(shared.code == 0, "the original run of two processes fails", shared)
     (folder / "two").mkdir()
     shutil.copy(shared.folder / "last.ckpt", folder / "two")
     shutil.copytree(shared.folder / "last.pieces", folder / "two" / "last.pieces")
-    _make_killed(folder / "killed")
+    (folder / "store").mkdir()
+    shutil.copy(folder / "mlruns" / "mlflow.db", folder / "store")
+    logged(folder / "killed", 40, "killed")
+    claims = list((folder / "killed").glob("mlflow.db.unsent/*.unsent"))
+    expect(len(claims) == 1, "the process that was killed left no claim")
     draw_pictures(folder / "pictures")
     (folder / "pictures.json").write_text(json.dumps(_pictures(folder / "pictures", folder / "cache")))
     expect((folder / "cache").is_dir(), "there is no cache")
 
 
-def _make_killed(store: Path) -> None:
+def logged(store: Path, points: int, how: str) -> str:
+    """The id of a run that a process of its own has made, which then ends: killed, or with a status."""
     from deeplightning.tracking import MLflowLogger
 
+    reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         logger = MLflowLogger(tracking_uri=store, system_metrics=False)
         logger.log_hyperparams({"lr": 0.1})
-        for step in range(40):
+        os.write(writing, str(logger.run_id).encode())
+        for step in range(points):
             logger.log_metrics({"x": float(step), "y": step / 3}, step)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert logger.artifact_folder is not None
+        (logger.artifact_folder / "cfg.yaml").write_text("seed: 1\n")
+        logger.finalize(how)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        found = told.read()
     os.waitpid(child, 0)
-    expect(len(list(store.glob("mlflow.db.unsent/*.unsent"))) == 1, "the process that was killed left no claim")
+    return found
 
 
 def draw_pictures(root: Path, count: int = 36) -> None:
@@ -241,6 +244,17 @@ def draw_pictures(root: Path, count: int = 36) -> None:
         pixels = np.random.RandomState(number).randint(0, 256, (20, 24, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
         os.utime(path, (1_700_000_000, 1_700_000_000))
+
+
+def picture_settings(root: Path, resize: str) -> list[str]:
+    """A training on pictures of `draw_pictures`, for one epoch."""
+    params = f"{{image_size: 8, resize: {resize}}}"
+    return [
+        f"data={{module: {{type: deeplightning.data.image_folder.ImageFolder, params: {params}}}, "
+        f"root: '{root}', batch_size: 8}}",
+        "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}",
+        "train.num_epochs=1",
+    ]
 
 
 def _pictures(root: Path, cache: Path) -> list[str]:

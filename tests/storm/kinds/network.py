@@ -5,43 +5,20 @@ A run that is cut for moments ends as one that nothing disturbed. After a longer
 time-out with one cause, the run is FAILED, and the same command, started again, ends so.
 """
 
-import json
 import random
 import time
 from pathlib import Path
 
 from cable import ADDRESS, Cable, NoCable
-from commands import Outcome, free_port
+from commands import Running, free_port
 
-from storm.ended import End, end_of
+from storm.ended import end_of, undisturbed
+from storm.kinds.ranks import FAULTY, TIMEOUT
 from storm.place import Place, Skipped, expect
 
 WHAT = "the network between two machines is cut for moments, several times, for longer than processes wait, or for good"
 HOUR = 40
 LIMIT = 240
-TIMEOUT = 12
-"""Seconds that processes wait for one another."""
-
-MARKS = '''\
-import os
-import pathlib
-import time
-
-import pytorch_lightning as pl
-
-
-class Marks(pl.Callback):
-    """Makes a file before the batch of a step, and waits some moments."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        mark = pathlib.Path(os.environ["MARK"])
-        if trainer.global_step == self.step and trainer.global_rank == 0 and not mark.exists():
-            mark.touch()
-            time.sleep(0.3)
-'''
 
 
 def case(draw: random.Random, place: Place) -> str:
@@ -57,8 +34,7 @@ def case(draw: random.Random, place: Place) -> str:
 
 
 def _case(draw: random.Random, place: Place, cable: Cable) -> str:
-    whole = place.once("whole", lambda folder: _whole(place, folder, cable))
-    expected = End(**json.loads((whole / "end.json").read_text()))
+    whole = undisturbed(place, "network", lambda folder: [each.end() for each in _start(place, folder, cable, 0)])
     cuts = {
         "for moments": [draw.uniform(0.2, 5)],
         "several times": [draw.uniform(0.1, 1) for _ in range(draw.randint(2, 4))],
@@ -84,10 +60,9 @@ def _case(draw: random.Random, place: Place, cable: Cable) -> str:
     seconds = time.monotonic() - begun
     shown = "\n".join(map(str, ended))
     store = place.folder / "mlruns"
-    if how in ("for moments", "several times"):
-        expect([each.code for each in ended] == [0, 0], f"{told}: the processes do not end with 0", shown)
-    else:
-        expect([each.code for each in ended] == [5, 5], f"{told}: the processes do not end with 5", shown)
+    code = 0 if how in ("for moments", "several times") else 5
+    expect([each.code for each in ended] == [code, code], f"{told}: the processes do not end with {code}", shown)
+    if code:
         expect(seconds < TIMEOUT + 60, f"{told}: the last process ends after {seconds:.0f} s", shown)
         for each in ended:
             causes = [line for line in each.err.splitlines() if line.startswith("error")]
@@ -98,19 +73,19 @@ def _case(draw: random.Random, place: Place, cable: Cable) -> str:
         expect(status == "FAILED", f"{told}: the run is {status}", shown)
         again = [each.end() for each in _start(place, place.folder, cable, step)]
         expect([each.code for each in again] == [0, 0], f"{told}: it does not resume", shown, *again)
-    end = end_of(store, "network")
-    expect(end == expected, f"{told}: the end is another: {end.differs(expected)}", shown)
+    differs = end_of(store, "network").differs(whole.end)
+    expect(not differs, f"{told}: the end is another: {differs}", shown)
     return told
 
 
-def _start(place: Place, folder: Path, cable: Cable, step: int) -> list:
+def _start(place: Place, folder: Path, cable: Cable, step: int) -> list[Running]:
     """Starts the command on both machines; each has a folder for temporary files of its own."""
-    (folder / "marks.py").write_text(MARKS)
+    (folder / "faulty.py").write_text(FAULTY)
     config, port, running = place.config(folder=folder), free_port(), []
     settings = [
         *("logger.params.experiment_name=network", "engine.num_nodes=2", "engine.backend=ddp", "data.batch_size=6"),
         *(f"engine.params.timeout={TIMEOUT}", "train.resume_ckpt=auto", "train.checkpoint={every_n_steps: 4}"),
-        f"train.callbacks=[{{type: marks.Marks, params: {{step: {step}}}}}]",
+        f"train.callbacks=[{{type: faulty.Once, params: {{rank: 0, step: {step}, what: pause}}}}]",
     ]
     for number, name in enumerate(cable.names):
         own = folder / f"machine-{number}"
@@ -119,9 +94,3 @@ def _start(place: Place, folder: Path, cable: Cable, step: int) -> list:
         variables |= {"NODE_RANK": str(number), "NAMESPACE": name, "TMPDIR": str(own), "MARK": str(folder / "mark")}
         running.append(place.start("train", config, *settings, cwd=folder, main="cable:in_namespace", **variables))
     return running
-
-
-def _whole(place: Place, folder: Path, cable: Cable) -> None:
-    ended: list[Outcome] = [each.end() for each in _start(place, folder, cable, 0)]
-    expect(all(each.code == 0 for each in ended), "the run that nothing disturbs fails", *ended)
-    (folder / "end.json").write_text(json.dumps(end_of(folder / "mlruns", "network").plain()))

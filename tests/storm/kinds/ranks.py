@@ -4,12 +4,14 @@ All end within the time-out with one cause; the run is FAILED with it; the same 
 nothing disturbed. A launch with restarts ends so by itself.
 """
 
-import json
 import random
 import time
 from pathlib import Path
 
-from storm.ended import End, end_of
+from commands import Outcome
+from killing import GOES_WRONG
+
+from storm.ended import end_of, undisturbed
 from storm.place import Place, expect
 
 WHAT = "a process of two or three is killed, leaves, fails, hangs, stops, is slow; with and without restarts"
@@ -18,55 +20,46 @@ LIMIT = 240
 TIMEOUT = 12
 """Seconds that processes wait for one another."""
 
-FAULTY = '''\
-import os
-import pathlib
-import signal
-import time
+FAULTY = (
+    GOES_WRONG
+    + '''
 
-import pytorch_lightning as pl
-
-
-class At(pl.Callback):
-    """Does something once, before a batch of one process."""
+class Once(At):
+    """Does something before a step of one process, and not again when the run is started again."""
 
     def __init__(self, rank, step, what):
         self.rank, self.step, self.what = rank, step, what
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         mark = pathlib.Path(os.environ["MARK"])
-        if trainer.global_rank != self.rank or trainer.global_step != self.step or mark.exists():
-            return
-        if self.what != "none":
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step) and not mark.exists():
             mark.touch()
-        if self.what == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.what == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        elif self.what == "leave":
-            os._exit(7)
-        elif self.what == "fault":
-            raise KeyError("a fault of the user")
-        elif self.what == "hang":
-            time.sleep(1000)
-        elif self.what == "slow":
-            time.sleep(3)
-        elif self.what == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-'''
+            getattr(self, self.what)(module)
 
-CODES = {"kill": {5, -9}, "crash": {5, -11}, "leave": {5, 7}, "fault": {5}, "hang": {5}, "stop": {5}, "slow": {0}}
+    def pause(self, module):
+        time.sleep(0.3)
+
+    def slow(self, module):
+        time.sleep(3)
+'''
+)
+
+CODES = {"kill": {5, -9}, "crash": {5, -11}, "leave": {5, 7}, "fault": {5}, "sleep": {5}, "stop": {5}, "slow": {0}}
 
 
 def case(draw: random.Random, place: Place) -> str:
     """One fault in one process."""
     ranks = draw.choice([2, 2, 2, 3])
-    what = draw.choice(["kill", "kill", "crash", "leave", "fault", "hang", "stop", "slow"])
+    what = draw.choice(["kill", "kill", "crash", "leave", "fault", "sleep", "stop", "slow"])
     rank, step = draw.randrange(ranks), draw.randrange(12)
     restarts = draw.random() < 0.5 and what in ("kill", "crash")
     told = f"{what} in rank {rank} of {ranks} at step {step}{', restarted' * restarts}"
-    whole = place.once(f"whole-{ranks}", lambda folder: _whole(place, folder, ranks))
-    expected = End(**json.loads((whole / "end.json").read_text()))
+    whole = undisturbed(
+        place,
+        "ranks",
+        lambda folder: [_start(place, _prepare(place, folder), ranks, -1, 0, "slow", False)],  # -1: in none
+        f"whole-{ranks}",
+    )
     config = _prepare(place, place.folder)
     begun = time.monotonic()
     done = _start(place, config, ranks, rank, step, what, restarts)
@@ -89,8 +82,8 @@ def case(draw: random.Random, place: Place) -> str:
             expect(status == "FAILED", f"{told}: the run is {status}", done)
             again = _start(place, config, ranks, rank, step, what, False)
             expect(all(each.code == 0 for each in again.ranks or [again]), f"{told}: it does not resume", again)
-    end = end_of(place.folder / "mlruns", "ranks")
-    expect(end == expected, f"{told}: the end is another: {end.differs(expected)}", done)
+    differs = end_of(place.folder / "mlruns", "ranks").differs(whole.end)
+    expect(not differs, f"{told}: the end is another: {differs}", done)
     return told
 
 
@@ -99,8 +92,8 @@ def _prepare(place: Place, folder: Path) -> Path:
     return place.config(folder=folder)
 
 
-def _start(place: Place, config: Path, ranks: int, rank: int, step: int, what: str, restarts: bool):
-    at = f"train.callbacks=[{{type: faulty.At, params: {{rank: {rank}, step: {step}, what: {what}}}}}]"
+def _start(place: Place, config: Path, ranks: int, rank: int, step: int, what: str, restarts: bool) -> Outcome:
+    at = f"train.callbacks=[{{type: faulty.Once, params: {{rank: {rank}, step: {step}, what: {what}}}}}]"
     settings = [
         *("logger.params.experiment_name=ranks", "engine.backend=ddp", f"engine.params.timeout={TIMEOUT}"),
         *(f"engine.processes={ranks}", f"data.batch_size={12 // ranks}", "train.resume_ckpt=auto", at),
@@ -108,15 +101,8 @@ def _start(place: Place, config: Path, ranks: int, rank: int, step: int, what: s
         # Else torch adds the gradients of three processes in another order in the first step after a start.
         *(["engine.params.find_unused_parameters=true"] if ranks > 2 else []),
     ]
-    mark = str(config.parent / "mark")
-    folder = config.parent
+    options = {"cwd": config.parent, "MARK": str(config.parent / "mark")}
     if restarts or what == "stop":  # who started a process that was stopped can end it
         settings.append("engine.max_restarts=1" if restarts else "engine.launcher={type: deeplightning.launch.Local}")
-        return place.run("train", config, *settings, cwd=folder, main="forks:main", MARK=mark)
-    return place.run("train", config, *settings, cwd=folder, ranks=ranks, MARK=mark)
-
-
-def _whole(place: Place, folder: Path, ranks: int) -> None:
-    done = _start(place, _prepare(place, folder), ranks, 0, 0, "none", False)
-    expect(done.code == 0, f"the run of {ranks} that nothing disturbs fails", done)
-    (folder / "end.json").write_text(json.dumps(end_of(folder / "mlruns", "ranks").plain()))
+        return place.run("train", config, *settings, main="forks:main", **options)
+    return place.run("train", config, *settings, ranks=ranks, **options)

@@ -7,7 +7,6 @@ opens in MLflow.
 import contextlib
 import csv
 import json
-import os
 import random
 import shutil
 import signal
@@ -22,7 +21,7 @@ from typing import Any
 from commands import Outcome
 from tiny import digest
 
-from storm.kinds.mutations import draw_pictures
+from storm.kinds.mutations import draw_pictures, logged, picture_settings
 from storm.mutate import damage
 from storm.place import Place, expect
 from storm.worker import GRACE, living_after
@@ -83,38 +82,40 @@ def _opens(store: Path) -> dict[str, str]:
 # ---- commands
 
 
+def _search(place: Place, folder: Path | None = None) -> Path:
+    """The config of a search."""
+    config = place.config(folder=folder)
+    config.write_text(config.read_text() + SEARCH)
+    return config
+
+
 def _tune(draw: random.Random, place: Place) -> str:
     def rows(folder: Path) -> list[dict[str, str]]:
         with (folder / "trials.csv").open(newline="") as file:
             return [row | {"run": ""} for row in csv.DictReader(file)]
 
     def make(folder: Path) -> None:
-        config = place.config(folder=folder)
-        config.write_text(config.read_text() + SEARCH)
         begun = time.monotonic()
-        done = place.run("tune", config, cwd=folder)
+        done = place.run("tune", _search(place, folder), cwd=folder)
         expect(done.code == 0, "the search that nothing disturbs fails", done)
         (folder / "rows.json").write_text(json.dumps(rows(done.folder)))
         (folder / "seconds").write_text(str(time.monotonic() - begun))
 
     whole = place.once("tune", make)
-    config = place.config()
-    config.write_text(config.read_text() + SEARCH)
+    config = _search(place)
     what = _kill(draw, place, float((whole / "seconds").read_text()), "tune", config)
     done = _good(place.run("tune", config), what)
     found, expected = rows(done.folder), json.loads((whole / "rows.json").read_text())
     expect(found == expected, f"{what}: the trials are others than those of an undisturbed search", found, expected)
     statuses = _opens(place.folder / "mlruns")
-    expect(
-        sorted(statuses.values()) == ["FINISHED"] * 4, f"{what}: there are not four runs that have finished", statuses
-    )
+    is_whole = sorted(statuses.values()) == ["FINISHED"] * 4
+    expect(is_whole, f"{what}: there are not four runs that have finished", statuses)
     return what
 
 
 def _study(draw: random.Random, place: Place) -> str:
     """The database of a search is damaged, before the search is started again."""
-    config = place.config()
-    config.write_text(config.read_text() + SEARCH)
+    config = _search(place)
     _good(place.run("tune", config), "undisturbed")
     (database,) = (place.folder / "mlruns").glob("**/study.db")
     whole = database.read_bytes()
@@ -149,33 +150,10 @@ def _export(draw: random.Random, place: Place) -> str:
     return what
 
 
-def _logged(store: Path, points: int, how: str) -> str:
-    """The id of a run that a process of its own has made, which then ends."""
-    from deeplightning.tracking import MLflowLogger
-
-    reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
-        logger = MLflowLogger(tracking_uri=store, system_metrics=False)
-        os.write(writing, str(logger.run_id).encode())
-        for step in range(points):
-            logger.log_metrics({"x": float(step)}, step)
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        assert logger.artifact_folder is not None
-        (logger.artifact_folder / "cfg.yaml").write_text("seed: 1\n")
-        logger.finalize(how)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        found = told.read()
-    os.waitpid(child, 0)
-    return found
-
-
 def _clean(draw: random.Random, place: Place) -> str:
     store = place.folder / "mlruns"
-    kept = [_logged(store, 3, "success") for _ in range(2)]
-    gone = [_logged(store, 3, draw.choice(["failed", "killed"])) for _ in range(draw.randint(2, 8))]
+    kept = [logged(store, 3, "success") for _ in range(2)]
+    gone = [logged(store, 3, draw.choice(["failed", "killed"])) for _ in range(draw.randint(2, 8))]
     asked = ("runs", "--clean", "--delete", "--tracking-uri", store)
     what = _kill(draw, place, 0.4, *asked)
     _good(place.run(*asked), what)
@@ -192,7 +170,7 @@ def _sync(draw: random.Random, place: Place) -> str:
     folder = store / "mlflow.db.unsent"
     killed = []
     for count in points:  # each starts without the claims before: it would send what they name
-        killed.append(_logged(store, count, "killed"))
+        killed.append(logged(store, count, "killed"))
         if folder.exists():
             folder.rename(store / f"aside-{len(killed)}")
     folder.mkdir(mode=0o700)
@@ -203,11 +181,9 @@ def _sync(draw: random.Random, place: Place) -> str:
     _good(place.run(*asked), what)
     with closing(sqlite3.connect(store / "mlflow.db")) as database:
         for run_id, count in zip(killed, points, strict=True):
-            rows = database.execute("SELECT step, value FROM metrics WHERE run_uuid = ? ORDER BY step", (run_id,))
-            found = rows.fetchall()
-            expect(
-                found == [(step, float(step)) for step in range(count)], f"{what}: points are missing or twice", found
-            )
+            rows = database.execute("SELECT key, step, value FROM metrics WHERE run_uuid = ?", (run_id,)).fetchall()
+            said = [point for step in range(count) for point in (("x", step, float(step)), ("y", step, step / 3))]
+            expect(sorted(rows) == sorted(said), f"{what}: points are missing or twice", rows)
     expect(set(_opens(store).values()) == {"FAILED"}, f"{what}: a run that was killed is not FAILED")
     return what
 
@@ -242,12 +218,7 @@ def _init(draw: random.Random, place: Place) -> str:
 def _cache(draw: random.Random, place: Place) -> str:
     draw_pictures(place.folder / "pictures", 90)
     config = place.config()
-    settings = [
-        f"data={{module: {{type: deeplightning.data.image_folder.ImageFolder, params: {{image_size: 8}}}}, "
-        f"root: '{place.folder / 'pictures'}', batch_size: 8}}",
-        "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}",
-        "train.num_epochs=1",
-    ]
+    settings = picture_settings(place.folder / "pictures", "crop")
     plain = _good(place.run("train", config, *settings), "without a cache")
     cached = {"DEEPLIGHTNING_CACHE": str(place.folder / "cache")}
     what = _kill(draw, place, 0.8, "train", config, *settings, **cached)

@@ -15,7 +15,7 @@ from commands import Outcome
 from tiny import digest
 
 from storm.ended import end_of, statuses
-from storm.kinds.mutations import draw_pictures
+from storm.kinds.mutations import draw_pictures, picture_settings
 from storm.place import Place, expect
 
 WHAT = "two to eight at once: trainings on one store and cache, exports and resumptions of one run, --sync, --clean"
@@ -47,7 +47,7 @@ def case(draw: random.Random, place: Place) -> str:
         if word == "train":
             started = place.start("train", config, "train.num_epochs=1", named)
         elif word.startswith("cached"):
-            pictures = _pictures(whole / "pictures", word)
+            pictures = picture_settings(whole / "pictures", word.removeprefix("cached-"))
             started = place.start("train", config, *pictures, named, DEEPLIGHTNING_CACHE=str(cache))
         elif word == "resume":
             started = place.start("train", config, *RESUMED)
@@ -85,23 +85,14 @@ def _resumed(store: Path, what: str, ended: list[Outcome], words: list[str], kno
             expect(found == known[0], f"{what}: what resumes ends with other weights", outcome)
     ends = {run: end_of(store, "resumed", run) for run in statuses(store, "resumed")}
     expect({end.status for end in ends.values()} == {"FINISHED"}, f"{what}: resumed runs are not all FINISHED", ends)
-    twice = {name for end in ends.values() for name, points in end.series.items() if len(points) > len(_steps(points))}
+    twice = {
+        name
+        for end in ends.values()
+        for name, points in end.series.items()
+        if len(points) > len({step for step, _ in points})
+    }
     expect(not twice, f"{what}: points are twice in the store: {', '.join(sorted(twice))}")
     expect(any(end.series == known[1] for end in ends.values()), f"{what}: no run has all points of one alone", ends)
-
-
-def _steps(points: list[list[float]]) -> set[float]:
-    return {step for step, _ in points}
-
-
-def _pictures(root: Path, word: str) -> list[str]:
-    params = f"{{image_size: 8, resize: {word.partition('-')[2]}}}"
-    return [
-        f"data={{module: {{type: deeplightning.data.image_folder.ImageFolder, params: {params}}}, "
-        f"root: '{root}', batch_size: 8}}",
-        "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}",
-        "train.num_epochs=1",
-    ]
 
 
 def _make(place: Place, folder: Path) -> None:
@@ -109,7 +100,7 @@ def _make(place: Place, folder: Path) -> None:
     draw_pictures(folder / "pictures", 90)
     config = place.config(folder=folder)
     settings = {"train": ["train.num_epochs=1"], "resume": [*RESUMED]}
-    settings |= {word: _pictures(folder / "pictures", word) for word in ("cached-crop", "cached-stretch")}
+    settings |= {f"cached-{resize}": picture_settings(folder / "pictures", resize) for resize in ("crop", "stretch")}
     known = {}
     for word, own in settings.items():
         done = place.run("train", config, *own, f"logger.params.experiment_name={word}", cwd=folder)

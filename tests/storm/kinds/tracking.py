@@ -7,9 +7,13 @@ there once, with parameters and status.
 import os
 import random
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+from commands import free_port
 
 from storm.place import Place, expect
-from storm.proxy import MODES, Forked, Proxy, free_port, serve_mlflow, wait_for
+from storm.proxy import MODES, Proxy, forked, serve_mlflow, wait_for
 
 WHAT = "a tracking server that refuses, stalls, resets, answers 500, loses answers, is slow, dies, comes back"
 HOUR = 300
@@ -23,44 +27,34 @@ LONGEST = 1.0
 
 def case(draw: random.Random, place: Place) -> str:
     """A few runs against one server, each with its own weather."""
-    from deeplightning.cli.listing import sync
-
     os.environ["DEEPLIGHTNING_TRACKING_DRAIN"] = str(DRAIN)
-    port = free_port()
-    server = Forked(serve_mlflow, place.folder, port)
-    told = []
-    try:
+    port = int(free_port())
+    proxy, told = Proxy(place.folder, port), []
+    with forked(serve_mlflow, place.folder, port), forked(proxy.listen):
         wait_for(port)
-        proxy = Proxy(place.folder, port)
-        try:
-            for number in range(4):
-                weather = [(draw.choice(MODES), draw.uniform(0.05, 1.5)) for _ in range(draw.randint(1, 4))]
-                words = ", ".join(f"{mode} {seconds:.1f} s" for mode, seconds in weather)
-                dies = draw.random() < 0.2
-                points = draw.randint(20, 400)
-                _one(place, proxy, weather, points, f"{words}{', killed' * dies}", number, dies, sync)
-                told.append(words)
-                place.count = number + 1
-        finally:
-            proxy.end()
-    finally:
-        server.end()
+        wait_for(proxy.port)
+        for number in range(4):
+            weather = [(draw.choice(MODES), draw.uniform(0.05, 1.5)) for _ in range(draw.randint(1, 4))]
+            dies = draw.random() < 0.2
+            told.append(", ".join(f"{mode} {seconds:.1f} s" for mode, seconds in weather) + ", killed" * dies)
+            _one(place, proxy, weather, draw.randint(20, 400), told[-1], dies)
+            place.count = number + 1
     return "; ".join(told)
 
 
-def _one(place: Place, proxy: Proxy, weather, points: int, words: str, number: int, dies: bool, sync) -> None:
-    address = f"http://127.0.0.1:{proxy.port}"
+def _one(place: Place, proxy: Proxy, weather: list[tuple[str, float]], points: int, words: str, dies: bool) -> None:
+    address, file = f"http://127.0.0.1:{proxy.port}", place.folder / "told"
+    file.unlink(missing_ok=True)
     proxy.set("pass")
-    file = place.folder / f"told-{number}"
-    seconds = sum(lasts for _, lasts in weather)
-    process = Forked(_run, address, file, points, seconds / points, number, dies)
-    _until(lambda: file.exists(), 60, f"{words}: no run is opened")
-    for mode, lasts in weather:
-        proxy.set(mode)
-        time.sleep(lasts)
-    begun = time.monotonic()
-    os.waitpid(process.pid, 0)
-    waited = time.monotonic() - begun
+    pause = sum(lasts for _, lasts in weather) / points
+    with forked(_run, address, file, points, pause, dies) as process:
+        _until(lambda: file.exists(), 60, f"{words}: no run is opened")
+        for mode, lasts in weather:
+            proxy.set(mode)
+            time.sleep(lasts)
+        begun = time.monotonic()
+        process.join()
+        waited = time.monotonic() - begun
     run_id, *times = file.read_text().split()
     if not dies:
         expect(len(times) == 2, f"{words}: the process of the run has failed")
@@ -69,7 +63,7 @@ def _one(place: Place, proxy: Proxy, weather, points: int, words: str, number: i
         # Stopping waits for its limit, and once more where what came last is tried again.
         expect(end < 2 * DRAIN + 10, f"{words}: the end of the run took {end:.1f} s, waited for {waited:.1f} s")
     proxy.set("pass")
-    _until(lambda: _synced(sync, address), 60, f"{words}: what was left cannot be written")
+    _until(lambda: _synced(address), 60, f"{words}: what was left cannot be written")
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(address)
@@ -82,7 +76,9 @@ def _one(place: Place, proxy: Proxy, weather, points: int, words: str, number: i
     expect(run.info.status == expected, f"{words}: the run is {run.info.status} instead of {expected}")
 
 
-def _synced(sync, address: str) -> bool:
+def _synced(address: str) -> bool:
+    from deeplightning.cli.listing import sync
+
     try:
         list(sync(address))
     except Exception as error:
@@ -91,14 +87,14 @@ def _synced(sync, address: str) -> bool:
     return True
 
 
-def _until(happened, seconds: float, promise: str) -> None:
+def _until(happened: Callable[[], bool], seconds: float, promise: str) -> None:
     end = time.monotonic() + seconds
     while not happened():
         expect(time.monotonic() < end, promise)
         time.sleep(0.05)
 
 
-def _run(address: str, file, points: int, pause: float, number: int, dies: bool) -> None:
+def _run(address: str, file: Path, points: int, pause: float, dies: bool) -> None:
     """A run that says points, in a process of its own."""
     from deeplightning.tracking import MLflowLogger
 
