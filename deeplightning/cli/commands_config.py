@@ -23,7 +23,7 @@ from deeplightning.cli.group import (
     with_config,
 )
 from deeplightning.process import streams
-from deeplightning.process.terminal import say
+from deeplightning.process.terminal import say, show
 
 
 @cli.command()
@@ -134,7 +134,6 @@ def check(
 
     Without options nothing is imported. `explain` prints what CONFIG means; `plan` what `train` would start.
     """
-    from deeplightning.checks.explain import show
     from deeplightning.config.tree import dump
     from deeplightning.faults import Fault
 
@@ -177,7 +176,7 @@ def explain(config: Path, overrides: tuple[str, ...]) -> None:
     report = examine_config(config, tuple(word for word in overrides if word not in keys), importing=False)
     report.checked()
     for key in keys or [""]:
-        of.show(of.explain(report, key), of.ABOUT if key else None)
+        show(of.explain(report, key), of.ABOUT if key else None)
 
 
 @cli.command()
@@ -214,6 +213,6 @@ def configs(name: str | None, to: Path | None) -> None:
 @click.argument("name", required=False)
 def docs(name: str | None) -> None:
     """Print the page NAME of the manual, or the list of all pages."""
-    from deeplightning.cli.manual import show
+    from deeplightning.cli import manual
 
-    show(name)
+    manual.show(name)

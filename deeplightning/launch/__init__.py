@@ -12,16 +12,28 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deeplightning.config import plugins
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
 from deeplightning.engine.plan import address_of, by_hand, is_elsewhere, local_size
 from deeplightning.launch.job import Job, Launcher, ProcessHooks, Start, TrialJobs
-from deeplightning.launch.local import Local
 from deeplightning.process.identity import identity
 
+if TYPE_CHECKING:
+    from deeplightning.launch.local import Local
+
 __all__ = ["Job", "Launcher", "Local", "ProcessHooks", "Start", "array_of", "hooks_here", "launcher_of", "plan_of"]
+
+
+def __getattr__(name: str) -> object:
+    """Import `Local` on first access: a run of one process does not need it."""
+    if name != "Local":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deeplightning.launch.local import Local
+
+    return Local
 
 
 def launcher_of(cfg: Config) -> Launcher | None:

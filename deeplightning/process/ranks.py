@@ -28,7 +28,7 @@ from deeplightning.process import failure
 from deeplightning.process.failure import INTERRUPTED, Cause, RankError, is_lost
 from deeplightning.process.identity import ATTEMPT, identity
 from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, was_lost
-from deeplightning.process.streams import is_early
+from deeplightning.process.streams import Interrupted, is_early
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
@@ -256,10 +256,9 @@ class Ranks:
         if self._may_report(cause):
             word = f"error [{cause.whose}]" if cause.whose else "error"
             say(f"{word}: {self.redact(cause.reason)}", err=True)
-        error = RankError(cause)
-        ending = threading.Thread(target=self.end, args=(error,), daemon=True)
-        ending.start()
-        ending.join(SHUTDOWN_SECONDS)
+        thread = threading.Thread(target=self.end, args=(ending(RankError(cause)),), daemon=True)
+        thread.start()
+        thread.join(SHUTDOWN_SECONDS)
         self._exit(cause.exit_code)
 
     # ---- the end
@@ -308,6 +307,13 @@ class Ranks:
         os._exit(code)
 
 
+def ending(error: BaseException) -> BaseException:
+    """Return the error with which a run ends: `Interrupted` if a signal to another process is the cause."""
+    if isinstance(error, RankError) and error.exit_code in INTERRUPTED.values():
+        return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
+    return error
+
+
 def _ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
@@ -353,6 +359,19 @@ def prepare(redact: Callable[[str], str], end: Callable[[BaseException], None]) 
 def here() -> Ranks | None:
     """Return this process's supervision; None if it is not one of several."""
     return _here if _here is not None and _here.pid == os.getpid() else None
+
+
+def all_ended() -> None:
+    """Wait for the processes that this one started, once its own work is done.
+
+    Raises:
+        RankError: one of them failed after its last message.
+    """
+    if (group := here()) is not None and group.children:
+        group.end_children()
+        if (cause := group.failed_child()) is not None:
+            group.record_cause(cause)
+            raise RankError(group.first() or cause)
 
 
 def follow() -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
 from deeplightning.private.messages import Sentence, says
-from deeplightning.process import failure, ranks
+from deeplightning.process import ranks
 from deeplightning.process.identity import identity
 from deeplightning.process.streams import Interrupted, Terminated
 from deeplightning.words import first_line
@@ -42,28 +42,13 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 POLL_SECONDS = 0.05
 
 
-def connect(
-    trainer: pl.Trainer,
-    redact: Callable[[str], str],
-    end: Callable[[BaseException], None],
-    alike: Mapping[str, str] | None = None,
-) -> None:
+def connect(trainer: pl.Trainer, alike: Mapping[str, str]) -> None:
     """Let the processes of a trainer end together, and report the first cause once.
 
     Args:
-        redact: removes secrets from messages.
-        end: called with the error of the run if the main thread is blocked.
         alike: values that must be equal in all processes, by name; processes started one by one compare them.
     """
-    ranks.prepare(redact, end)
     strategy: Any = trainer.strategy
-    if getattr(strategy, "cluster_environment", None) is None or trainer.num_nodes * strategy.num_processes < 2:
-        return
-
-    def ending(error: BaseException) -> BaseException:
-        if isinstance(error, failure.RankError) and error.exit_code in failure.INTERRUPTED.values():
-            return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
-        return error
 
     class Launcher(subprocess_launcher()):  # type: ignore[misc]
         """Lightning's launcher without its observer, which kills the main process before it can report a failure."""
@@ -78,13 +63,12 @@ def connect(
             if (here := identity()) is not None and here.is_binding:
                 rank = here.rank  # machines may have different numbers of processes
             group = ranks.begin(rank, starts_others and self.num_processes > 1)
-            group.redact, group.end = redact, lambda error: end(ending(error))
             group.hear_signals()
             try:
                 environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
                 if self._store is None:
                     size = (self.num_processes, self.num_nodes)
-                    self._store = (join(environment, rank, *size, alike or {}, self._start_others),)
+                    self._store = (join(environment, rank, *size, alike, self._start_others),)
                 share_threads(self.num_processes)
                 return function(*args, **kwargs)
             except KeyboardInterrupt as error:  # Lightning would end with exit code 1
@@ -94,7 +78,7 @@ def connect(
                 cause = group.cause_of(error)
                 if cause is error:
                     raise
-                raise ending(cause) from error
+                raise ranks.ending(cause) from error
 
         def _start_others(self) -> None:
             group = ranks.here()
@@ -111,19 +95,6 @@ def connect(
                 group.children = self.procs
 
     set_launcher(strategy, Launcher(strategy.cluster_environment, strategy.num_processes, trainer.num_nodes))
-
-
-def all_ended() -> None:
-    """Wait for the processes that this one started, once its own work is done.
-
-    Raises:
-        RankError: one of them failed after its last message.
-    """
-    if (group := ranks.here()) is not None and group.children:
-        group.end_children()
-        if (cause := group.failed_child()) is not None:
-            group.record_cause(cause)
-            raise failure.RankError(group.first() or cause)
 
 
 # ---- the rendezvous
