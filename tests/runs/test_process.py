@@ -87,7 +87,7 @@ def python(program: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="nothing tells which signals a process hears")
-@pytest.mark.parametrize("delay", [0, 0.03, 0.1, 0.3, 1, 2])
+@pytest.mark.parametrize("delay", [0, 0.1, 1])
 def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_path):
     """Whatever is being imported after the handlers are installed: one line and 143, no traceback, within seconds."""
     uri = f"logger.params.tracking_uri='{tmp_path}'"

@@ -141,9 +141,6 @@ def undisturbed(command, tiny, here, tracked, tmp_path_factory):
     [
         pytest.param(0, "0", 5, 0, id="0-one", marks=pytest.mark.slow),
         pytest.param(1, "0", 0, 1, id="1-one"),
-        pytest.param(3, "0", 0, 1, id="3-one", marks=pytest.mark.slow),
-        pytest.param(0, "0123", 5, 0, id="0-every", marks=pytest.mark.slow),
-        pytest.param(1, "0123", 5, 1, id="1-every", marks=pytest.mark.slow),
         pytest.param(3, "0123", 5, 3, id="3-every", marks=pytest.mark.slow),
     ],
 )
