@@ -225,10 +225,9 @@ def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed)
         ("leave", "the process ended with exit code 7 without a message"),
     ],
 )
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_would_happen_again_is_not_started_again(what, words, processes, launch):
+def test_what_would_happen_again_is_not_started_again(what, words, launch):
     """A fault of the code, a loss that is no number, an end without a word: told once, with its exit code."""
-    done = launch(at(processes - 1, what), processes=processes).end()
+    done = launch(at(0, what), processes=1).end()
     assert done.code == 5, done
     assert restarts_of(done) == []
     assert words in done.err
