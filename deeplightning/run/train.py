@@ -248,9 +248,8 @@ def _explained(error: Exception, trainer: pl.Trainer, task: pl.LightningModule, 
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from deeplightning.callbacks.checkpoints import Checkpoints
-    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint
+    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, whole_shapes
     from deeplightning.engine.restored import of_checkpoint
-    from deeplightning.engine.sharded import whole_shapes
 
     is_misconfigured = isinstance(error, MisconfigurationException)
     if path is not None and trainer.state.fn == "fit" and not is_misconfigured and not says(error, *_OF_PARTS):
