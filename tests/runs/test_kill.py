@@ -31,14 +31,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(jobs, tiny, folder):
+def start(command, tiny, folder):
     """`start(experiment, processes, …)` starts the run; `kill` says who dies at which event."""
 
     def started(experiment, processes, kill="-:0", **variables):
         named = [f"logger.params.experiment_name={experiment}", f"engine.processes={processes}"]
         words = (*SETTINGS, f"data.batch_size={16 // processes}", *named)
         told = {"KILL": kill, "EVENTS": str(folder / experiment)} | variables
-        return jobs.start("train", tiny, *words, cwd=folder, ranks=processes, **told)
+        return command.start("train", tiny, *words, cwd=folder, ranks=processes, **told)
 
     return started
 
