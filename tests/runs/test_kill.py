@@ -112,7 +112,6 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name):
     "kills",
     [
         pytest.param([("0", 0.5)], id="in the middle"),
-        pytest.param([("0", 0.02)], id="before its first checkpoint", marks=pytest.mark.slow),
         pytest.param([("0", 0.97)], id="at its end", marks=pytest.mark.slow),
         pytest.param([("0", 0.4), ("0", 0.3), ("0", 0.25)], id="again and again", marks=pytest.mark.slow),
         pytest.param([("01", 0.45)], id="both of two", marks=pytest.mark.slow),
