@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from deeplightning.cli.group import (
     with_config,
 )
 from deeplightning.process import streams
+from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import say, show
 
 
@@ -81,8 +81,6 @@ def train(
     """
     from deeplightning.config.source import located
 
-    if show_config:
-        os.environ["DEEPLIGHTNING_PRINT_CONFIG"] = "1"  # also of the processes that a launcher starts
     if seeds is not None:
         if multirun:
             raise click.UsageError("--seeds does not go with --multirun; there a range of seeds is seed=range(5)")
@@ -91,13 +89,17 @@ def train(
         from deeplightning.sweep.multirun import multirun as run_grid
 
         streams.outlive_reader()
-        run_grid(located(config), overrides, train_here, jobs or 1)
+        shows = ["--show-config"] if show_config else []
+        run_grid(located(config), overrides, lambda words: train_here([*words, *shows]), jobs or 1)
         return
+    from deeplightning.config.tree import dump
     from deeplightning.launch import Job, launcher_of
     from deeplightning.launch.set_environment import apply_environment
 
     streams.outlive_reader()
     cfg = load(config, overrides)
+    if show_config and own_rank() == 0:
+        show(dump(cfg.public()))
     if (cfg.train.seeds or 1) > 1:
         from deeplightning.sweep.seeds import train_seeds
 

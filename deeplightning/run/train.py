@@ -18,7 +18,7 @@ from deeplightning.checks.trust import is_own
 from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
-from deeplightning.config.tree import dump, line
+from deeplightning.config.tree import line
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import CheckpointError, ConfigError, Fault, UserError
 from deeplightning.kinds import is_plain
@@ -26,7 +26,7 @@ from deeplightning.launch.set_environment import apply_environment
 from deeplightning.private.messages import Sentence, says
 from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
-from deeplightning.process.terminal import say_path, show
+from deeplightning.process.terminal import say_path
 from deeplightning.run.assemble import init_module, init_trainer
 from deeplightning.run.find import checkpoint_of, find_checkpoint
 from deeplightning.run.resume import agreement, resumption
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from deeplightning.callbacks.record import Record
 
 log = logging.getLogger("deeplightning")
-
-PRINTS_CONFIG = "DEEPLIGHTNING_PRINT_CONFIG"
-"""The environment variable that makes a run print its whole config first."""
 
 _OF_PARTS = (Sentence.OTHER_NETWORK, Sentence.OTHER_OPTIMIZER, Sentence.NO_METRIC)
 """Messages of torch about a checkpoint of another network or optimizer, and of Lightning about a missing metric."""
@@ -70,8 +67,6 @@ def launch(cfg: Config) -> RunFolder:
     to_terminal(cfg)
     one_line_warnings()
     if own_rank() == 0 and ranks.restarts() == 0:
-        if PRINTS_CONFIG in os.environ:
-            show(dump(cfg.public()))
         if cfg.train.fast:
             log.info("%-10s one batch of each stage; no checkpoint and no bundle is written", "fast")
         for notice in cfg.notices or []:
