@@ -109,18 +109,6 @@ def test_the_same_command_repeats_nothing(first, command, words, place):
     assert command(*words[:-1], cwd=place).code == 2  # without --multirun a comma is text
 
 
-@pytest.mark.slow
-def test_a_failed_run_is_named_and_the_others_finish(command, tiny, place):
-    """Exit code 5 with the reason; the same command runs the failed one again."""
-    rate = "model.optimizer.params.lr=1e30,0.1"
-    words = ["train", tiny, rate, "logger.params.experiment_name=Failing", "train.num_epochs=1", "--multirun"]
-    outcome = command(*words, cwd=place)
-    assert outcome.code == 5, outcome
-    assert "1 of 2 runs failed: " in outcome.err
-    assert [row["state"] for row in rows(outcome)] == ["failed", "finished"]
-    assert "2 runs, 1 of them finished before" in command(*words, cwd=place).out
-
-
 def test_an_edit_does_not_reach_the_runs_that_follow(command, tiny, tmp_path):
     """The second run imports what the first has edited as it was at the command's start; the seal is removed."""
     (tmp_path / "spoils.py").write_text(SPOILS)

@@ -54,24 +54,6 @@ def test_a_verb_that_prints_its_result_ends_without_a_word(words, command, tiny,
         assert (outcome.code, outcome.err) == (code, ""), outcome
 
 
-@pytest.mark.slow
-def test_in_a_shell_too(tiny, place, tmp_path):
-    """`train … | head -1` and `explain … | true`, as a person writes them, and `explain … >&-`."""
-    deeplightning = f"'{sys.executable}' -m deeplightning"
-    script = f"""
-    {deeplightning} train '{tiny}' logger.params.tracking_uri="'{tmp_path}/runs'" | head -1; echo ${{PIPESTATUS[0]}}
-    {deeplightning} explain '{tiny}' 2>err | true; echo ${{PIPESTATUS[0]}}
-    {deeplightning} explain '{tiny}' >&- 2>>err; echo $?
-    cat err
-    """
-    script = script.replace("err", str(tmp_path / "err"))
-    done = subprocess.run(["bash", "-c", script], cwd=place, env=environment(), capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert lines[1] == "0", done
-    assert lines[2] in ("0", "141"), done
-    assert lines[3:] == ["0"], done
-
-
 # ---- SIGTERM before a run hears it
 
 
