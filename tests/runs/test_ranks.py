@@ -130,7 +130,7 @@ from deeplightning.process.ranks import Ranks
 
 folder = Path(sys.argv[1])
 (folder / "2.pid").write_text("1")
-group = Ranks(0, folder, None, False, 0, None, str)
+group = Ranks(0, folder)
 print(group.cause_of(RuntimeError("Application timeout caused pair closure")), flush=True)
 os._exit(0)
 """
