@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -67,8 +67,7 @@ def connect(trainer: pl.Trainer, alike: Mapping[str, str]) -> None:
             try:
                 environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
                 if self._store is None:
-                    size = (self.num_processes, self.num_nodes)
-                    self._store = (join(environment, rank, *size, alike, self._start_others),)
+                    self._store = (join(self, rank, alike),)
                 share_threads(self.num_processes)
                 return function(*args, **kwargs)
             except KeyboardInterrupt as error:  # Lightning would end with exit code 1
@@ -80,7 +79,8 @@ def connect(trainer: pl.Trainer, alike: Mapping[str, str]) -> None:
                     raise
                 raise ranks.ending(cause) from error
 
-        def _start_others(self) -> None:
+        def start_others(self) -> None:
+            """Start the other processes of this machine."""
             group = ranks.here()
             assert group is not None
             os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
@@ -113,18 +113,13 @@ def wait_seconds() -> float:
     raise SetupError(f"{WAIT_VARIABLE}={text!r} is no time in seconds")
 
 
-def join(
-    environment: Any, rank: int, processes: int, nodes: int, alike: Mapping[str, str], start_others: Callable[[], None]
-) -> Any:
+def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
     """Connect this process to the others, and start those of this machine that it has to start.
 
     Args:
-        environment: Lightning's cluster environment.
+        launcher: Lightning's, which has the cluster environment, the number of machines and that of processes on each.
         rank: of this process.
-        processes: on each machine.
-        nodes: the number of machines.
         alike: values that must be equal in all processes, by name.
-        start_others: starts the other processes of this machine, if that is ours to do.
 
     Returns:
         Torch's store, if this process has one. Rank 0's store keeps its port open, so no other program can take it;
@@ -134,6 +129,7 @@ def join(
         SetupError: the port is invalid or taken, the address is unreachable, a process is missing, two have the same
             number, or their values differ.
     """
+    environment, processes, nodes = launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
     launches = not environment.creates_processes_externally
     alone = launches and nodes == 1  # a missing process has exited, which is noticed
     address, port = environment.main_address, _port(environment, alone)
@@ -157,7 +153,7 @@ def join(
     elif nodes > 1 and not is_child:
         _go_by(interface(address), loopback=node != 0)
     if launches:
-        start_others()
+        launcher.start_others()
     return store
 
 
