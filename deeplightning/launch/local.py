@@ -26,6 +26,8 @@ from deeplightning.process import failure, ranks, shared_folder
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.environment import git_state
+from deeplightning.tracking.store import locate
+from deeplightning.tracking.unsent import end_run
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
@@ -103,9 +105,6 @@ class Local:
             elif not processes.reported:
                 report(f"{word}: {cause.reason}")
             if processes.lost_first and folder is not None:  # else rank 0 did so
-                from deeplightning.tracking.store import locate
-                from deeplightning.tracking.unsent import end_run
-
                 tags = {"failure": redact(str(cause))[:1000]}
                 tags |= {"restarts": str(processes.restarts)} if processes.restarts else {}
                 with contextlib.suppress(Exception):  # any error of a store: the mark is optional
@@ -200,6 +199,9 @@ class Processes:
             try:
                 self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
                 self._start_all()
+                for number in self.forwarded[:1]:  # that arrived during the start
+                    self._send(number)
+                return True
             except (OSError, SetupError) as error:
                 self._clean()
                 if isinstance(error, OSError) and error.errno not in (errno.EAGAIN, errno.ENOMEM):
@@ -209,10 +211,6 @@ class Processes:
                     raise SetupError(reason) from error
                 self.report(f"{reason}; tries again in {pause:g} s")
                 time.sleep(pause)
-                continue
-            for number in self.forwarded[:1]:  # that arrived during the start
-                self._send(number)
-            return True
         return False
 
     def _start_all(self) -> None:
