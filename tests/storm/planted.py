@@ -100,7 +100,7 @@ FAULTS = {
     "child": Fault(
         "a process that was started lives on when its parent is gone",
         "deeplightning/process/die_with_parent.py",
-        "        pass_on(signal.SIGTERM)\n",
+        "        forward(signal.SIGTERM)\n",
         "        pass\n",
         "search",
     ),

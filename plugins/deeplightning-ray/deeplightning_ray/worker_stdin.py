@@ -6,7 +6,6 @@ comes from the agent that started the process, so that it is safe to unpickle it
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
@@ -21,10 +20,10 @@ from deeplightning.engine.plan import settle
 from deeplightning.faults import SetupError, error_of
 from deeplightning.own_code import add_import_roots
 from deeplightning.private.lazy_imports import import_lazily
+from deeplightning.process.die_with_parent import end_with
 from deeplightning.process.ranks import AGENT
 
 _STDIN = 0
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def receive() -> Config:
     Raises:
         SetupError: none is sent, or this machine lacks what the config needs.
     """
-    _end_with_agent()
+    if agent := int(os.environ.get(AGENT, 0)):
+        end_with(agent)
     # Ray blocks Ctrl-C in its processes, and their children inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     job: WorkerJob = pickle.loads(_read(int.from_bytes(_read(8), "big")))
@@ -78,14 +78,3 @@ def _read(size: int) -> bytes:
             )
         parts += part
     return bytes(parts)
-
-
-def _end_with_agent() -> None:
-    """Let the kernel kill this process when the agent ends."""
-    agent = int(os.environ.get(AGENT, 0))
-    if not agent:
-        return
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != agent:  # it ended before that took effect
-        os._exit(5)
