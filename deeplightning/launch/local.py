@@ -72,8 +72,8 @@ class Local:
     def plan(self, job: Job) -> list[Start]:
         """Return what `run` would start."""
         size, restarts = local_size(job.cfg.engine), job.cfg.engine.max_restarts
-        port = "*" if self.master_port is None else str(self.master_port)
         variables = {"RANK": "*", "LOCAL_RANK": "*", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        port = str(self.master_port or "*")
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "*"}
         again = f", again up to {restarts} times after a process was lost" if restarts else ""
         return [Start(_command(job), size, f"this machine{again}", variables)]
@@ -273,11 +273,9 @@ class Processes:
 
     def _end_late_ones(self, cause: failure.Cause) -> None:
         """Kill processes that exceed the time limit, except while a run saves after a signal."""
-        if self._until is None:
-            if cause.exit_code in failure.INTERRUPTED.values():
-                return
+        if self._until is None and cause.exit_code not in failure.INTERRUPTED.values():
             self._until = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > self._until:
+        if self._until is not None and time.monotonic() > self._until:
             self._send(signal.SIGKILL)
 
     def _note_run(self) -> RunFolder | None:

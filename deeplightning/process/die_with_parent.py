@@ -21,8 +21,7 @@ def main(command: list[str]) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def forward(number: int, frame: object = None) -> None:
-        if child.poll() is None:
-            child.send_signal(number)
+        child.send_signal(number)  # which does nothing once it has ended
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
