@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from deeplightning.engine.process_group import replicas
-from deeplightning.engine.sharded import Sharded
 from deeplightning.private.lightning import add_to_logged_means, logged_means
 
 log = logging.getLogger("deeplightning")
@@ -121,7 +120,7 @@ class PendingGradients(Callback):
         if not self._pending:
             return
         named = {name: p.grad for name, p in pl_module.named_parameters() if p in self._pending and p.grad is not None}
-        if not isinstance(trainer.strategy, Sharded):
+        if not hasattr(trainer.strategy, "shares_parameters"):
             checkpoint[GRADIENTS] = named
         elif named and not self._is_warned:
             self._is_warned = True

@@ -2,7 +2,6 @@
 
 import functools
 import operator
-import sys
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, is_dataclass
@@ -17,7 +16,6 @@ from deeplightning.config.auto_values import source_of
 from deeplightning.config.plugins import config_class
 from deeplightning.config.tree import Entry, KeyPath, dotted, entry_at, kind, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
-from deeplightning.process.terminal import LAYOUT, say, wrapped
 from deeplightning.signatures.signature import UNKNOWN, Parameter
 from deeplightning.words import printable
 
@@ -45,24 +43,6 @@ def explain(report: Report, key: str = "") -> str:
     value = functools.reduce(operator.getitem, path, shown)
     is_whole = isinstance(value, dict | list) and value
     return "".join(f"{row}\n" for row in (_lines if is_whole else _about)(report, path, value))
-
-
-def show(text: str, indent: int | None = None) -> None:
-    """Print YAML; on a terminal in colour, with long lines wrapped.
-
-    Args:
-        indent: columns by which the rest of a broken line is indented; None: it is YAML that may be copied.
-    """
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.syntax import Syntax
-
-        if indent is not None:
-            text = "\n".join(wrapped(row, indent) for row in text.splitlines())
-        text = printable(text.rstrip("\n"), LAYOUT)
-        Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
-    else:
-        say(text, nl=False)
 
 
 # ---- the whole

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,8 @@ from deeplightning.cli.group import (
     with_config,
 )
 from deeplightning.process import streams
-from deeplightning.process.terminal import say
+from deeplightning.process.identity import own_rank
+from deeplightning.process.terminal import say, show
 
 
 @cli.command()
@@ -81,8 +81,6 @@ def train(
     """
     from deeplightning.config.source import located
 
-    if show_config:
-        os.environ["DEEPLIGHTNING_PRINT_CONFIG"] = "1"  # also of the processes that a launcher starts
     if seeds is not None:
         if multirun:
             raise click.UsageError("--seeds does not go with --multirun; there a range of seeds is seed=range(5)")
@@ -91,13 +89,17 @@ def train(
         from deeplightning.sweep.multirun import multirun as run_grid
 
         streams.outlive_reader()
-        run_grid(located(config), overrides, train_here, jobs or 1)
+        shows = ["--show-config"] if show_config else []
+        run_grid(located(config), overrides, lambda words: train_here([*words, *shows]), jobs or 1)
         return
+    from deeplightning.config.tree import dump
     from deeplightning.launch import Job, launcher_of
     from deeplightning.launch.set_environment import apply_environment
 
     streams.outlive_reader()
     cfg = load(config, overrides)
+    if show_config and own_rank() == 0:
+        show(dump(cfg.public()))
     if (cfg.train.seeds or 1) > 1:
         from deeplightning.sweep.seeds import train_seeds
 
@@ -134,7 +136,6 @@ def check(
 
     Without options nothing is imported. `explain` prints what CONFIG means; `plan` what `train` would start.
     """
-    from deeplightning.checks.explain import show
     from deeplightning.config.tree import dump
     from deeplightning.faults import Fault
 
@@ -177,7 +178,7 @@ def explain(config: Path, overrides: tuple[str, ...]) -> None:
     report = examine_config(config, tuple(word for word in overrides if word not in keys), importing=False)
     report.checked()
     for key in keys or [""]:
-        of.show(of.explain(report, key), of.ABOUT if key else None)
+        show(of.explain(report, key), of.ABOUT if key else None)
 
 
 @cli.command()
@@ -214,6 +215,6 @@ def configs(name: str | None, to: Path | None) -> None:
 @click.argument("name", required=False)
 def docs(name: str | None) -> None:
     """Print the page NAME of the manual, or the list of all pages."""
-    from deeplightning.cli.manual import show
+    from deeplightning.cli import manual
 
-    show(name)
+    manual.show(name)

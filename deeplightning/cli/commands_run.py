@@ -83,10 +83,11 @@ def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[st
 @with_code
 def export(run: str, formats: tuple[str, ...], allow: tuple[str, ...], code: str | None) -> None:
     """Write the bundle of RUN that the server answers from, with the formats of its train.export."""
+    streams.outlive_reader()
+    folder = folder_of(run, code, allow)
     from deeplightning.run.make_bundle import export_run
 
-    streams.outlive_reader()
-    say_path(export_run(folder_of(run, code, allow), allow, formats=formats))
+    say_path(export_run(folder, allow, formats=formats))
 
 
 @cli.command(context_settings=LOOSE, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")

@@ -300,6 +300,16 @@ def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
     return content
 
 
+def whole_shapes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the state dict of the whole module, with at least the `shape` of each tensor."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found = module.state_dict()
+    for name, value in found.items():
+        shape = getattr(parameters.get(name), "ds_shape", None)  # DeepSpeed's; the values are on several processes
+        found[name] = torch.empty(shape, dtype=value.dtype, device="meta") if shape is not None else value
+    return found
+
+
 def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Load a checkpoint's weights into a module of the same architecture.
 

@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded
+from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded, whole_shapes
 from deeplightning.engine.process_group import CountsOnce
 from deeplightning.engine.shards import Scattered, Shard, whole_of
 from deeplightning.faults import CheckpointError, ConfigError, Fault
@@ -258,13 +258,3 @@ def replace(of: list[tuple[nn.Module, str]], new: nn.Parameter) -> None:
     """Replace a parameter in all modules that have it."""
     for holder, name in of:
         setattr(holder, name, new)
-
-
-def whole_shapes(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict of the whole module, with at least the `shape` of each tensor."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    found = module.state_dict()
-    for name, value in found.items():
-        shape = getattr(parameters.get(name), "ds_shape", None)  # DeepSpeed's; the values are on several processes
-        found[name] = torch.empty(shape, dtype=value.dtype, device="meta") if shape is not None else value
-    return found

@@ -12,16 +12,28 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deeplightning.config import plugins
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
 from deeplightning.engine.plan import address_of, by_hand, is_elsewhere, local_size
 from deeplightning.launch.job import Job, Launcher, ProcessHooks, Start, TrialJobs
-from deeplightning.launch.local import Local
 from deeplightning.process.identity import identity
 
+if TYPE_CHECKING:
+    from deeplightning.launch.local import Local
+
 __all__ = ["Job", "Launcher", "Local", "ProcessHooks", "Start", "array_of", "hooks_here", "launcher_of", "plan_of"]
+
+
+def __getattr__(name: str) -> object:
+    """Import `Local` on first access: a run of one process does not need it."""
+    if name != "Local":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deeplightning.launch.local import Local
+
+    return Local
 
 
 def launcher_of(cfg: Config) -> Launcher | None:
@@ -31,11 +43,9 @@ def launcher_of(cfg: Config) -> Launcher | None:
         return None
     if cfg.engine.num_nodes > 1 and not is_elsewhere(cfg.engine):  # started by hand: this command runs on each of them
         return None
-    if cfg.engine.launcher is not None:
-        return build(cfg.engine.launcher)
-    if cfg.engine.max_restarts:
-        return build(Target(type="deeplightning.launch.Local", name="engine.launcher"))
-    return None
+    local = Target(type="deeplightning.launch.Local", name="engine.launcher") if cfg.engine.max_restarts else None
+    target = cfg.engine.launcher or local
+    return None if target is None else build(target)
 
 
 def array_of(job: Job, trials: int, swept: Iterable[str], note: Path) -> TrialJobs | None:
@@ -57,9 +67,8 @@ def hooks_here() -> ProcessHooks:
     Raises:
         SetupError: an installed package adds a launcher that cannot be imported.
     """
-    if identity() is None:  # started by no launcher
-        return ProcessHooks()
-    launchers = [plugins.load(plugins.LAUNCHERS, name) for name in plugins.names(plugins.LAUNCHERS)]
+    names = plugins.names(plugins.LAUNCHERS) if identity() is not None else []  # else started by no launcher
+    launchers = (plugins.load(plugins.LAUNCHERS, name) for name in names)
     found = (launcher.hooks_here() for launcher in launchers if hasattr(launcher, "hooks_here"))
     return next((hooks for hooks in found if hooks is not None), ProcessHooks())
 

@@ -115,9 +115,6 @@ class ProcessHooks:
         """
 
 
-BACKOFF = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
-
-
 class Backoff:
     """Growing pauses between `max_tries` tries: `base_s` seconds, then `factor` times as long each time.
 
@@ -129,11 +126,11 @@ class Backoff:
     """
 
     def __init__(self, params: Mapping[str, float] | None = None):
-        given = dict(params or {})
-        if unknown := set(given) - set(BACKOFF):
-            raise ValueError(f"backoff takes {', '.join(BACKOFF)}, not {', '.join(sorted(unknown))}")
-        values = BACKOFF | given
-        for name, low in (("base_s", 0), ("factor", 1), ("max_tries", 1)):
+        usual: dict[str, float] = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
+        values = usual | dict(params or {})
+        if unknown := values.keys() - usual.keys():
+            raise ValueError(f"backoff takes {', '.join(usual)}, not {', '.join(sorted(unknown))}")
+        for name, low in zip(usual, (0, 1, 1), strict=True):
             if isinstance(values[name], bool) or not values[name] >= low:
                 raise ValueError(f"backoff.{name} must be at least {low}, not {values[name]}")
         self.base_s, self.factor, self.max_tries = values["base_s"], values["factor"], int(values["max_tries"])

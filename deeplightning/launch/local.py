@@ -26,6 +26,8 @@ from deeplightning.process import failure, ranks, shared_folder
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.environment import git_state
+from deeplightning.tracking.store import locate
+from deeplightning.tracking.unsent import end_run
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
@@ -70,8 +72,8 @@ class Local:
     def plan(self, job: Job) -> list[Start]:
         """Return what `run` would start."""
         size, restarts = local_size(job.cfg.engine), job.cfg.engine.max_restarts
-        port = "*" if self.master_port is None else str(self.master_port)
         variables = {"RANK": "*", "LOCAL_RANK": "*", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        port = str(self.master_port or "*")
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "*"}
         again = f", again up to {restarts} times after a process was lost" if restarts else ""
         return [Start(_command(job), size, f"this machine{again}", variables)]
@@ -103,9 +105,6 @@ class Local:
             elif not processes.reported:
                 report(f"{word}: {cause.reason}")
             if processes.lost_first and folder is not None:  # else rank 0 did so
-                from deeplightning.tracking.store import locate
-                from deeplightning.tracking.unsent import end_run
-
                 tags = {"failure": redact(str(cause))[:1000]}
                 tags |= {"restarts": str(processes.restarts)} if processes.restarts else {}
                 with contextlib.suppress(Exception):  # any error of a store: the mark is optional
@@ -200,6 +199,9 @@ class Processes:
             try:
                 self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
                 self._start_all()
+                for number in self.forwarded[:1]:  # that arrived during the start
+                    self._send(number)
+                return True
             except (OSError, SetupError) as error:
                 self._clean()
                 if isinstance(error, OSError) and error.errno not in (errno.EAGAIN, errno.ENOMEM):
@@ -209,10 +211,6 @@ class Processes:
                     raise SetupError(reason) from error
                 self.report(f"{reason}; tries again in {pause:g} s")
                 time.sleep(pause)
-                continue
-            for number in self.forwarded[:1]:  # that arrived during the start
-                self._send(number)
-            return True
         return False
 
     def _start_all(self) -> None:
@@ -275,11 +273,9 @@ class Processes:
 
     def _end_late_ones(self, cause: failure.Cause) -> None:
         """Kill processes that exceed the time limit, except while a run saves after a signal."""
-        if self._until is None:
-            if cause.exit_code in failure.INTERRUPTED.values():
-                return
+        if self._until is None and cause.exit_code not in failure.INTERRUPTED.values():
             self._until = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > self._until:
+        if self._until is not None and time.monotonic() > self._until:
             self._send(signal.SIGKILL)
 
     def _note_run(self) -> RunFolder | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import os
 import queue
 import re
@@ -94,7 +93,7 @@ class Child:
                 code = self._process.wait()
             except KeyboardInterrupt:
                 interrupted = True
-                self._send(signal.SIGINT)
+                self._process.send_signal(signal.SIGINT)
         if interrupted:
             raise KeyboardInterrupt
         if code != 0:
@@ -124,14 +123,9 @@ class Child:
         text = "\n".join(notes or self._last[-1:] or [f"it ended with exit code {code}"])
         return ERRORS.get(code, RunError)(text)
 
-    def _send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
     def stop(self) -> None:
-        """Send SIGTERM to the command and wait for it."""
-        if self._process.poll() is None:
-            self._send(signal.SIGTERM)
-            self._process.wait()
+        """Send SIGTERM to the command, unless it has ended, and wait for it."""
+        self._process.terminate()
+        self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -28,7 +28,7 @@ from deeplightning.process import failure
 from deeplightning.process.failure import INTERRUPTED, Cause, RankError, is_lost
 from deeplightning.process.identity import ATTEMPT, identity
 from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, was_lost
-from deeplightning.process.streams import is_early
+from deeplightning.process.streams import Interrupted, is_early
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
@@ -53,27 +53,17 @@ class Ranks:
         parent: the process that started this one, if one of our launches did; this process ends with it.
         parent_reports: whether the parent reports a lost process; it may restart all of them.
         expected: the number of processes that will enter the folder, if no parent created it.
-        end: called with the error if there is no time for the main thread to handle it.
-        redact: removes secrets from messages.
 
     Attributes:
         children: processes that this one started, in order of rank; the first has the next rank.
     """
 
     def __init__(
-        self,
-        rank: int,
-        folder: Path,
-        parent: int | None,
-        parent_reports: bool,
-        expected: int,
-        end: Callable[[BaseException], None] | None,
-        redact: Callable[[str], str],
+        self, rank: int, folder: Path, parent: int | None = None, parent_reports: bool = False, expected: int = 0
     ):
         self.expected = expected
         self.folder, self.parent, self.parent_reports, self.pid = folder, parent, parent_reports, os.getpid()
         self.children: list[subprocess.Popen[bytes]] = []
-        self.end, self.redact = end, redact
         self._main = threading.main_thread().ident
         self._until: float | None = None  # when this process ends, unless its main thread ended it before
         self._ends = False  # whether the main thread is ending the process
@@ -104,9 +94,7 @@ class Ranks:
 
     def record_cause(self, cause: Cause) -> bool:
         """Record a failure cause as the first one, unless another process recorded one before."""
-        return failure.record_cause(
-            self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank
-        )
+        return failure.record_cause(self.folder, dataclasses.replace(cause, reason=_redact(cause.reason)), self.rank)
 
     def note_run(self, run: Path) -> None:
         """Write the run's folder for the process that started this one."""
@@ -255,11 +243,10 @@ class Ranks:
         self.end_children(0)
         if self._may_report(cause):
             word = f"error [{cause.whose}]" if cause.whose else "error"
-            say(f"{word}: {self.redact(cause.reason)}", err=True)
-        error = RankError(cause)
-        ending = threading.Thread(target=self.end, args=(error,), daemon=True)
-        ending.start()
-        ending.join(SHUTDOWN_SECONDS)
+            say(f"{word}: {_redact(cause.reason)}", err=True)
+        thread = threading.Thread(target=_end, args=(ending(RankError(cause)),), daemon=True)
+        thread.start()
+        thread.join(SHUTDOWN_SECONDS)
         self._exit(cause.exit_code)
 
     # ---- the end
@@ -308,6 +295,13 @@ class Ranks:
         os._exit(code)
 
 
+def ending(error: BaseException) -> BaseException:
+    """Return the error with which a run ends: `Interrupted` if a signal to another process is the cause."""
+    if isinstance(error, RankError) and error.exit_code in INTERRUPTED.values():
+        return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
+    return error
+
+
 def _ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
@@ -346,8 +340,6 @@ def prepare(redact: Callable[[str], str], end: Callable[[BaseException], None]) 
     """Set how secrets are removed from messages, and how a run is ended if its main thread is blocked."""
     global _end, _redact
     _end, _redact = end, redact
-    if (found := here()) is not None:
-        found.end, found.redact = end, redact
 
 
 def here() -> Ranks | None:
@@ -355,9 +347,23 @@ def here() -> Ranks | None:
     return _here if _here is not None and _here.pid == os.getpid() else None
 
 
+def all_ended() -> None:
+    """Wait for the processes that this one started, once its own work is done.
+
+    Raises:
+        RankError: one of them failed after its last message.
+    """
+    if (group := here()) is not None and group.children:
+        group.end_children()
+        if (cause := group.failed_child()) is not None:
+            group.record_cause(cause)
+            raise RankError(group.first() or cause)
+
+
 def follow() -> None:
     """Take part in the supervision if this process is one of several, and end with the launch that started it. Every
     process calls it first."""
+    global _here
     parent, agent = int(os.environ.get(PARENT, 0)), int(os.environ.get(AGENT, 0))
     try:
         found = identity()
@@ -367,15 +373,16 @@ def follow() -> None:
         return
     started_by = agent or (parent if found.local_rank != 0 else 0)
     if started_by and os.getppid() == started_by:
-        _take_part(found.rank, Path(os.environ[FOLDER]), started_by, parent_reports=bool(agent))
+        _here = Ranks(found.rank, Path(os.environ[FOLDER]), started_by, parent_reports=bool(agent))
     elif started_by and not is_alive(started_by):
         os._exit(5)
     elif not agent and not parent and found.world > 1:
-        _take_part(found.rank, enter(found.rank), expected=found.local_world)
+        _here = Ranks(found.rank, enter(found.rank), expected=found.local_world)
 
 
 def begin(rank: int, starts_others: bool) -> Ranks:
     """Take part with this rank, in processes that this one will start or that were started elsewhere."""
+    global _here
     if (found := here()) is not None:
         found.rank = rank
         return found
@@ -384,12 +391,5 @@ def begin(rank: int, starts_others: bool) -> Ranks:
         os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     else:
         folder = enter(rank)
-    return _take_part(rank, folder)
-
-
-def _take_part(
-    rank: int, folder: Path, parent: int | None = None, parent_reports: bool = False, expected: int = 0
-) -> Ranks:
-    global _here
-    _here = Ranks(rank, folder, parent, parent_reports, expected, _end, _redact)
+    _here = Ranks(rank, folder)
     return _here

@@ -16,14 +16,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
 from deeplightning.private.messages import Sentence, says
-from deeplightning.process import failure, ranks
+from deeplightning.process import ranks
 from deeplightning.process.identity import identity
 from deeplightning.process.streams import Interrupted, Terminated
 from deeplightning.words import first_line
@@ -42,28 +42,13 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 POLL_SECONDS = 0.05
 
 
-def connect(
-    trainer: pl.Trainer,
-    redact: Callable[[str], str],
-    end: Callable[[BaseException], None],
-    alike: Mapping[str, str] | None = None,
-) -> None:
+def connect(trainer: pl.Trainer, alike: Mapping[str, str]) -> None:
     """Let the processes of a trainer end together, and report the first cause once.
 
     Args:
-        redact: removes secrets from messages.
-        end: called with the error of the run if the main thread is blocked.
         alike: values that must be equal in all processes, by name; processes started one by one compare them.
     """
-    ranks.prepare(redact, end)
     strategy: Any = trainer.strategy
-    if getattr(strategy, "cluster_environment", None) is None or trainer.num_nodes * strategy.num_processes < 2:
-        return
-
-    def ending(error: BaseException) -> BaseException:
-        if isinstance(error, failure.RankError) and error.exit_code in failure.INTERRUPTED.values():
-            return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
-        return error
 
     class Launcher(subprocess_launcher()):  # type: ignore[misc]
         """Lightning's launcher without its observer, which kills the main process before it can report a failure."""
@@ -78,13 +63,11 @@ def connect(
             if (here := identity()) is not None and here.is_binding:
                 rank = here.rank  # machines may have different numbers of processes
             group = ranks.begin(rank, starts_others and self.num_processes > 1)
-            group.redact, group.end = redact, lambda error: end(ending(error))
             group.hear_signals()
             try:
                 environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
                 if self._store is None:
-                    size = (self.num_processes, self.num_nodes)
-                    self._store = (join(environment, rank, *size, alike or {}, self._start_others),)
+                    self._store = (join(self, rank, alike),)
                 share_threads(self.num_processes)
                 return function(*args, **kwargs)
             except KeyboardInterrupt as error:  # Lightning would end with exit code 1
@@ -94,9 +77,10 @@ def connect(
                 cause = group.cause_of(error)
                 if cause is error:
                     raise
-                raise ending(cause) from error
+                raise ranks.ending(cause) from error
 
-        def _start_others(self) -> None:
+        def start_others(self) -> None:
+            """Start the other processes of this machine."""
             group = ranks.here()
             assert group is not None
             os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
@@ -111,19 +95,6 @@ def connect(
                 group.children = self.procs
 
     set_launcher(strategy, Launcher(strategy.cluster_environment, strategy.num_processes, trainer.num_nodes))
-
-
-def all_ended() -> None:
-    """Wait for the processes that this one started, once its own work is done.
-
-    Raises:
-        RankError: one of them failed after its last message.
-    """
-    if (group := ranks.here()) is not None and group.children:
-        group.end_children()
-        if (cause := group.failed_child()) is not None:
-            group.record_cause(cause)
-            raise failure.RankError(group.first() or cause)
 
 
 # ---- the rendezvous
@@ -142,18 +113,13 @@ def wait_seconds() -> float:
     raise SetupError(f"{WAIT_VARIABLE}={text!r} is no time in seconds")
 
 
-def join(
-    environment: Any, rank: int, processes: int, nodes: int, alike: Mapping[str, str], start_others: Callable[[], None]
-) -> Any:
+def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
     """Connect this process to the others, and start those of this machine that it has to start.
 
     Args:
-        environment: Lightning's cluster environment.
+        launcher: Lightning's, which has the cluster environment, the number of machines and that of processes on each.
         rank: of this process.
-        processes: on each machine.
-        nodes: the number of machines.
         alike: values that must be equal in all processes, by name.
-        start_others: starts the other processes of this machine, if that is ours to do.
 
     Returns:
         Torch's store, if this process has one. Rank 0's store keeps its port open, so no other program can take it;
@@ -163,6 +129,7 @@ def join(
         SetupError: the port is invalid or taken, the address is unreachable, a process is missing, two have the same
             number, or their values differ.
     """
+    environment, processes, nodes = launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
     launches = not environment.creates_processes_externally
     alone = launches and nodes == 1  # a missing process has exited, which is noticed
     address, port = environment.main_address, _port(environment, alone)
@@ -186,7 +153,7 @@ def join(
     elif nodes > 1 and not is_child:
         _go_by(interface(address), loopback=node != 0)
     if launches:
-        start_others()
+        launcher.start_others()
     return store
 
 

@@ -82,6 +82,24 @@ def wrapped(text: str, indent: int) -> str:
     return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
+def show(text: str, indent: int | None = None) -> None:
+    """Print YAML; on a terminal in colour, with long lines wrapped.
+
+    Args:
+        indent: columns by which the rest of a broken line is indented; None: it is YAML that may be copied.
+    """
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.syntax import Syntax
+
+        if indent is not None:
+            text = "\n".join(wrapped(row, indent) for row in text.splitlines())
+        text = printable(text.rstrip("\n"), LAYOUT)
+        Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    else:
+        say(text, nl=False)
+
+
 def in_columns(table: Sequence[Sequence[str]], file: str) -> str:
     """Return a table in columns, of at most `MAX_ROWS` rows.
 

@@ -7,17 +7,22 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from deeplightning.batches import by_name
+from deeplightning.callbacks.average import averaged
+from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, has_spec, is_plain
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import TO_ANSWER, load_run, trained_task
+from deeplightning.run.own_module import pixels, samples_of, servable
 from deeplightning.runfolder import RunFolder, permissions_of, whole
 from deeplightning.version import __version__
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
 
 log = logging.getLogger("deeplightning")
 SAMPLES = 16  # validation samples in the run folder, to verify an export
@@ -34,11 +39,6 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
         CheckpointError: there are no samples.
         ConfigError: a user's module takes no tensor.
     """
-    import numpy as np
-
-    from deeplightning.batches import by_name
-    from deeplightning.run.own_module import pixels, samples_of
-
     if not is_plain(task) and hasattr(data, "example_texts"):
         kept: Mapping[str, Any] = {"texts": np.array(data.example_texts(SAMPLES), np.str_)}
     elif not is_plain(task) and hasattr(data, "example_inputs"):
@@ -62,8 +62,6 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
 
 def _batches(dataloader: Callable[[], Iterable[object]]) -> Iterator[Any]:
     """Yield the batches of all loaders that a hook of the data module returns; none if it has no such hook."""
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException
-
     try:
         loaders = dataloader()
     except MisconfigurationException:  # the module has no such hook
@@ -74,9 +72,6 @@ def _batches(dataloader: Callable[[], Iterable[object]]) -> Iterator[Any]:
 
 def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
     """Return the origin of a model: run, folder, checkpoint, averaging of its weights, time and versions."""
-    from deeplightning.callbacks.average import averaged
-    from deeplightning.engine.checkpoint_io import read_checkpoint
-
     content = read_checkpoint(checkpoint)
     weights, run = averaged(content), content.get("run") or {}
     return {
@@ -110,11 +105,8 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         ConfigError: a user's module takes or returns anything but one tensor.
         FormatError: a further format cannot express the network. The bundle exists without it.
     """
-    import numpy as np
-
     from deeplightning.export.bundle import FormatError, export
     from deeplightning.export.formats import add_format
-    from deeplightning.run.own_module import servable
 
     task, cfg, path = trained_task(folder, allow, verb)
     if not is_servable(task):
@@ -169,7 +161,6 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
             accurate.
         SetupError: the bundle cannot be written.
     """
-    from deeplightning.batches import by_name
     from deeplightning.export.bundle import card_of
     from deeplightning.export.int8 import SCORES, quantize
 

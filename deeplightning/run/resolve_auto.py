@@ -12,7 +12,6 @@ from deeplightning.config.auto_values import BALANCED, DECLARED, WEIGHT, WEIGHTS
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.run.class_weights import class_counts, class_weights, label_counts, positive_weights
 
 log = logging.getLogger("deeplightning")
 
@@ -72,6 +71,8 @@ def _read(cfg: Config, data: Any) -> None:
 
 def _weights(cfg: Config, data: Any, key: str, name: str) -> list[float]:
     """Return the weight of each class, or of each label's positive samples, and log them."""
+    from deeplightning.run.class_weights import class_counts, class_weights, label_counts, positive_weights
+
     _read(cfg, data)
     needs, found = f"`{BALANCED}` needs", f"of the training set of {cfg.data.module.type}"
     if name == WEIGHT:

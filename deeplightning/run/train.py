@@ -14,24 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.callbacks import TRIAL, callback_of, describe
 from deeplightning.callbacks.resumption import Resumption
-from deeplightning.checks.explain import show
 from deeplightning.checks.trust import is_own
 from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
-from deeplightning.config.tree import dump, line
-from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.config.tree import line
+from deeplightning.engine.plan import world_size
+from deeplightning.faults import CheckpointError, ConfigError, Fault, UserError
 from deeplightning.kinds import is_plain
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.private.messages import Sentence, says
 from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
-from deeplightning.process.rendezvous import all_ended, connect
 from deeplightning.process.terminal import say_path
 from deeplightning.run.assemble import init_module, init_trainer
 from deeplightning.run.find import checkpoint_of, find_checkpoint
-from deeplightning.run.load import load_run
-from deeplightning.run.make_bundle import export_run, is_servable, keep_samples
 from deeplightning.run.resume import agreement, resumption
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import DATABASE
@@ -43,9 +40,6 @@ if TYPE_CHECKING:
     from deeplightning.callbacks.record import Record
 
 log = logging.getLogger("deeplightning")
-
-PRINTS_CONFIG = "DEEPLIGHTNING_PRINT_CONFIG"
-"""The environment variable that makes a run print its whole config first."""
 
 _OF_PARTS = (Sentence.OTHER_NETWORK, Sentence.OTHER_OPTIMIZER, Sentence.NO_METRIC)
 """Messages of torch about a checkpoint of another network or optimizer, and of Lightning about a missing metric."""
@@ -73,8 +67,6 @@ def launch(cfg: Config) -> RunFolder:
     to_terminal(cfg)
     one_line_warnings()
     if own_rank() == 0 and ranks.restarts() == 0:
-        if PRINTS_CONFIG in os.environ:
-            show(dump(cfg.public()))
         if cfg.train.fast:
             log.info("%-10s one batch of each stage; no checkpoint and no bundle is written", "fast")
         for notice in cfg.notices or []:
@@ -99,7 +91,11 @@ def launch(cfg: Config) -> RunFolder:
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
     record.resumption = resumed
-    connect(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, resumed))
+    ranks.prepare(cfg.redact_message, lambda error: _end(record, trainer, error))
+    if world_size(cfg.engine) > 1:
+        from deeplightning.process.rendezvous import connect
+
+        connect(trainer, agreement(cfg, resumed))
     try:
         if trains:
             record.prepare_autolog(trainer)
@@ -110,8 +106,8 @@ def launch(cfg: Config) -> RunFolder:
                 quiet = {} if stage == "predict" else {"verbose": False}
                 run_stage(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
         if learns and cfg.train.export and not cfg.train.fast and trainer.is_global_zero:
-            _export_at_the_end(cfg, task, data, record)
-        all_ended()
+            _export(task, data, record)
+        ranks.all_ended()
         if trainer.is_global_zero:
             record.settle()
             if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
@@ -184,6 +180,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
         CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
     """
     from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.run.load import load_run
 
     path = checkpoint_of(folder)
     fixed = [f"stages=[{stage}]", f"test.ckpt={line(str(path))}", "engine.launcher=null", "engine.num_nodes=1"]
@@ -198,15 +195,16 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     return launch(cfg)
 
 
-def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> None:
+def _export(task: Any, data: object, record: Any) -> None:
     """Store some validation samples, then export the best weights if the task supports it."""
+    from deeplightning.export.bundle import FormatError, NotExpressible, card_of
+    from deeplightning.run.make_bundle import export_run, is_servable, keep_samples
+
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run was resumed
         return
     if not is_servable(task):  # a task derived from one of ours without an inference model
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
-    from deeplightning.export.bundle import FormatError, NotExpressible, card_of
-
     try:
         keep_samples(task, data, record.folder)
         export_run(record.folder)
@@ -231,49 +229,48 @@ def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
         ConfigError: a library's exception is about the config.
         CheckpointError: it is about the checkpoint of `ckpt_path`.
     """
+    path = kwargs.get("ckpt_path")
+    try:
+        stage(*args, **kwargs | ({} if path is None else {"ckpt_path": str(path)}))
+    except Exception as error:
+        if (explained := _explained(error, stage.__self__, args[0], path)) is None:
+            raise
+        raise explained from error
+
+
+def _explained(error: Exception, trainer: pl.Trainer, task: pl.LightningModule, path: Path | None) -> UserError | None:
+    """Return the fault of the config or the checkpoint that an error of a library is about; None for any other."""
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-    from deeplightning.callbacks import callback_of
     from deeplightning.callbacks.checkpoints import Checkpoints
-    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint
+    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, whole_shapes
     from deeplightning.engine.restored import of_checkpoint
-    from deeplightning.engine.sharded import whole_shapes
 
-    try:
-        if kwargs.get("ckpt_path") is not None:
-            kwargs["ckpt_path"] = str(kwargs["ckpt_path"])
-        try:
-            stage(*args, **kwargs)
-        except Exception as error:
-            trainer = stage.__self__
-            known = isinstance(error, MisconfigurationException) or says(error, *_OF_PARTS)
-            if kwargs.get("ckpt_path") is None or trainer.state.fn != "fit" or known:
-                raise
-            resumed_at = callback_of(trainer, Checkpoints).resumed_at
-            if (refusal := of_checkpoint(error, trainer, resumed_at)) is None:
-                raise
-            raise refusal from error
-    except MisconfigurationException as error:
-        if found := says(error, Sentence.NO_DATALOADER):
-            data = {"val": "validation"}.get(found[1], found[1])
-            message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
-            raise ConfigError(Fault(message, "stages")) from error
-        raise ConfigError(str(error)) from error
-    except NotImplementedError as error:
-        if says(error, Sentence.HOOK_IS_REMOVED):
-            raise ConfigError(Fault(" ".join(str(error).split()), "model.module")) from error
-        raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if (fault := _of_part(error, args[0])) is not None:
-            raise ConfigError(fault) from error
-        if says(error, Sentence.NO_METRIC):
-            raise ConfigError(Fault(str(error), "train.early_stop.metric")) from error
-        if says(error, Sentence.OTHER_NETWORK):
-            path = kwargs["ckpt_path"]
-            raise_for_misfits(whole_shapes(args[0]), read_checkpoint(path)["state_dict"], path)
-        if says(error, Sentence.OTHER_OPTIMIZER):
-            raise CheckpointError(f"{kwargs.get('ckpt_path')}: of another optimizer: {error}") from error
-        raise
+    is_misconfigured = isinstance(error, MisconfigurationException)
+    if path is not None and trainer.state.fn == "fit" and not is_misconfigured and not says(error, *_OF_PARTS):
+        refusal = of_checkpoint(error, trainer, callback_of(trainer, Checkpoints).resumed_at)
+        if refusal is not None:
+            return refusal
+    if is_misconfigured and (found := says(error, Sentence.NO_DATALOADER)):
+        data = {"val": "validation"}.get(found[1], found[1])
+        message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
+        return ConfigError(Fault(message, "stages"))
+    if is_misconfigured:
+        return ConfigError(str(error))
+    if isinstance(error, NotImplementedError):
+        is_known = says(error, Sentence.HOOK_IS_REMOVED)
+        return ConfigError(Fault(" ".join(str(error).split()), "model.module")) if is_known else None
+    if not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
+        return None
+    if (fault := _of_part(error, task)) is not None:
+        return ConfigError(fault)
+    if says(error, Sentence.NO_METRIC):
+        return ConfigError(Fault(str(error), "train.early_stop.metric"))
+    if says(error, Sentence.OTHER_NETWORK) and path is not None:
+        raise_for_misfits(whole_shapes(task), read_checkpoint(path)["state_dict"], path)
+    if says(error, Sentence.OTHER_OPTIMIZER):
+        return CheckpointError(f"{path}: of another optimizer: {error}")
+    return None
 
 
 def _of_part(error: Exception, task: pl.LightningModule) -> Fault | None:

@@ -7,7 +7,6 @@ killed when the parent ends, however that ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -16,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -28,6 +26,7 @@ from typing import Any
 from deeplightning.faults import ERRORS, RunError, UserError
 from deeplightning.launch.job import TrialJobs
 from deeplightning.private.python import forget_exit_functions, run_exit_functions
+from deeplightning.process.die_with_parent import end_with
 from deeplightning.process.failure import exit_code_of, reason_of
 from deeplightning.process.rendezvous import interface
 from deeplightning.process.terminal import say
@@ -37,7 +36,6 @@ from deeplightning.words import lacks_memory
 POLL_SECONDS = 0.05  # between two checks whether a run has ended
 MAX_MESSAGE_BYTES = 1_000_000
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _OF_USERS = ERRORS.keys() - {UserError.exit_code}
 
 Train = Callable[[Sequence[str]], int]
@@ -89,22 +87,6 @@ def _be_child(work: Callable[[], object], parent: int) -> None:
             sys.stderr.flush()
         finally:
             os._exit(code if isinstance(code, int) else 1)
-
-
-def end_with(parent: int) -> None:
-    """Let this process be killed when the process that forked it ends."""
-    try:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    except (AttributeError, OSError):  # not Linux
-        threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.25)
-    os._exit(1)
 
 
 # ---- runs

@@ -13,8 +13,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from deeplightning.task.cuda_graphs import Recorded
-
 log = logging.getLogger("deeplightning")
 
 ONLY_OWN_STEPS = (
@@ -49,6 +47,8 @@ class Compiled:
                 last of its results alone.
         """
         if self.mode == "graphs":
+            from deeplightning.task.cuda_graphs import Recorded
+
             return Recorded(function, owner)
         # None: texts of other lengths are compiled once more, for any length. A CUDA graph is for one shape.
         return torch.compile(function, mode=self.mode, dynamic=False if self.graphs else None)

@@ -163,19 +163,6 @@ def test_a_run_shows_itself_in_a_notebook(run):
     assert Image.open(io.BytesIO(base64.b64decode(data))).width > 400
 
 
-def test_a_config_object_that_was_changed_is_what_trains(config, folder, monkeypatch):
-    """Also where a value comes from the environment, which the run keeps as a reference."""
-    monkeypatch.setenv("A_NAME", "from the environment")
-    changed = dl.load_config(
-        config, ["train.num_epochs=5", "logger.params.experiment_name=${oc.env:A_NAME}", "stages=[train]"]
-    )
-    changed.train.num_epochs = 1
-    run = dl.train(changed)
-    assert run.config.train.num_epochs == 1
-    assert "experiment_name: ${oc.env:A_NAME}" in (run.folder / "cfg.yaml").read_text()
-    assert run.config.logger.params.experiment_name == "from the environment"
-
-
 def test_faults_are_exceptions(config, capfd, tmp_path):
     """Of a config, a file, a run that fails, and a run that is not there; the note is in the exception alone."""
     with pytest.raises(ConfigError) as caught:
@@ -193,15 +180,27 @@ def test_faults_are_exceptions(config, capfd, tmp_path):
         dl.load_run(tmp_path / "nothing")
 
 
-def test_a_training_that_fails_is_an_exception(config, tmp_path, monkeypatch):
+def test_a_config_object_that_was_changed_is_what_trains_and_a_training_that_fails_is_an_exception(
+    config, tmp_path, monkeypatch
+):
+    """The exception has the place in own code; the run keeps a reference where a value is from the environment."""
     (tmp_path / "own_loss.py").write_text(
         "from torch import nn\nclass Bad(nn.Module):\n    def forward(self, logits, labels):\n"
         "        raise RuntimeError('of mine')\n"
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("A_NAME", "from the environment")
+    named = ["logger.params.experiment_name=${oc.env:A_NAME}", f"logger.params.tracking_uri='{tmp_path}/runs'"]
+    changed = dl.load_config(config, ["train.num_epochs=5", "model.loss={type: own_loss.Bad}", *named])
+    changed.train.num_epochs = 1
     with pytest.raises(UserError, match=r"own_loss\.py:4: RuntimeError: of mine") as caught:
-        dl.train(config, ["model.loss={type: own_loss.Bad}"])
+        dl.train(changed)
     assert caught.value.exit_code == 5
+    (folder,) = tmp_path.glob("runs/*/*/artifacts")
+    run = dl.load_run(folder)
+    assert (run.status, run.config.train.num_epochs) == ("FAILED", 1)
+    assert "experiment_name: ${oc.env:A_NAME}" in (folder / "cfg.yaml").read_text()
+    assert run.config.logger.params.experiment_name == "from the environment"
 
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])

@@ -125,15 +125,12 @@ def configs(tmp_path_factory, store):
     return folder
 
 
-SHARDED = ["null", "fsdp", "deepspeed_stage_3"]
 TASKS = [
     ("gan", "ddp"),
-    pytest.param("text", "null", marks=SLOW),
-    *(pytest.param(t, "null", marks=SLOW) for t in ("gan", "segmentation")),
     ("regression", "fsdp"),  # it has buffers of its own
-    *(pytest.param(t, e, marks=SLOW) for t in ("text", "segmentation") for e in SHARDED[1:]),
-    *(pytest.param("reconstruction", engine, marks=SLOW) for engine in SHARDED),
-    *(pytest.param("regression", engine, marks=SLOW) for engine in ("null", "deepspeed_stage_3")),
+    *(pytest.param(task, "null", marks=SLOW) for task in ("gan", "text", "segmentation", "reconstruction")),
+    *(pytest.param(task, "deepspeed_stage_3", marks=SLOW) for task in ("text", "regression")),
+    pytest.param("segmentation", "fsdp", marks=SLOW),
 ]
 
 

@@ -1,7 +1,6 @@
 """What a config asks for becomes what runs: words are mapped with a notice, what cannot run is refused in words."""
 
 import inspect
-import os
 import re
 
 import pytest
@@ -16,8 +15,7 @@ from deeplightning.checks.strategy import meaning
 from deeplightning.config.schema import BACKENDS, PRECISIONS
 from deeplightning.engine import devices, plan
 from deeplightning.engine.plan import effective_batch, trainer_arguments
-from deeplightning.faults import ConfigError, SetupError
-from deeplightning.launch.set_environment import apply_environment
+from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
 
 BF16 = (
@@ -93,25 +91,6 @@ def test_bf16_on_a_cpu_without_it_is_told(word, flags, settled, monkeypatch, tmp
     assert told == ("avx512_bf16" not in flags and word != "32")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("gpus", ["[0, 1]", "1"])
-def test_gpus_that_are_not_there_are_refused(gpus, settled):
-    """Exit code 3, naming the key, what there is and what to write instead."""
-    words = r"engine.gpus: asks for (GPU indexes 0, 1|1 GPU); this machine has none.*engine.gpus=null"
-    with pytest.raises(SetupError, match=words) as caught:
-        settled(f"engine.gpus={gpus}")
-    assert caught.value.exit_code == 3
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_auto_takes_what_is_there(settled):
-    """No GPU: the CPU, with a notice."""
-    cfg = settled("engine.gpus=auto")
-    assert cfg.engine.gpus is None
-    assert "this machine has none" in cfg.notices[0].text
-    assert not cfg.notices[0].unasked
-
-
 @pytest.mark.parametrize(
     ("backend", "means", "strategy", "param", "owner"),
     [
@@ -148,13 +127,6 @@ def test_explain_shows_the_strategy_of_a_word(backend, means, strategy, param, o
         assert "  default     " in about
 
 
-@pytest.mark.parametrize("override", ["engine.sync_batchnorm=true", "engine.params.bucket_cap_mb=5"])
-def test_what_contradicts_itself_is_refused_by_key(override, settled):
-    """A fault of the config that names the key, exit code 2."""
-    with pytest.raises(ConfigError, match=override.partition("=")[0].removesuffix(".bucket_cap_mb")):
-        settled(override)
-
-
 def test_the_effective_batch_multiplies(settled):
     """Samples per process x processes x accumulated batches."""
     cfg = settled("engine.processes=2", "train.accumulator_factor=4")
@@ -162,15 +134,6 @@ def test_the_effective_batch_multiplies(settled):
     cfg = settled("train.accumulator_factor=4", "train.accumulator_epoch=2")
     assert effective_batch(cfg).endswith("from epoch 2 on")
     assert effective_batch(settled("engine.processes=2"), 100) == "200 samples a step: 100 per process x 2 processes"
-
-
-def test_variables_of_the_config_are_set(settled, monkeypatch):
-    """`engine.env` reaches the process when the run begins, and not before."""
-    monkeypatch.setenv("MY_SWITCH", "")  # so that it is gone afterwards
-    cfg = settled("engine.env.MY_SWITCH=on")
-    assert os.environ["MY_SWITCH"] == ""
-    apply_environment(cfg)
-    assert os.environ["MY_SWITCH"] == "on"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "64", "bf16-true"])

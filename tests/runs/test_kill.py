@@ -27,14 +27,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(jobs, tiny, folder):
+def start(command, tiny, folder):
     """`start(experiment, processes, …)` starts the run; `kill` says who dies at which event."""
 
     def started(experiment, processes, kill="-:0", **variables):
         named = [f"logger.params.experiment_name={experiment}", f"engine.processes={processes}"]
         words = (*SETTINGS, f"data.batch_size={16 // processes}", *named)
         told = {"KILL": kill, "EVENTS": str(folder / experiment)} | variables
-        return jobs.start("train", tiny, *words, cwd=folder, ranks=processes, **told)
+        return command.start("train", tiny, *words, cwd=folder, ranks=processes, **told)
 
     return started
 
@@ -109,7 +109,6 @@ def assert_ends_like_whole(start, store, whole, processes, kills, name):
     "kills",
     [
         pytest.param([("0", 0.5)], id="in the middle"),
-        pytest.param([("0", 0.02)], id="before its first checkpoint", marks=pytest.mark.slow),
         pytest.param([("0", 0.97)], id="at its end", marks=pytest.mark.slow),
         pytest.param([("0", 0.4), ("0", 0.3), ("0", 0.25)], id="again and again", marks=pytest.mark.slow),
         pytest.param([("01", 0.45)], id="both of two", marks=pytest.mark.slow),

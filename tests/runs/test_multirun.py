@@ -1,7 +1,6 @@
 """`train CONFIG key=a,b --multirun`: a run for each point of a grid, one table, and the same command continues."""
 
 import csv
-import signal
 from pathlib import Path
 
 import pytest
@@ -108,41 +107,6 @@ def test_the_same_command_repeats_nothing(first, command, words, place):
     assert wrong.code == 2
     assert "data.batch_size: must be a whole number or null, not the text 'many'" in wrong.err
     assert command(*words[:-1], cwd=place).code == 2  # without --multirun a comma is text
-
-
-def test_an_interrupted_run_continues(command, tiny, store, place, tmp_path):
-    """Ctrl-C ends the runs politely; the same command continues from their checkpoints, and begins those to come."""
-    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
-    words = ["train", tiny, waits, "seed=range(2)", "logger.params.experiment_name=Cut", "-m"]
-    running = command.start(*words, cwd=place)
-    notes = store / "multiruns" / "Cut" / "tiny" / "points"
-
-    def has(ending, words):
-        return any(words in file.read_text() for file in notes.glob(f"*.{ending}"))
-
-    running._wait(lambda: has("json", '"folder"') and has("log", "\nwaits\n"), "the second epoch of the first run")
-    running.signal(signal.SIGINT)
-    (tmp_path / "go").touch()
-    cut = running.end()
-    assert cut.code == 130, cut
-    assert "interrupted by SIGINT after 0 of 2 runs; the same command continues" in cut.err
-    assert [row["state"] for row in rows(cut)] == ["under way", "to come"]
-    again = command(*words, cwd=place)
-    assert again.code == 0, again
-    assert "seed=0  (continues)" in again.out
-    assert [row["state"] for row in rows(again)] == ["finished", "finished"]
-
-
-@pytest.mark.slow
-def test_a_failed_run_is_named_and_the_others_finish(command, tiny, place):
-    """Exit code 5 with the reason; the same command runs the failed one again."""
-    rate = "model.optimizer.params.lr=1e30,0.1"
-    words = ["train", tiny, rate, "logger.params.experiment_name=Failing", "train.num_epochs=1", "--multirun"]
-    outcome = command(*words, cwd=place)
-    assert outcome.code == 5, outcome
-    assert "1 of 2 runs failed: " in outcome.err
-    assert [row["state"] for row in rows(outcome)] == ["failed", "finished"]
-    assert "2 runs, 1 of them finished before" in command(*words, cwd=place).out
 
 
 def test_an_edit_does_not_reach_the_runs_that_follow(command, tiny, tmp_path):

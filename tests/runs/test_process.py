@@ -45,31 +45,13 @@ def test_a_run_that_fails_and_one_of_two_ranks_keep_their_exit_codes_without_a_r
     assert {rank.code for rank in outcome.ranks} == {0}, outcome
 
 
-@pytest.mark.parametrize("words", ["explain CONFIG", "check CONFIG --format json", "check CONFIG", "schema", "--help"])
+@pytest.mark.parametrize("words", ["explain CONFIG", "check CONFIG --format json", "--help"])
 def test_a_verb_that_prints_its_result_ends_without_a_word(words, command, tiny, place):
     """Without a reader with 141, as a program that SIGPIPE has ended; with a closed stdout as with /dev/null."""
     arguments = [tiny if word == "CONFIG" else word for word in words.split()]
     for how, code in (("lost:stdout", 141), ("lost:closed", 0)):
         outcome = command(*arguments, cwd=place, main=how)
         assert (outcome.code, outcome.err) == (code, ""), outcome
-
-
-@pytest.mark.slow
-def test_in_a_shell_too(tiny, place, tmp_path):
-    """`train … | head -1` and `explain … | true`, as a person writes them, and `explain … >&-`."""
-    deeplightning = f"'{sys.executable}' -m deeplightning"
-    script = f"""
-    {deeplightning} train '{tiny}' logger.params.tracking_uri="'{tmp_path}/runs'" | head -1; echo ${{PIPESTATUS[0]}}
-    {deeplightning} explain '{tiny}' 2>err | true; echo ${{PIPESTATUS[0]}}
-    {deeplightning} explain '{tiny}' >&- 2>>err; echo $?
-    cat err
-    """
-    script = script.replace("err", str(tmp_path / "err"))
-    done = subprocess.run(["bash", "-c", script], cwd=place, env=environment(), capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert lines[1] == "0", done
-    assert lines[2] in ("0", "141"), done
-    assert lines[3:] == ["0"], done
 
 
 # ---- SIGTERM before a run hears it
@@ -87,7 +69,7 @@ def python(program: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="nothing tells which signals a process hears")
-@pytest.mark.parametrize("delay", [0, 0.03, 0.1, 0.3, 1, 2])
+@pytest.mark.parametrize("delay", [0, 0.1, 1])
 def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_path):
     """Whatever is being imported after the handlers are installed: one line and 143, no traceback, within seconds."""
     uri = f"logger.params.tracking_uri='{tmp_path}'"

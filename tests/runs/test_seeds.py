@@ -171,6 +171,7 @@ def test_an_interrupted_group_continues(command, train, tiny, store, place, tmp_
         assert cut.code == 130, cut
         assert "interrupted by SIGINT after 0 of 2 runs; the same command continues" in cut.err
         assert tracked(store, parent)[0].status == "KILLED"
+        assert [row["state"] for row in rows(cut.folder)] == ["under way", "to come"]
     again = train(*words)
     assert "seed=7  (continues)" in again.out
     assert [row["state"] for row in rows(again.folder)] == ["finished", "finished"]

@@ -12,6 +12,11 @@ from test_layers import LAYERS
 MOST = 10
 """Calls from a lower layer to a higher one: targets that the config names, and functions that are handed down."""
 
+UNUSED = {
+    *("launch.local", "launch.sealed", "process.rendezvous", "engine.sharded", "engine.fsdp"),  # several processes
+    *("checks.explain", "task.cuda_graphs", "run.class_weights", "run.make_bundle"),
+}
+
 PROGRAM = """\
 import json, sys
 import pytorch_lightning
@@ -40,7 +45,7 @@ class Fitting(BaseException):
 
 def fit(*arguments, **more):
     sys.setprofile(None)
-    print(json.dumps([ours, climbs]), flush=True)
+    print(json.dumps([ours, climbs, [*sys.modules]]), flush=True)
     raise Fitting
 
 pytorch_lightning.Trainer.fit = fit
@@ -51,7 +56,8 @@ main()
 
 @pytest.mark.slow
 def test_a_config_goes_down_the_layers(tiny, tmp_path):
-    """Between the command and `Trainer.fit` at most ten calls lead from a lower layer to a higher one."""
+    """Between the command and `Trainer.fit` at most ten calls lead from a lower layer to a higher one, and what a run
+    of one process does not use is not imported."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(LAYERS), "train", str(tiny)],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -60,6 +66,7 @@ def test_a_config_goes_down_the_layers(tiny, tmp_path):
         text=True,
         timeout=300,
     )
-    ours, climbs = json.loads(done.stdout.splitlines()[-1])
+    ours, climbs, modules = json.loads(done.stdout.splitlines()[-1])
     assert ours > 5_000, "the calls are counted"
     assert len(climbs) <= MOST, climbs
+    assert UNUSED & {name.removeprefix("deeplightning.") for name in modules} == set()

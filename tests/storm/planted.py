@@ -39,9 +39,9 @@ class Fault:
 FAULTS = {
     "unsynced": Fault(
         "a checkpoint gets its name without an fsync of its content",
-        "deeplightning/engine/checkpoint_io.py",
-        "            file.flush()\n            os.fsync(file.fileno())\n        beside.replace(target)",
-        "            file.flush()\n        beside.replace(target)",
+        "deeplightning/runfolder.py",
+        "            file.flush()\n            os.fsync(file.fileno())\n        beside.replace(path)",
+        "            file.flush()\n        beside.replace(path)",
         "power",
     ),
     "in-place": Fault(
@@ -63,8 +63,8 @@ FAULTS = {
     "lock": Fault(
         "a run's folder is held without a lock",
         "deeplightning/runfolder.py",
-        "                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            except BlockingIOError:",
-        "                pass\n            except BlockingIOError:",
+        "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n        except BlockingIOError:",
+        "            pass\n        except BlockingIOError:",
         "together",
     ),
     "digest": Fault(
@@ -100,7 +100,7 @@ FAULTS = {
     "child": Fault(
         "a process that was started lives on when its parent is gone",
         "deeplightning/process/die_with_parent.py",
-        "        pass_on(signal.SIGTERM)\n",
+        "        forward(signal.SIGTERM)\n",
         "        pass\n",
         "search",
     ),

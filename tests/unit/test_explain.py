@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from deeplightning.checks.examine import examine
-from deeplightning.checks.explain import explain, line, origin, show
+from deeplightning.checks.explain import explain, line, origin
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, leaves, plain
 from deeplightning.faults import ConfigError
+from deeplightning.process.terminal import show
 
 LAYERS = {
     "ground.yaml": """\

@@ -1,11 +1,12 @@
 """Ranks of a process under every launcher that may start it."""
 
+import os
 import socket
 
 import pytest
 
 from deeplightning.faults import SetupError
-from deeplightning.process.identity import first_host, identity, own_rank, port_of, slurm_step, tasks_per_node
+from deeplightning.process.identity import first_host, identity, own_rank, port_of, tasks_per_node
 from deeplightning.process.shared_folder import shared_folder
 
 
@@ -23,6 +24,7 @@ TORCHRUN = variables_of(
     "TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_USE_AGENT_STORE=True RANK=3 WORLD_SIZE=4 "
     "LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=one MASTER_PORT=29400"
 )
+ALONE = TORCHRUN | variables_of("RANK=1 WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1")
 RANK = variables_of("RANK=3 WORLD_SIZE=4")
 OPEN_MPI = variables_of(  # as Open MPI 4.1 has it
     "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
@@ -93,14 +95,21 @@ def test_whoever_starts_a_process_its_numbers_are_right(variables, by, found):
     assert (here.by, numbers(here)) == (by, found)
 
 
-@pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "one", "NODE_RANK": "1"}, {"SLURM_PROCID": "0"}])
-def test_a_process_that_nobody_has_numbered_has_no_place(variables):
-    """Neither several machines started by hand nor a batch script of Slurm define ranks."""
-    assert identity(variables) is None
-
-
 def without(variables, *names):
     return {name: value for name, value in variables.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        *({}, {"MASTER_ADDR": "one", "NODE_RANK": "1"}),  # by hand, on several machines
+        *(without(TASK, "SLURM_STEP_ID"), without(TASK, "SLURM_STEP_ID", "SLURM_PROCID")),  # a batch script, salloc
+        TASK | {"SLURM_STEP_ID": "4294967290"},  # a step that Slurm reserves
+    ],
+)
+def test_a_process_that_nobody_has_numbered_has_no_place(variables):
+    """Neither several machines started by hand nor a batch script or a shell of Slurm define ranks."""
+    assert identity(variables) is None
 
 
 @pytest.mark.parametrize(
@@ -171,6 +180,7 @@ def test_processes_without_a_port_agree_on_one(one, other):
     ("variables", "launch", "may_resume"),
     [
         (TORCHRUN, "torchrun-one-29400", False),
+        (ALONE, f"torchrun-{socket.gethostname()}-{os.getppid()}", False),  # known by the agent that restarts it
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun-one-29400", True),
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "job"}, "job", True),
         (RANK, None, False),
@@ -184,12 +194,6 @@ def test_a_launch_is_known_again_after_a_restart(variables, launch, may_resume):
     """All processes have the same launch name, which a restart does not change."""
     here = identity(variables)
     assert (here.launch, here.may_resume) == (launch, may_resume)
-
-
-def test_torchrun_on_one_machine_is_known_by_its_process():
-    """Without a rendezvous id, the launch is identified by the agent that restarts the processes."""
-    alone = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    assert identity(alone).launch.startswith(f"torchrun-{socket.gethostname()}-")
 
 
 @pytest.mark.parametrize("variables", [TASK, OLD_TASK], ids=["new names", "old names"])
@@ -210,13 +214,6 @@ def test_an_address_that_is_set_wins():
     assert (found.address, found.port) == ("10.0.0.9", "4711")
     assert identity(TASK).port == identity(TASK | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port
     assert identity(TASK).port != identity(TASK | {"SLURM_JOB_ID": "8"}).port
-
-
-def test_what_is_no_task_has_no_place():
-    """A batch script has a rank but no step; a shell of salloc has neither, or a reserved step."""
-    assert identity(without(TASK, "SLURM_STEP_ID")) is None
-    assert identity(without(TASK, "SLURM_STEP_ID", "SLURM_PROCID")) is None
-    assert slurm_step(TASK | {"SLURM_STEP_ID": "4294967290"}) is None
 
 
 def test_a_single_task_may_start_processes_itself():

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import storm
 from hangs import limited
-from storm import mutate, shim
+from storm import mutate, planted, shim
 from storm.place import Broken, Skipped, expect
 from storm.schedule import Storm
 from storm.table import repeat, table
@@ -245,3 +245,9 @@ def test_the_shim_is_loaded_from_a_path_with_a_blank_too(tmp_path, monkeypatch):
     )
     assert preload.partition(":")[0] in done.stdout
     assert done.stderr == ""
+
+
+def test_each_planted_fault_has_its_place():
+    """The text that it replaces is in its file once."""
+    found = {name: (planted.ROOT / fault.file).read_text().count(fault.right) for name, fault in planted.FAULTS.items()}
+    assert found == dict.fromkeys(planted.FAULTS, 1)

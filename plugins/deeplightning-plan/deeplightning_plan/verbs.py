@@ -15,7 +15,7 @@ from deeplightning.cli.group import (
     stdout_for_the_result,
     with_config,
 )
-from deeplightning.process.terminal import say
+from deeplightning.process.terminal import say, show
 
 if TYPE_CHECKING:
     from deeplightning.config.schema import Config
@@ -122,7 +122,6 @@ def plan(
     given = {"--gpus": gpus, "--nodes": nodes, "--format": form}
     if wrong := [name for name, value in given.items() if value is not None]:
         raise click.UsageError(f"{wrong[0]} goes with --memory")
-    from deeplightning.checks.explain import show
     from deeplightning.config.source import located
     from deeplightning.config.tree import dump
     from deeplightning.launch import Job, plan_of

@@ -20,6 +20,7 @@ from deeplightning.engine.plan import settle
 from deeplightning.faults import SetupError, error_of
 from deeplightning.own_code import add_import_roots
 from deeplightning.private.lazy_imports import import_lazily
+from deeplightning.process.die_with_parent import end_with
 from deeplightning.process.ranks import AGENT
 from deeplightning.sweep.worker import end_with
 
