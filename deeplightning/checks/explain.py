@@ -100,7 +100,6 @@ def origin(report: Report, path: KeyPath) -> str:
 
 
 def _place(report: Report, path: KeyPath) -> str:
-    assert report.source is not None
     entry = entry_at(report.source.root, path)
     if entry is None:
         removed = next((e for e in _history(report, path) if _is_removal(e)), None)
@@ -185,7 +184,6 @@ def _unset(report: Report, key: str) -> list[str] | None:
 
 def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
     """Describe the option groups around a key: the choice in each, and the alternatives."""
-    assert report.source is not None
     for group in report.source.groups.values():
         if group.key in upwards(".".join(map(str, path))):
             options = ", ".join(group.options())
@@ -195,7 +193,6 @@ def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
 def _short(report: Report, entry: Entry, path: KeyPath) -> str:
     if _is_removal(entry):
         return "nothing: the key was removed"
-    assert report.source is not None
     text = kind(entry) if isinstance(entry.value, dict | list) else line(entry.value)
     return report.source.secrets.redact(text)
 
@@ -280,7 +277,6 @@ def _path(key: str, shown: Any) -> KeyPath:
 
 def _history(report: Report, path: KeyPath) -> list[Entry]:
     """List the values of a path, newest first: the current one and those it replaced, alone or within a section."""
-    assert report.source is not None
     found: list[Entry] = []
     seen: set[int] = set()
 
@@ -306,6 +302,5 @@ def _is_removal(entry: Entry) -> bool:
 
 def _written(report: Report, path: KeyPath) -> str | None:
     """Return the reference behind a value, its own or that of a section around it."""
-    assert report.source is not None
     above = (entry_at(report.source.root, path[:n]) for n in range(len(path), 0, -1))
     return next((entry.written for entry in above if entry is not None and entry.written), None)
