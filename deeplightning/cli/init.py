@@ -16,8 +16,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from deeplightning.cli import guess_pictures, guess_tables
-from deeplightning.cli.guess import Columns, Guess, signals
+from deeplightning.cli import guess_masks, guess_pictures, guess_signals, guess_tables, guess_texts
+from deeplightning.cli.guess import Columns, Guess
 from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import line
@@ -73,14 +73,14 @@ KINDS = {
     "images": Kind("Tells classes of pictures apart.", guess_pictures.images, ask=_DIGITS),
     "text": Kind(
         "Tells classes of texts apart.",
-        guess_tables.text,
+        guess_texts.text,
         ("examples/sst2/reviews.py",),
         '--text "a charming film" "its plot is dull"',
         options=("target",),
     ),
     "segmentation": Kind(
         "Says of each pixel which class it is.",
-        guess_pictures.segmentation,
+        guess_masks.segmentation,
         ("examples/segmentation/shape_masks.py",),
         "shapes/images/0000.jpg",
     ),
@@ -97,7 +97,7 @@ KINDS = {
         template="table",
         options=("target", "ignore"),
     ),
-    "signal": Kind("Tells classes of signals apart.", signals, ask="signal.json"),
+    "signal": Kind("Tells classes of signals apart.", guess_signals.signals, ask="signal.json"),
     "own": Kind(
         "Own data, network, loss and task.",
         None,
