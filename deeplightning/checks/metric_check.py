@@ -1,6 +1,7 @@
 """The metrics that decide something: whether they are logged, and which way is better."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from deeplightning.checks.report import Report
@@ -21,16 +22,25 @@ LOADER = re.compile(r"/dataloader_idx_\d+$")
 """What Lightning puts behind the name of a metric where several loaders validate."""
 
 
+def _monitored(config: Config) -> Iterator[tuple[str, object, Any, str]]:
+    """Yield each metric that decides something: the key that names it, the metric, the section or target that has the
+    key, and the key of its mode."""
+    train = config.train
+    sections = {"train.checkpoint": train.checkpoint, "train.early_stop": train.early_stop, **config.of_plugins()}
+    for key, section in sections.items():
+        name = "monitor" if section is train.checkpoint else "metric"
+        yield f"{key}.{name}", getattr(section, name, None), section, f"{key}.mode"
+    for key, scheduler in with_keys(config.model.scheduler, "model.scheduler"):
+        yield f"{key}.call.monitor", scheduler.call and scheduler.call.monitor, scheduler, f"{key}.params.mode"
+    for callback in train.callbacks:
+        key = f"{callback.name}.params"
+        yield f"{key}.monitor", callback.params.get("monitor"), callback, f"{key}.mode"
+
+
 def check_monitors(report: Report, config: Config) -> None:
     """Compare monitored metrics with those that the task and the callbacks log."""
-    stop, schedulers = config.train.early_stop, with_keys(config.model.scheduler, "model.scheduler")
-    all_ = {"train.checkpoint.monitor": config.train.checkpoint.monitor}
-    all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
-    all_ |= {f"{name}.metric": getattr(section, "metric", None) for name, section in config.of_plugins().items()}
-    all_ |= {f"{key}.call.monitor": scheduler.call.monitor for key, scheduler in schedulers if scheduler.call}
+    asked = {key: metric for key, metric, *_ in _monitored(config) if isinstance(metric, str)}
     targets = (config.model.module, *config.train.callbacks)
-    all_ |= {f"{target.name}.params.monitor": target.params.get("monitor") for target in targets[1:] if target}
-    asked = {key: metric for key, metric in all_.items() if isinstance(metric, str)}
     if not asked or any(target is None or target.type is None for target in targets):  # a fault speaks of them
         return
     if any(str(key).startswith("model.module") for key in report.answered):
@@ -52,34 +62,20 @@ def check_monitors(report: Report, config: Config) -> None:
 
 
 def settle_modes(report: Report, config: Config) -> None:
-    """Set the mode of each monitored metric where the config does not."""
-    train = config.train
-    sections: list[tuple[str, Any, str]] = [
-        ("train.checkpoint", train.checkpoint, "monitor"),
-        ("train.early_stop", train.early_stop, "metric"),
-        *((key, section, "metric") for key, section in config.of_plugins().items() if hasattr(section, "mode")),
-    ]
-    for key, section, name in sections:
-        if section is not None and section.mode is None:
-            section.mode = _mode(report, config, getattr(section, name), f"{key}.{name}", f"{key}.mode")
-    for key, scheduler in with_keys(config.model.scheduler, "model.scheduler"):
-        metric = scheduler.call.monitor if scheduler.call else None
-        _own_mode(report, config, scheduler, metric, f"{key}.call.monitor")
-    for callback in train.callbacks or ():
-        if callback is not None and isinstance(callback.params, dict):
-            _own_mode(report, config, callback, callback.params.get("monitor"), f"{callback.name}.params.monitor")
-
-
-def _own_mode(report: Report, config: Config, target: Target, metric: object, asked: str) -> None:
-    """Set `mode` for a class of torch or Lightning, whose default is `min` whatever the metric; a user's own class
-    keeps the default of its author."""
-    params, found = target.params, Meanings().known(target.type)
-    home = found.path.partition(".")[0] if found is not None else ""
-    is_theirs = home in ("torch", "pytorch_lightning") and "mode" in report.meanings.parameters(target.type)
-    if is_theirs and isinstance(params, dict) and params.get("mode") is None:
-        mode = _mode(report, config, metric, asked, f"{target.name}.params.mode")
-        if mode is not None:
-            params["mode"] = mode
+    """Set the mode of each monitored metric where the config does not; of a target only if it is a class of torch or
+    Lightning, whose default is `min` whatever the metric: a user's own class keeps the default of its author."""
+    for asked, metric, owner, key in _monitored(config):
+        if not isinstance(owner, Target):
+            if getattr(owner, "mode", "") is None:
+                owner.mode = _mode(report, config, metric, asked, key)
+            continue
+        found = Meanings().known(owner.type)
+        home = found.path.partition(".")[0] if found is not None else ""
+        is_theirs = home in ("torch", "pytorch_lightning") and "mode" in report.meanings.parameters(owner.type)
+        if is_theirs and owner.params.get("mode") is None:
+            mode = _mode(report, config, metric, asked, key)
+            if mode is not None:
+                owner.params["mode"] = mode
 
 
 def _mode(report: Report, config: Config, metric: object, asked: str, key: str) -> Mode | None:
