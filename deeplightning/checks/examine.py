@@ -1,5 +1,5 @@
-"""The one door to a config: it is read, judged and settled in this order, once, and comes out as it would run; or all
-that is wrong with it at once, each fault with its place."""
+"""Load, check and settle a config, for every command. The steps are parse (`compose`), schema (`read_config`),
+signatures (`compare`), machine (`settle`) and rules (`conflicts`). Each adds what is wrong to one report."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import Any
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks.combinations import conflicts, rates_without_effect
-from deeplightning.checks.metric_check import check_monitors, settle_modes
 from deeplightning.checks.report import Report
-from deeplightning.checks.schema_check import contradictions, read_section
+from deeplightning.checks.schema_check import read_config, read_section
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
@@ -28,7 +27,7 @@ from deeplightning.config.target import find_function
 from deeplightning.config.tree import Entry, entry_at
 from deeplightning.engine.plan import settle
 from deeplightning.faults import ConfigError, Fault, Notice, place_of, upwards
-from deeplightning.own_code import added_roots, original_roots, use_import_roots
+from deeplightning.own_code import added_roots, use_import_roots
 from deeplightning.process.identity import decision
 
 OWN_LOADERS = "deeplightning.data.of_datasets.OfModule"
@@ -141,7 +140,13 @@ def check(
     _use_own_loaders(source)
     report = Report(source)
     try:
-        _compare(report, importing)
+        config = read_config(report)
+        if config is not None:
+            report.meanings = Meanings(importing and not report.faults)
+            env = config.engine.env if report.meanings.importing else {}  # libraries read it when they are imported
+            with _variables(env):
+                compare(report, config)
+        report.drop_consequences()
     except ConfigError as error:  # there is no going on
         report.config, report.faults[:] = None, error.faults
     report.sort()
@@ -195,27 +200,6 @@ def _use_own_loaders(source: Source) -> None:
     if task is not None and task.defines("train_dataloader", outside="pytorch_lightning"):
         module = Entry({"type": Entry(OWN_LOADERS, root.place)}, root.place)
         root.value["data"] = Entry({"module": module}, root.place)
-
-
-def _compare(report: Report, importing: bool) -> None:
-    source = report.source
-    for fault in source.unchecked:
-        report.answered.add(fault.key)
-        report.leave(str(fault.key), fault.message)
-    report.config = config = read_section(report, Config, source.root, "", ())
-    if config is not None:
-        config.secrets, config.notices, config.roots = source.secrets, source.notices or None, original_roots()
-        config.origins, config.written = source.origins or None, (source.names, source.changes())
-        contradictions(report, config)
-        report.meanings = Meanings(importing and not report.faults)
-        with _variables(config.engine.env if report.meanings.importing else {}):  # libraries read them when imported
-            compare(report, config)
-            if config.model is not None and "train" in config.stages:
-                check_monitors(report, config)
-                settle_modes(report, config)
-    is_base = any("mean _base_?" in fault.message for fault in report.faults)  # the missing keys are in the base
-    missing = [fault for fault in report.faults if fault.message.startswith("missing: ")]
-    report.faults[:] = [f for f in report.faults if not (f in missing and (is_base or f.key in report.meant))]
 
 
 def _find_own_code(source: Source, beside: bool) -> None:

@@ -112,6 +112,12 @@ class Report:
         self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in known]
         self.sort()
 
+    def drop_consequences(self) -> None:
+        """Drop what is missing because its key has the name of another tool, or `_base_` is misspelt."""
+        is_base = any("mean _base_?" in fault.message for fault in self.faults)  # the missing keys are in the base
+        missing = [fault for fault in self.faults if fault.message.startswith("missing: ")]
+        self.faults[:] = [f for f in self.faults if not (f in missing and (is_base or f.key in self.meant))]
+
     def sort(self) -> None:
         """Bring faults, and what is unchecked, into the order of the files, without values from the environment."""
         self.faults[:] = in_order(self.faults, self.source)

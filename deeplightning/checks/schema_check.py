@@ -17,8 +17,24 @@ from deeplightning.config import other_tools, plugins, schema
 from deeplightning.config.schema import Target, value_at, with_keys
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
+from deeplightning.own_code import original_roots
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
+
+
+def read_config(report: Report) -> schema.Config | None:
+    """Return the whole config, its keys compared with each other too; None where there is no tree to make one of."""
+    source = report.source
+    for fault in source.unchecked:
+        report.answered.add(fault.key)
+        report.leave(str(fault.key), fault.message)
+    config: schema.Config | None = read_section(report, schema.Config, source.root, "", ())
+    if config is not None:
+        config.secrets, config.notices, config.roots = source.secrets, source.notices or None, original_roots()
+        config.origins, config.written = source.origins or None, (source.names, source.changes())
+        _contradictions(report, config)
+    report.config = config
+    return config
 
 
 def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
@@ -183,7 +199,7 @@ def _are_named(entry: Entry, cls: type) -> bool:
 # ---- keys that are each of the right type
 
 
-def contradictions(report: Report, config: schema.Config) -> None:
+def _contradictions(report: Report, config: schema.Config) -> None:
     """Report keys that are each right and wrong together."""
     train, gpus = config.train, config.engine.gpus
     if isinstance(gpus, list):

@@ -7,6 +7,7 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import known_elsewhere
+from deeplightning.checks.metric_check import check_monitors, settle_modes
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
@@ -114,6 +115,9 @@ def compare(report: Report, config: Config) -> None:
         if "train" in config.stages:
             _rates(report, config.model)
     _sections(report, config)
+    if config.model is not None and "train" in config.stages:
+        check_monitors(report, config)
+        settle_modes(report, config)
 
 
 def _strategy(report: Report, engine: schema.Engine) -> None:
