@@ -96,8 +96,9 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
         The files for the training, the values that every such project has, and notes.
 
     Raises:
-        SetupError: there are fewer than two classes, or one has no file.
+        SetupError: it is no folder, there are fewer than two classes, or one has no file.
     """
+    need_folder(data)
     found: Any = find("deeplightning.data.class_folders.ClassFolders")(data, noun, tuple(endings))
     with errors_of_data():
         classes = found.classes()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.cli.guess import Guess, class_folders, counted, errors_of_data, evenly, need_folder, some
+from deeplightning.cli.guess import Guess, class_folders, counted, errors_of_data, evenly, some
 from deeplightning.config.target import find
 from deeplightning.faults import SetupError, count
 
@@ -30,7 +30,6 @@ def images(data: Path) -> Guess:
     """
     from deeplightning.image_spec import EXTENSIONS
 
-    need_folder(data)
     for name in ("labels.csv", "labels.jsonl"):
         if (data / name).is_file():
             return _labelled(data, name)

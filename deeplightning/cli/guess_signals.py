@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from deeplightning.cli.guess import Guess, class_folders, errors_of_data, evenly, need_folder, some
+from deeplightning.cli.guess import Guess, class_folders, errors_of_data, evenly, some
 from deeplightning.config.target import find
 from deeplightning.faults import SetupError, count
 
@@ -20,7 +20,6 @@ def signals(data: Path) -> Guess:
         SetupError: it is something else.
     """
     read_signal: Any = find("deeplightning.data.signal_folder.read_signal")
-    need_folder(data)
     files, values, notes = class_folders(data, "signal", (".npy", ".csv", ".wav"))
     first, shapes = None, Counter[tuple[int, int]]()
     for path in evenly(files):

@@ -1,4 +1,4 @@
-"""Find out which column of a table is to be predicted, and what the others hold, for the config of a new project."""
+"""Find out which column of a table is to be predicted, from texts or from rows, for the config of a new project."""
 
 import json
 import re
@@ -13,6 +13,45 @@ from deeplightning.table_spec import TableFormat
 MAX_FEW = 20
 """Different whole numbers that may be classes."""
 _NUMBERED = {"id", "ids", "index", "idx", "no", "nr", "number", "num", "row", "rows", "rownames", "unnamed", "column"}
+
+
+def text(data: Path, wanted: Columns) -> Guess:
+    """Look at a CSV file with a column of texts and one of classes.
+
+    Raises:
+        SetupError: it is something else.
+    """
+    found = table(data, ())
+    if found.read.file.kind != "csv" or found.path.suffix.lower() in (".gz", ".bz2", ".zst"):
+        raise SetupError(f"{found.path}: a project of texts reads plain CSV; convert the file, for example with pandas")
+    found.check_names(wanted)
+    text = max((n for n in found.columns if n != wanted.target), key=lambda name: found.columns[name].letters)
+    most = min(MAX_CLASSES, found.read.size // 2)
+    classes = [name for name, each in found.columns.items() if name != text and 2 <= each.different <= most]
+    fewest = min(classes, key=lambda name: found.columns[name].different, default=None)
+    label = wanted.target or likely_target(classes) or fewest
+    if label not in classes:
+        which = f"the column {label}" if label else f"none of its columns ({some(list(found.columns))})"
+        raise SetupError(f"{found.path}: {which} has classes, 2 or more values that come again")
+    counts = found.columns[label].classes()
+    names = [*counts]
+    values = {
+        "count": found.read.size,
+        "number": len(names),
+        "classes": some(names),
+        "names": names,
+        "text": text,
+        "label": label,
+        "delimiter": found.form.delimiter,
+        "encoding": found.form.encoding,
+    }
+    notes = [
+        f"{found.of()}: texts in the column {text}, classes in the column {label}",
+        f"{len(names)} classes: {counted(counts)}",
+        *found.format_notes(),
+        *found.left_out([text, label], found.form),
+    ]
+    return Guess(values, notes, '--text "a text of yours"')
 
 
 def rows(data: Path, wanted: Columns) -> Guess:

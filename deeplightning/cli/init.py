@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from deeplightning.cli import guess_masks, guess_pictures, guess_signals, guess_tables, guess_texts
+from deeplightning.cli import guess_masks, guess_pictures, guess_signals, guess_tables
 from deeplightning.cli.guess import Columns, Guess
 from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
@@ -73,7 +73,7 @@ KINDS = {
     "images": Kind("Tells classes of pictures apart.", guess_pictures.images, ask=_DIGITS),
     "text": Kind(
         "Tells classes of texts apart.",
-        guess_texts.text,
+        guess_tables.text,
         ("examples/sst2/reviews.py",),
         '--text "a charming film" "its plot is dull"',
         options=("target",),
