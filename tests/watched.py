@@ -1,8 +1,8 @@
-"""Run `deeplightning VERB` under an audit hook, for `command(…, main="watched:main", WATCHED=FILE)`.
+"""Run verbs under an audit hook, for `command("", main="watched:each", WATCHED=FILE, WORDS=LINES)`.
 
-FILE gets as JSON which files it opened, which processes it started, where it connected, what it imported, and which
-variables it read. With `main="watched:each"` the process runs the verbs of the JSON list WORDS one after the other, and
-FILE has an object for each.
+The process runs the verbs of the JSON list LINES one after the other. FILE gets as JSON an object for each: how it
+ended, which files it opened, which processes it started, where it connected, what it imported, and which variables it
+read.
 """
 
 import contextlib
@@ -20,19 +20,8 @@ STARTS += ("os.posix_spawn", "os.spawn", "pty.spawn")
 CONNECTS = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "urllib.Request")
 
 
-def main() -> None:
-    """Run the verb in `sys.argv`."""
-    with watching() as seen:
-        from deeplightning import cli
-
-        try:
-            cli.main()
-        finally:
-            Path(os.environ["WATCHED"]).write_text(json.dumps([*dict.fromkeys(seen)]))
-
-
 def each() -> None:
-    """Run each verb of WORDS; record its exit code, its output on stderr, and its events."""
+    """Run each verb of WORDS; record its exit code, its output, and its events."""
     from deeplightning import cli
 
     done = []
@@ -44,7 +33,9 @@ def each() -> None:
                 cli.main()
             except SystemExit as end:
                 code = end.code
-        done.append({"code": code, "err": errors.getvalue(), "seen": [*dict.fromkeys(seen)]})
+        printed.flush()
+        out = printed.buffer.getvalue().decode()
+        done.append({"code": code, "out": out, "err": errors.getvalue(), "seen": [*dict.fromkeys(seen)]})
     Path(os.environ["WATCHED"]).write_text(json.dumps(done))
 
 

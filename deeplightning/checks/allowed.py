@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from deeplightning.checks.report import Findings
+from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import SIMPLE
 from deeplightning.config import other_tools, schema
 from deeplightning.config.plugins import config_class
@@ -15,12 +15,12 @@ from deeplightning.config.section_kinds import role_of
 from deeplightning.faults import MAX_WORD_CHARACTERS, upwards
 
 
-def known_elsewhere(findings: Findings, key: str, section: str | None = None) -> str:
+def known_elsewhere(report: Report, key: str, section: str | None = None) -> str:
     """Return a sentence that says what a key of another tool is called here; `section` is its section, if that is
     unknown."""
     found = other_tools.ours(key, section)
     mean = other_tools.key_of(found) if found is not None else None
-    findings.meant |= {above for above in upwards(mean or "") if "." in above}
+    report.meant |= {above for above in upwards(mean or "") if "." in above}
     same = mean is not None and mean.rpartition(".")[2] == key.rpartition(".")[2] and ".params." not in mean
     return f" Did you mean {mean}?" if same else other_tools.hint(found)
 

@@ -1,5 +1,5 @@
-"""The one door to a config: it is read, judged and settled in this order, once, and comes out as it would run; or all
-that is wrong with it at once, each fault with its place."""
+"""Load, check and settle a config, for every command. The steps are parse (`compose`), schema (`read_config`),
+signatures (`compare`), machine (`settle`) and rules (`conflicts`). Each adds what is wrong to one report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.address import is_address, shown
-from deeplightning.checks.combinations import conflicts
-from deeplightning.checks.metric_check import check_monitors, settle_modes
-from deeplightning.checks.report import Findings, Report, in_order
-from deeplightning.checks.schema_check import contradictions, read_section
+from deeplightning.checks.combinations import conflicts, rates_without_effect
+from deeplightning.checks.report import Report
+from deeplightning.checks.schema_check import read_config, read_section
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
-from deeplightning.checks.unread import check_sections, rates_without_effect
 from deeplightning.config.addresses import missing_library
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given, Source, compose
@@ -29,7 +27,7 @@ from deeplightning.config.target import find_function
 from deeplightning.config.tree import Entry, entry_at
 from deeplightning.engine.plan import settle
 from deeplightning.faults import ConfigError, Fault, Notice, place_of, upwards
-from deeplightning.own_code import added_roots, original_roots, use_import_roots
+from deeplightning.own_code import added_roots, use_import_roots
 from deeplightning.process.identity import decision
 
 OWN_LOADERS = "deeplightning.data.of_datasets.OfModule"
@@ -46,8 +44,6 @@ def examine(
     """
     report = check(path, overrides, importing=importing, beside=beside)
     cfg = report.config
-    if cfg is not None and report.source is not None:
-        cfg.written = (report.source.names, report.source.changes())
     if cfg is None or None in (cfg.data, cfg.model):
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
@@ -104,12 +100,12 @@ def section(name: str, source: Source) -> Any:
     Raises:
         ConfigError: with every fault of this section and of the overrides.
     """
-    findings = Findings(source.faults, source.secrets, source.root)
+    report = Report(source)
     entry = source.root.value.get(name) or Entry(None, source.root.place)
-    made = read_section(findings, typing.get_type_hints(Config)[name], entry, name, (name,))
-    faults = [fault for fault in source.faults if name in upwards(fault.key or name)]
-    if faults:
-        raise ConfigError(in_order(faults, source))
+    made = read_section(report, typing.get_type_hints(Config)[name], entry, name, (name,))
+    report.sort()
+    if faults := [fault for fault in report.faults if name in upwards(fault.key or name)]:
+        raise ConfigError(faults)
     return made
 
 
@@ -126,7 +122,7 @@ def check(
     Raises:
         CheckpointError: a foreign run's config names what may not be built.
     """
-    report, run = Report(), path if isinstance(path, RunConfig) else None
+    run = path if isinstance(path, RunConfig) else None
     try:
         source = compose(path, [*(run.left_out() if run else ()), *(overrides or ())])
         _find_own_code(source, beside)
@@ -139,11 +135,21 @@ def check(
         source.resolve(functions)
         if run is not None:
             run.admit(source)
-        report.source = source
-        _compare(report, source, importing)
+    except ConfigError as error:  # there is no tree
+        return Report(Source(Entry({}, ""), [], error.faults))
+    _use_own_loaders(source)
+    report = Report(source)
+    try:
+        config = read_config(report)
+        if config is not None:
+            report.meanings = Meanings(importing and not report.faults)
+            env = config.engine.env if report.meanings.importing else {}  # libraries read it when they are imported
+            with _variables(env):
+                compare(report, config)
+        report.drop_consequences()
     except ConfigError as error:  # there is no going on
-        report.config = None
-        report.faults = error.faults if report.source is None else in_order(error.faults, report.source)
+        report.config, report.faults[:] = None, error.faults
+    report.sort()
     return report
 
 
@@ -194,33 +200,6 @@ def _use_own_loaders(source: Source) -> None:
     if task is not None and task.defines("train_dataloader", outside="pytorch_lightning"):
         module = Entry({"type": Entry(OWN_LOADERS, root.place)}, root.place)
         root.value["data"] = Entry({"module": module}, root.place)
-
-
-def _compare(report: Report, source: Source, importing: bool) -> None:
-    _use_own_loaders(source)
-    findings = Findings(source.faults, source.secrets, source.root)
-    for fault in source.unchecked:
-        findings.answered.add(fault.key)
-        findings.leave(str(fault.key), fault.message)
-    report.places = findings.places
-    report.config = config = read_section(findings, Config, source.root, "", ())
-    if config is not None:
-        config.secrets, config.notices, config.roots = source.secrets, source.notices or None, original_roots()
-        config.origins = source.origins or None
-        contradictions(findings, config)
-        findings.meanings = Meanings(importing and not source.faults)
-        with _variables(config.engine.env if findings.meanings.importing else {}):  # libraries read them when imported
-            compare(findings, config)
-            check_sections(findings, config, source)
-            if config.model is not None and "train" in config.stages:
-                check_monitors(findings, config)
-                settle_modes(findings, config)
-    meant = findings.meant
-    source.faults[:] = [f for f in source.faults if f.key not in meant or not f.message.startswith("missing: ")]
-    if any("mean _base_?" in fault.message for fault in source.faults):  # the missing keys are in the base
-        source.faults[:] = [fault for fault in source.faults if not fault.message.startswith("missing: ")]
-    report.unchecked = in_order(findings.unchecked, source)
-    report.faults = in_order(source.faults, source)
 
 
 def _find_own_code(source: Source, beside: bool) -> None:

@@ -16,7 +16,7 @@ from deeplightning.config.auto_values import source_of
 from deeplightning.config.plugins import config_class
 from deeplightning.config.tree import Entry, KeyPath, dotted, entry_at, kind, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
-from deeplightning.signatures.signature import UNKNOWN, Parameter
+from deeplightning.signatures.signature import UNKNOWN
 from deeplightning.words import printable
 
 ABOUT = 14  # columns before what is said of a key
@@ -80,7 +80,6 @@ def origin(report: Report, path: KeyPath) -> str:
 
 
 def _place(report: Report, path: KeyPath) -> str:
-    assert report.source is not None
     entry = entry_at(report.source.root, path)
     if entry is None:
         removed = next((e for e in _history(report, path) if _is_removal(e)), None)
@@ -107,7 +106,7 @@ def _changed(report: Report, path: KeyPath) -> str | None:
 def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     assert report.config is not None
     yield f"{dotted(path)}: {line(value)}"
-    rows = _documentation(*_known(report, path))
+    rows = _documentation(report, path)
     if path == ("engine", "backend") and value is not None:
         rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
     if (source := source_of(path, value, report.config)) is not None:
@@ -122,29 +121,6 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     yield from (f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in dict.fromkeys(rows))
 
 
-def _documentation(
-    field: Field[object] | None, parameter: Parameter | None, owner: object, words: str | None
-) -> list[tuple[str, str]]:
-    """Format what `_known` returns for a key as rows, whatever its value."""
-    rows: list[tuple[str, str]] = []
-    if field is not None:
-        hint = typing.get_type_hints(owner)[field.name]
-        rows.append(("type", describe(hint, field.metadata)))
-        example = field.metadata["example"]
-        rows.append(("meaning", field.metadata["doc"] + (f"; for example `{example}`" if example else "")))
-        default = schema.plain(schema.default_of(field))
-        rows.append(("default", "none, it must be given" if default is MISSING else line(default)))
-    elif parameter is not None:
-        rows.append(("type", parameter.annotation or "unknown"))
-        if words:
-            rows.append(("meaning", words))
-        default = str(UNKNOWN) if parameter.default is UNKNOWN else line(parameter.default)
-        rows.append(("default", "none, it must be given" if parameter.required else default))
-    if field is None and owner:
-        rows.append(("taken by", str(owner)))
-    return rows
-
-
 def _unset(report: Report, key: str) -> list[str] | None:
     """Describe a key that could be set and is not; None if there is no such key.
 
@@ -156,16 +132,14 @@ def _unset(report: Report, key: str) -> list[str] | None:
         if plugin := plugin_of(f"{path[0]}:"):
             raise SetupError(Fault(not_installed(plugin), key))
         return None
-    known = _known(report, path)
-    if known[:2] == (None, None):
+    if not (rows := _documentation(report, path)):
         return None
-    rows = [*_documentation(*known), ("set by", "nothing; the default counts")]
+    rows.append(("set by", "nothing; the default counts"))
     return [f"{key}: not set", *(f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in rows)]
 
 
 def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
     """Describe the option groups around a key: the choice in each, and the alternatives."""
-    assert report.source is not None
     for group in report.source.groups.values():
         if group.key in upwards(".".join(map(str, path))):
             options = ", ".join(group.options())
@@ -175,17 +149,12 @@ def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
 def _short(report: Report, entry: Entry, path: KeyPath) -> str:
     if _is_removal(entry):
         return "nothing: the key was removed"
-    assert report.source is not None
     text = kind(entry) if isinstance(entry.value, dict | list) else line(entry.value)
     return report.source.secrets.redact(text)
 
 
-_Known = tuple[Field[object] | None, Parameter | None, object, str | None]
-
-
-def _known(report: Report, path: KeyPath) -> _Known:
-    """Look up a key that is set or could be: its field and section, or its parameter, the target that takes it, and the
-    text of its docstring; None for each that is absent."""
+def _documentation(report: Report, path: KeyPath) -> list[tuple[str, str]]:
+    """Return type, meaning and default of a key that is set or could be, as rows; none of a key that nothing takes."""
     cls: Any = config_class()
     value: object = report.config
     for depth, name in enumerate(path):
@@ -198,24 +167,41 @@ def _known(report: Report, path: KeyPath) -> _Known:
         if name not in fields:
             break
         if not rest:
-            return fields[name], None, cls, None
+            return _of_field(fields[name], typing.get_type_hints(cls)[name])
         if name == "params" and isinstance(value, schema.Engine):
-            return _parameter(strategy.classes_of(schema.backend_of(value)), rest)
+            return _of_param(strategy.classes_of(schema.backend_of(value)), rest)
         if name == "params" and isinstance(value, schema.Target):
-            return _parameter([value.type], rest)
+            return _of_param([value.type], rest)
         options = options_of(typing.get_type_hints(cls)[name])
         value = getattr(value, name, None)
         cls = type(value) if is_dataclass(value) else None if value else next(filter(is_dataclass, options), None)
-    return None, None, None, None
+    return []
 
 
-def _parameter(names: Sequence[str], path: KeyPath) -> _Known:
-    """Return what is known of a param of the first of some classes that takes it."""
+def _of_field(field: Field[object], hint: object) -> list[tuple[str, str]]:
+    example = field.metadata["example"]
+    default = schema.plain(schema.default_of(field))
+    return [
+        ("type", describe(hint, field.metadata)),
+        ("meaning", field.metadata["doc"] + (f"; for example `{example}`" if example else "")),
+        ("default", "none, it must be given" if default is MISSING else line(default)),
+    ]
+
+
+def _of_param(names: Sequence[str], path: KeyPath) -> list[tuple[str, str]]:
+    """Return the rows of a param of the first of some classes that takes it."""
     meanings = Meanings()
     for name in names if len(path) == 1 else ():
         if parameter := meanings.parameters(name).get(str(path[0])):
-            return None, parameter, name, meanings.known(name).documentation(parameter.name)
-    return None, None, None, None
+            words = meanings.known(name).documentation(parameter.name)
+            default = str(UNKNOWN) if parameter.default is UNKNOWN else line(parameter.default)
+            return [
+                ("type", parameter.annotation or "unknown"),
+                *([("meaning", words)] if words else []),
+                ("default", "none, it must be given" if parameter.required else default),
+                ("taken by", name),
+            ]
+    return []
 
 
 # ---- paths
@@ -260,7 +246,6 @@ def _path(key: str, shown: Any) -> KeyPath:
 
 def _history(report: Report, path: KeyPath) -> list[Entry]:
     """List the values of a path, newest first: the current one and those it replaced, alone or within a section."""
-    assert report.source is not None
     found: list[Entry] = []
     seen: set[int] = set()
 
@@ -286,6 +271,5 @@ def _is_removal(entry: Entry) -> bool:
 
 def _written(report: Report, path: KeyPath) -> str | None:
     """Return the reference behind a value, its own or that of a section around it."""
-    assert report.source is not None
     above = (entry_at(report.source.root, path[:n]) for n in range(len(path), 0, -1))
     return next((entry.written for entry in above if entry is not None and entry.written), None)

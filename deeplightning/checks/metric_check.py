@@ -1,9 +1,10 @@
 """The metrics that decide something: whether they are logged, and which way is better."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from deeplightning.checks.report import Findings
+from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Mode, Model, Target, with_keys
 from deeplightning.faults import Notice, nearest, upwards
@@ -21,85 +22,80 @@ LOADER = re.compile(r"/dataloader_idx_\d+$")
 """What Lightning puts behind the name of a metric where several loaders validate."""
 
 
-def check_monitors(findings: Findings, config: Config) -> None:
+def _monitored(config: Config) -> Iterator[tuple[str, object, Any, str]]:
+    """Yield each metric that decides something: the key that names it, the metric, the section or target that has the
+    key, and the key of its mode."""
+    train = config.train
+    sections = {"train.checkpoint": train.checkpoint, "train.early_stop": train.early_stop, **config.of_plugins()}
+    for key, section in sections.items():
+        name = "monitor" if section is train.checkpoint else "metric"
+        yield f"{key}.{name}", getattr(section, name, None), section, f"{key}.mode"
+    for key, scheduler in with_keys(config.model.scheduler, "model.scheduler"):
+        yield f"{key}.call.monitor", scheduler.call and scheduler.call.monitor, scheduler, f"{key}.params.mode"
+    for callback in train.callbacks:
+        key = f"{callback.name}.params"
+        yield f"{key}.monitor", callback.params.get("monitor"), callback, f"{key}.mode"
+
+
+def check_monitors(report: Report, config: Config) -> None:
     """Compare monitored metrics with those that the task and the callbacks log."""
-    stop, schedulers = config.train.early_stop, with_keys(config.model.scheduler, "model.scheduler")
-    all_ = {"train.checkpoint.monitor": config.train.checkpoint.monitor}
-    all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
-    all_ |= {f"{name}.metric": getattr(section, "metric", None) for name, section in config.of_plugins().items()}
-    all_ |= {f"{key}.call.monitor": scheduler.call.monitor for key, scheduler in schedulers if scheduler.call}
+    asked = {key: metric for key, metric, *_ in _monitored(config) if isinstance(metric, str)}
     targets = (config.model.module, *config.train.callbacks)
-    all_ |= {f"{target.name}.params.monitor": target.params.get("monitor") for target in targets[1:] if target}
-    asked = {key: metric for key, metric in all_.items() if isinstance(metric, str)}
     if not asked or any(target is None or target.type is None for target in targets):  # a fault speaks of them
         return
-    if any(str(key).startswith("model.module") for key in findings.answered):
+    if any(str(key).startswith("model.module") for key in report.answered):
         return
-    names, vague = _logged(findings, config)
+    names, vague = _logged(report, config)
     for key, metric in asked.items():
         rate = re.fullmatch(r"lr-(.+)", metric)  # of tasks with several optimizers
         several = config.model.optimizer if isinstance(config.model.optimizer, dict) else {}
         if metric in names or (rate and (rate[1].isdigit() or rate[1] in several)):
             continue
         if LOADER.sub("", metric) in names:
-            findings.leave(key, f"whether `{metric}` is logged: the data decide how many loaders validate", "--dry-run")
+            report.leave(key, f"whether `{metric}` is logged: the data decide how many loaders validate", "--dry-run")
         elif vague is None:
             known = ", ".join(sorted(names))
             message = f"no metric `{metric}` is logged.{nearest(metric, names)} There are: {known}"
-            findings.fault(message, key, found=metric, allowed=known)
+            report.fault(message, key, found=metric, allowed=known)
         else:
-            findings.leave(key, f"whether `{metric}` is logged: {vague} computes names", "--dry-run")
+            report.leave(key, f"whether `{metric}` is logged: {vague} computes names", "--dry-run")
 
 
-def settle_modes(findings: Findings, config: Config) -> None:
-    """Set the mode of each monitored metric where the config does not."""
-    train = config.train
-    sections: list[tuple[str, Any, str]] = [
-        ("train.checkpoint", train.checkpoint, "monitor"),
-        ("train.early_stop", train.early_stop, "metric"),
-        *((key, section, "metric") for key, section in config.of_plugins().items() if hasattr(section, "mode")),
-    ]
-    for key, section, name in sections:
-        if section is not None and section.mode is None:
-            section.mode = _mode(findings, config, getattr(section, name), f"{key}.{name}", f"{key}.mode")
-    for key, scheduler in with_keys(config.model.scheduler, "model.scheduler"):
-        metric = scheduler.call.monitor if scheduler.call else None
-        _own_mode(findings, config, scheduler, metric, f"{key}.call.monitor")
-    for callback in train.callbacks or ():
-        if callback is not None and isinstance(callback.params, dict):
-            _own_mode(findings, config, callback, callback.params.get("monitor"), f"{callback.name}.params.monitor")
+def settle_modes(report: Report, config: Config) -> None:
+    """Set the mode of each monitored metric where the config does not; of a target only if it is a class of torch or
+    Lightning, whose default is `min` whatever the metric: a user's own class keeps the default of its author."""
+    for asked, metric, owner, key in _monitored(config):
+        if not isinstance(owner, Target):
+            if getattr(owner, "mode", "") is None:
+                owner.mode = _mode(report, config, metric, asked, key)
+            continue
+        found = Meanings().known(owner.type)
+        home = found.path.partition(".")[0] if found is not None else ""
+        is_theirs = home in ("torch", "pytorch_lightning") and "mode" in report.meanings.parameters(owner.type)
+        if is_theirs and owner.params.get("mode") is None:
+            mode = _mode(report, config, metric, asked, key)
+            if mode is not None:
+                owner.params["mode"] = mode
 
 
-def _own_mode(findings: Findings, config: Config, target: Target, metric: object, asked: str) -> None:
-    """Set `mode` for a class of torch or Lightning, whose default is `min` whatever the metric; a user's own class
-    keeps the default of its author."""
-    params, found = target.params, Meanings().known(target.type)
-    home = found.path.partition(".")[0] if found is not None else ""
-    is_theirs = home in ("torch", "pytorch_lightning") and "mode" in findings.meanings.parameters(target.type)
-    if is_theirs and isinstance(params, dict) and params.get("mode") is None:
-        mode = _mode(findings, config, metric, asked, f"{target.name}.params.mode")
-        if mode is not None:
-            params["mode"] = mode
-
-
-def _mode(findings: Findings, config: Config, metric: object, asked: str, key: str) -> Mode | None:
+def _mode(report: Report, config: Config, metric: object, asked: str, key: str) -> Mode | None:
     """Choose a `mode` that is not given and say why in a notice, or ask for it in a fault.
 
     Args:
         asked: the key that names the metric.
         key: that of the mode.
     """
-    if not isinstance(metric, str) or not findings.answered.isdisjoint([*upwards(asked), *upwards(key)]):
+    if not isinstance(metric, str) or not report.answered.isdisjoint([*upwards(asked), *upwards(key)]):
         return None
     mode, why = _mode_of(metric, config.model)
     if mode is None:
-        findings.fault(f"missing: {why}; set `mode: max` or `mode: min`", key, allowed="min, max")
+        report.fault(f"missing: {why}; set `mode: max` or `mode: min`", key, allowed="min, max")
     else:
         config.notices = [*(config.notices or []), Notice(f"{key}: null → {mode} ({why})", False, key)]
     return mode
 
 
-def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
+def _logged(report: Report, config: Config) -> tuple[set[str], str | None]:
     """Return the metrics that task and callbacks log according to their source, and which of them may log others."""
     found, vague, sources, usual = {"lr"}, None, Meanings(), set[str]()
     for target in (config.model.module, *config.train.callbacks):

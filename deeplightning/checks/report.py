@@ -1,4 +1,4 @@
-"""What the check of a config has found so far, and what it came to, for people and for programs."""
+"""Collect what the check of a config finds, for people and for programs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -6,33 +6,45 @@ from typing import Any
 
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config.schema import Config
-from deeplightning.config.secrets import Secrets
 from deeplightning.config.source import Source
-from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, nodes
+from deeplightning.config.tree import MAX_FAULTS, TAG, nodes
 from deeplightning.faults import ConfigError, Fault, Notice, error_of, place_of, upwards
 from deeplightning.signatures.signature import Options, Undecided
 
 
-class Findings:
-    """What the check of a config has found so far, and what it still has to compare.
+@dataclass
+class Report:
+    """What the check of a config has found so far; every step adds to it.
 
     Attributes:
-        faults: what is wrong.
-        unchecked: what could not be decided, with the option that settles it.
-        places: dotted key → where it was set.
+        source: the config as it was written, its references resolved.
+        config: the config; None where there is no tree to make one of. Whole only without faults: what is wrong is
+            replaced by its default or None.
+        faults: all that is wrong, in the order of the files once a check ends.
+        unchecked: what could not be decided, each with its reason, and the option that settles it.
+        at_start: what lets a run not start on this machine, though the config may be right on another.
+        hints: what is right and could be better.
+        places: dotted key → the place that set it, for every key that is set.
         answered: keys that a fault is already about; another fault of theirs would be a consequence.
+        unread: keys whose values could not be read.
         targets: comparisons of targets with what they name, left until the whole config is read.
+        meant: keys of ours that were written under a name of another tool.
     """
 
-    def __init__(self, faults: list[Fault], secrets: Secrets, root: Entry):
-        self.faults, self.secrets = faults, secrets
-        self.unchecked: list[Fault] = []
+    source: Source
+    config: Config | None = None
+    unchecked: list[Fault] = field(default_factory=list)
+    at_start: list[Fault] = field(default_factory=list)
+    hints: list[Notice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.faults = self.source.faults
+        self.places = {".".join(map(str, path)): entry.place for path, entry in nodes(self.source.root)}
+        self.unread = {fault.key for fault in self.faults if fault.message.startswith(TAG)}
+        self.answered = {fault.key for fault in self.faults} - self.unread
         self.meanings = Meanings()
-        self.places = {".".join(map(str, path)): entry.place for path, entry in nodes(root)}
-        self.unread = {fault.key for fault in faults if fault.message.startswith(TAG)}
-        self.answered = {fault.key for fault in faults} - self.unread  # keys that a fault already speaks of
         self.targets: list[Callable[[], None]] = []
-        self.meant: set[str | None] = set()  # keys of ours that were written under a name of another tool
+        self.meant: set[str | None] = set()
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
         if message.startswith(("missing: ", "must be ")) and not self.unread.isdisjoint(upwards(key)):
@@ -92,38 +104,24 @@ class Findings:
         parameter = self.meanings.parameters(name).get(param)
         return None if parameter is None else parameter.allowed
 
-
-@dataclass
-class Report:
-    """What checking a config came to.
-
-    Attributes:
-        config: the config; None where there is no tree to make one of. Whole only without faults: what is wrong is
-            replaced by its default or None.
-        faults: all that is wrong, in the order of the files.
-        unchecked: what only importing can tell, each with its reason.
-        at_start: what lets a run not start on this machine, though the config may be right on another.
-        hints: what is right and could be better.
-        places: dotted key → the place that set it, for every key that is set.
-        source: the config as it was written.
-    """
-
-    config: Config | None = None
-    faults: list[Fault] = field(default_factory=list)
-    unchecked: list[Fault] = field(default_factory=list)
-    at_start: list[Fault] = field(default_factory=list)
-    hints: list[Notice] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)
-    source: Source | None = None
-
     def add(self, *faults: Fault) -> None:
         """Add further faults: those without a place get that of their key, or of the nearest section above. None
         of a value that is not known without importing."""
-        unknown = {fault.key for fault in self.source.unchecked} if self.source is not None else set()
-        faults = tuple(f for f in faults if unknown.isdisjoint(upwards(f.key or "")))
-        self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in faults]
-        if self.source is not None:
-            self.faults = in_order(self.faults, self.source)
+        unknown = {fault.key for fault in self.source.unchecked}
+        known = (fault for fault in faults if unknown.isdisjoint(upwards(fault.key or "")))
+        self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in known]
+        self.sort()
+
+    def drop_consequences(self) -> None:
+        """Drop what is missing because its key has the name of another tool, or `_base_` is misspelt."""
+        is_base = any("mean _base_?" in fault.message for fault in self.faults)  # the missing keys are in the base
+        missing = [fault for fault in self.faults if fault.message.startswith("missing: ")]
+        self.faults[:] = [f for f in self.faults if not (f in missing and (is_base or f.key in self.meant))]
+
+    def sort(self) -> None:
+        """Bring faults, and what is unchecked, into the order of the files, without values from the environment."""
+        self.faults[:] = in_order(self.faults, self.source)
+        self.unchecked = in_order(self.unchecked, self.source)
 
     @property
     def notices(self) -> list[Notice]:
@@ -144,7 +142,7 @@ class Report:
 
     def redact(self, text: str) -> str:
         """Return a text without the values that came from the environment."""
-        return self.source.secrets.redact_message(text) if self.source is not None else text
+        return self.source.secrets.redact_message(text)
 
     def to_dict(self) -> dict[str, object]:
         """Return the report for programs; the config only where nothing is wrong with it."""

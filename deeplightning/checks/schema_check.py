@@ -10,24 +10,40 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, literals_of, options_of, suggestion
-from deeplightning.checks.report import Findings
+from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import is_kind_of
 from deeplightning.checks.targets import note_inside, note_target
 from deeplightning.config import other_tools, plugins, schema
 from deeplightning.config.schema import Target, value_at, with_keys
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
+from deeplightning.own_code import original_roots
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
 
 
-def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
+def read_config(report: Report) -> schema.Config | None:
+    """Return the whole config, its keys compared with each other too; None where there is no tree to make one of."""
+    source = report.source
+    for fault in source.unchecked:
+        report.answered.add(fault.key)
+        report.leave(str(fault.key), fault.message)
+    config: schema.Config | None = read_section(report, schema.Config, source.root, "", ())
+    if config is not None:
+        config.secrets, config.notices, config.roots = source.secrets, source.notices or None, original_roots()
+        config.origins, config.written = source.origins or None, (source.names, source.changes())
+        _contradictions(report, config)
+    report.config = config
+    return config
+
+
+def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
     """Return an instance of a schema class."""
     if entry.value is None:
         entry = Entry({}, entry.place, entry.at)
     if not isinstance(entry.value, dict):
         allowed = f"a mapping of {', '.join(f.name for f in schema.keys(cls))}"
-        findings.wrong(allowed, kind(entry), key, entry.place)
+        report.wrong(allowed, kind(entry), key, entry.place)
         return None
     if cls is schema.Config:
         cls = plugins.config_class(entry.value)
@@ -38,66 +54,66 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
     unknown = [name for name in entry.value if name not in known]
     if len(unknown) > MAX_UNKNOWN:
         message = f"{len(unknown)} unknown keys, such as {unknown[0]}; is this a config? Known here: {', '.join(known)}"
-        findings.fault(message, key, entry.value[unknown[0]].place)
+        report.fault(message, key, entry.value[unknown[0]].place)
         return None
     for name, item in entry.value.items():
         here = prefix + name
         if name in known:
-            value = _value(findings, hints[name], item, here, (*path, name), known[name].metadata)
+            value = _value(report, hints[name], item, here, (*path, name), known[name].metadata)
             if value is not _BAD:
                 values[name] = value
         elif not key and (plugin := plugin_of(f"{name}:")):
             if item.value is not None:
-                findings.fault(not_installed(plugin), here, item.place, exit_code=3)
+                report.fault(not_installed(plugin), here, item.place, exit_code=3)
         else:
             others = known if key else {*known, "_base_", *plugins.section_names()}
-            hint = known_elsewhere(findings, here)
+            hint = known_elsewhere(report, here)
             if hint or not (hint := nearest(name, others)):
-                _foreign(findings, item, here)
+                _foreign(report, item, here)
             hint = hint or key_elsewhere(name)
             if not hint and issubclass(cls, Target) and "type" in entry.value:  # an argument beside `params`
                 hint = other_tools.hint(f"{prefix}params.{name}") if name.isidentifier() else ""
-                findings.meant.add(f"{prefix}params")
+                report.meant.add(f"{prefix}params")
             message = f"unknown key.{hint} Known here: {', '.join(known)}"
             if name.startswith("~"):
                 message = f"there is no such key to remove: nothing below this file sets `{prefix}{name[1:]}`"
-            findings.fault(message, here, item.place, found=name, allowed=", ".join(known))
-            findings.answered |= {prefix + other for other in known if f"mean {other}?" in hint}
+            report.fault(message, here, item.place, found=name, allowed=", ".join(known))
+            report.answered |= {prefix + other for other in known if f"mean {other}?" in hint}
     for name, f in known.items():
         if name not in values and schema.default_of(f) is MISSING:
             example = f"; for example `{name}: {f.metadata['example']}`" if f.metadata["example"] else ""
-            findings.fault(f"missing: {f.metadata['doc']}{example}", prefix + name, entry.place)
+            report.fault(f"missing: {f.metadata['doc']}{example}", prefix + name, entry.place)
             values[name] = None
     section = cls(**values)
     if isinstance(section, Target):
         if isinstance(section.type, str):
-            note_target(findings, section.type, entry, key, path)
+            note_target(report, section.type, entry, key, path)
         section.place = entry.value["type"].place if "type" in entry.value else entry.place
         section.name = key
     if isinstance(section, schema.Engine) and section.params:
         for name, item in entry.value["params"].value.items():
-            note_inside(findings, item, f"{prefix}params.{name}", (*path, "params", name))
+            note_inside(report, item, f"{prefix}params.{name}", (*path, "params", name))
     return section
 
 
 def _value(
-    findings: Findings, hint: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, object] = {}
+    report: Report, hint: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, object] = {}
 ) -> object:
     """Return a value of the type that the schema gives, or _BAD after a fault was noted."""
     options = options_of(hint)
     is_text = Any in options or (str in options and int not in options)
-    if isinstance(entry.value, str) and not is_text and findings.secrets.is_word(path):
+    if isinstance(entry.value, str) and not is_text and report.source.secrets.is_word(path):
         entry = Entry(scalar(entry.value), entry.place, entry.at)  # a key of ours that is a number takes its text
     value = entry.value
     for option in options:
-        fits, made = _fit(findings, option, entry, key, path, len(options) > 1)
+        fits, made = _fit(report, option, entry, key, path, len(options) > 1)
         if fits:
-            if made is not _BAD and not _in_range(findings, made, entry, key, path, metadata):
+            if made is not _BAD and not _in_range(report, made, entry, key, path, metadata):
                 return _BAD
             return made
     allowed = describe(hint)
     found, near = kind(entry), ""
-    if (written := findings.secrets.text_of(path)) is not None:
+    if (written := report.source.secrets.text_of(path)) is not None:
         found = f"what {written} gives"
     else:
         near = suggestion(key, value, options)
@@ -105,39 +121,39 @@ def _value(
             near = nearest(value, [str(word) for word in literals_of(options)])
             if key == "engine.gpus" and value.startswith(("GPU-", "MIG-")):
                 near = f" Did you mean [{value}]?"
-        _foreign(findings, entry, key)
-    findings.wrong(allowed, found, key, entry.place, near)
+        _foreign(report, entry, key)
+    report.wrong(allowed, found, key, entry.place, near)
     return _BAD
 
 
-def _foreign(findings: Findings, entry: Entry, key: str) -> None:
+def _foreign(report: Report, entry: Entry, key: str) -> None:
     """Report what the keys of other tools inside a value are here, where nothing inside it is a key of ours."""
     known = [(path, item) for path, item in nodes(entry) if path and path[-1] in other_tools.NAMES]
     for path, item in reversed(known):
         here = ".".join([key, *map(str, path)])
-        if hint := known_elsewhere(findings, here, section=""):
-            findings.fault(f"unknown key.{hint}", here, item.place, found=str(path[-1]))
+        if hint := known_elsewhere(report, here, section=""):
+            report.fault(f"unknown key.{hint}", here, item.place, found=str(path[-1]))
 
 
 def _in_range(
-    findings: Findings, value: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, Any]
+    report: Report, value: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, Any]
 ) -> bool:
     low, high = metadata.get("low"), metadata.get("high")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return True
-    written = findings.secrets.text_of(path)
+    written = report.source.secrets.text_of(path)
     found = f"what {written} gives" if written else value
     if low is not None and not value >= low:
-        findings.wrong(f"at least {low}", found, key, entry.place, suggestion(key, value, []))
+        report.wrong(f"at least {low}", found, key, entry.place, suggestion(key, value, []))
     elif high is not None and not value <= high:
-        findings.wrong(f"at most {high}", found, key, entry.place)
+        report.wrong(f"at most {high}", found, key, entry.place)
     else:
         return True
     return False
 
 
 def _fit(
-    findings: Findings, option: object, entry: Entry, key: str, path: KeyPath, one_of_several: bool
+    report: Report, option: object, entry: Entry, key: str, path: KeyPath, one_of_several: bool
 ) -> tuple[bool, object]:
     """Return whether this is the option that the value is meant for, and what it makes of it."""
     value, origin = entry.value, typing.get_origin(option)
@@ -149,13 +165,13 @@ def _fit(
         if not isinstance(value, list):
             return False, _BAD
         (inner,) = typing.get_args(option)
-        items = [_value(findings, inner, item, f"{key}.{n}", (*path, n)) for n, item in enumerate(value)]
+        items = [_value(report, inner, item, f"{key}.{n}", (*path, n)) for n, item in enumerate(value)]
         return True, _BAD if any(item is _BAD for item in items) else items
     if origin is dict:
         _, inner = typing.get_args(option)
         if not isinstance(value, dict):
             return (True, {}) if value is None and inner is Any else (False, _BAD)
-        made = {name: _value(findings, inner, item, f"{key}.{name}", (*path, name)) for name, item in value.items()}
+        made = {name: _value(report, inner, item, f"{key}.{name}", (*path, name)) for name, item in value.items()}
         return True, _BAD if any(item is _BAD for item in made.values()) else made
     assert isinstance(option, type)
     if not is_dataclass(option):
@@ -166,7 +182,7 @@ def _fit(
         return False, _BAD
     if one_of_several and issubclass(option, Target) and _are_named(entry, option):
         return False, _BAD
-    section = read_section(findings, option, entry, key, path)
+    section = read_section(report, option, entry, key, path)
     return True, _BAD if section is None else section
 
 
@@ -183,44 +199,44 @@ def _are_named(entry: Entry, cls: type) -> bool:
 # ---- keys that are each of the right type
 
 
-def contradictions(findings: Findings, config: schema.Config) -> None:
+def _contradictions(report: Report, config: schema.Config) -> None:
     """Report keys that are each right and wrong together."""
     train, gpus = config.train, config.engine.gpus
     if isinstance(gpus, list):
-        _devices(findings, gpus)
+        _devices(report, gpus)
     if not config.stages:
-        findings.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
+        report.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
     if "train" in config.stages:
         if train.num_epochs is None and train.max_steps is None:
-            findings.fault("missing: say how long to train, for example `num_epochs: 10`", "train.num_epochs")
+            report.fault("missing: say how long to train, for example `num_epochs: 10`", "train.num_epochs")
         for key, _ in with_keys(value_at(config, "model.optimizer"), "model.optimizer"):
-            if f"{key}.params" not in findings.places:
-                findings.fault("missing: the optimizer's settings, for example `params: {lr: 0.01}`", f"{key}.params")
+            if f"{key}.params" not in report.places:
+                report.fault("missing: the optimizer's settings, for example `params: {lr: 0.01}`", f"{key}.params")
     splits = value_at(config, "data.num_splits")
     if splits is not None and splits < 2:
         message = f"must be at least 2, not {splits}; with 10, one tenth of the training set validates"
-        findings.fault(message, "data.num_splits", found=str(splits), allowed="at least 2")
+        report.fault(message, "data.num_splits", found=str(splits), allowed="at least 2")
     for key, number in (
         ("train.val_every_n_epoch", train.val_every_n_epoch),
         ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),
     ):
         if number is not None and not (0 < number <= 1 or (number > 1 and number % 1 == 0)):
-            findings.wrong("a whole number of epochs, or a fraction between 0 and 1", number, key)
+            report.wrong("a whole number of epochs, or a fraction between 0 and 1", number, key)
     if train.limit_batches is not None and train.limit_batches.train == 0:
         allowed = "at least 1 batch, or a fraction above 0; to validate alone set `train.num_epochs=0`"
-        findings.wrong(allowed, train.limit_batches.train, "train.limit_batches.train")
+        report.wrong(allowed, train.limit_batches.train, "train.limit_batches.train")
     for name, part in vars(train.limit_batches).items() if train.limit_batches else ():
         if isinstance(part, float) and not 0 <= part <= 1:
             allowed = "a whole number of batches, or a fraction between 0 and 1"
-            findings.wrong(allowed, part, f"train.limit_batches.{name}")
+            report.wrong(allowed, part, f"train.limit_batches.{name}")
 
 
-def _devices(findings: Findings, gpus: list[int | str]) -> None:
+def _devices(report: Report, gpus: list[int | str]) -> None:
     """Report what a list of GPUs says that no machine could have."""
     ids = [entry for entry in gpus if isinstance(entry, str)]
     if wrong := [entry for entry in ids if not entry.startswith(("GPU-", "MIG-"))]:
-        findings.wrong("indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)", wrong[0], "engine.gpus")
+        report.wrong("indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)", wrong[0], "engine.gpus")
     elif len(set(gpus)) < len(gpus):
-        findings.wrong("different device ids", gpus, "engine.gpus")
+        report.wrong("different device ids", gpus, "engine.gpus")
     elif ids and len(ids) < len(gpus):
-        findings.wrong("either indexes or ids, not both", gpus, "engine.gpus")
+        report.wrong("either indexes or ids, not both", gpus, "engine.gpus")

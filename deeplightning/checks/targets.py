@@ -7,16 +7,17 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import known_elsewhere
-from deeplightning.checks.report import Findings
+from deeplightning.checks.metric_check import check_monitors, settle_modes
+from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
-from deeplightning.config.schema import Config, with_keys
+from deeplightning.config.schema import Config, Target, with_keys
 from deeplightning.config.section_kinds import HOOK, no_part, role_of
 from deeplightning.config.target import is_reference, is_target
-from deeplightning.config.tree import Entry, KeyPath, plain
-from deeplightning.faults import nearest, upwards
-from deeplightning.signatures.signature import UNKNOWN, Options, Undecided, of_item
+from deeplightning.config.tree import Entry, KeyPath, nodes, plain
+from deeplightning.faults import Notice, nearest, upwards
+from deeplightning.signatures.signature import UNKNOWN, Options, Parameter, Undecided, of_item
 
 Wanted = Callable[[], Options]
 
@@ -34,9 +35,7 @@ _LOADER = "torch.utils.data.DataLoader"
 _LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
 
 
-def note_target(
-    findings: Findings, name: str, entry: Entry, key: str, path: KeyPath, wanted: Wanted | None = None
-) -> None:
+def note_target(report: Report, name: str, entry: Entry, key: str, path: KeyPath, wanted: Wanted | None = None) -> None:
     """Put a target, and those inside its params, on the list of what is compared with what they name.
 
     Args:
@@ -45,7 +44,7 @@ def note_target(
     place = entry.value["type"].place if "type" in entry.value else entry.place
     params = entry.value.get("params") or Entry({}, place)
     items = params.value if isinstance(params.value, dict) else {}
-    findings.places.setdefault(f"{key}.type", place)
+    report.places.setdefault(f"{key}.type", place)
     role = role_of(key)
 
     def compare() -> None:
@@ -59,24 +58,24 @@ def note_target(
                 values[p] = {"type": "torch.tensor", "params": {"data": []}}  # the run fills in the numbers
             elif meant := nearest(str(values.get(p)), [BALANCED]):
                 message = f"must be a tensor or {BALANCED}, not the text {values[p]!r:.40}.{meant}"
-                findings.fault(message, f"{key}.params.{p}", found=values[p])
+                report.fault(message, f"{key}.params.{p}", found=values[p])
         paths = {p: (*path, "params", p) for p in items}
-        secrets = findings.secrets
+        secrets = report.source.secrets
         hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_word(at)}
         values = GIVEN_BY_NAME.get(key, {}) | GIVEN_BY_NAME.get(name, {}) | values
         given = GIVEN.get(role or key, 0)
-        findings.take(judge(findings.meanings, name, values, key, role=role, given=given, hidden=hidden, wanted=wanted))
+        report.take(judge(report.meanings, name, values, key, role=role, given=given, hidden=hidden, wanted=wanted))
         for p in set(auto) - set(AUTO):
             message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
-            findings.fault(message, f"{key}.params.{p}", found="auto")
+            report.fault(message, f"{key}.params.{p}", found="auto")
 
-    findings.targets.append(compare)
+    report.targets.append(compare)
     for param, item in items.items():
-        inside = functools.partial(findings.allowed, name, param)
-        note_inside(findings, item, f"{key}.params.{param}", (*path, "params", param), inside)
+        inside = functools.partial(report.allowed, name, param)
+        note_inside(report, item, f"{key}.params.{param}", (*path, "params", param), inside)
 
 
-def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wanted: Wanted = lambda: None) -> None:
+def note_inside(report: Report, entry: Entry, key: str, path: KeyPath, wanted: Wanted = lambda: None) -> None:
     """Put targets and references inside params, at any depth, on the list of what is compared.
 
     Args:
@@ -84,153 +83,219 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wante
     """
     if isinstance(entry.value, dict):
         if is_target(plain(entry)):
-            note_target(findings, entry.value["type"].value, entry, key, path, wanted)
+            note_target(report, entry.value["type"].value, entry, key, path, wanted)
             return
         if is_reference(plain(entry)):
             ref = entry.value["ref"]
-            findings.targets.append(lambda: findings.meaning(ref.value, f"{key}.ref", ref.place))
+            report.targets.append(lambda: report.meaning(ref.value, f"{key}.ref", ref.place))
             return
         for name in {"_target_", "class_path"} & set(entry.value):  # it would stay a mapping
             if "." in str(entry.value[name].value):
-                findings.fault(f"unknown key.{known_elsewhere(findings, f'{key}.{name}')}", f"{key}.{name}", found=name)
+                report.fault(f"unknown key.{known_elsewhere(report, f'{key}.{name}')}", f"{key}.{name}", found=name)
         for name, item in entry.value.items():
-            note_inside(findings, item, f"{key}.{name}", (*path, name))
+            note_inside(report, item, f"{key}.{name}", (*path, name))
     elif isinstance(entry.value, list):
         for number, item in enumerate(entry.value):
             of_one = functools.partial(lambda number: of_item(wanted(), number), number)
-            note_inside(findings, item, f"{key}.{number}", (*path, number), of_one)
+            note_inside(report, item, f"{key}.{number}", (*path, number), of_one)
 
 
-def compare(findings: Findings, config: Config) -> None:
+def compare(report: Report, config: Config) -> None:
     """Compare what the config names with what is there."""
-    for compare in findings.targets:
+    for compare in report.targets:
         compare()
-    _resolvers(findings, config.resolvers or {})
-    _strategy(findings, config.engine)
-    _hook(findings, config.engine.setup_hook)
+    _resolvers(report, config.resolvers or {})
+    _strategy(report, config.engine)
+    _hook(report, config.engine.setup_hook)
     if config.data is not None:
-        _loader(findings, config.data.loader)
+        _loader(report, config.data.loader)
     if config.model is not None:
-        _networks(findings, config.model)
-        _groups(findings, config.model)
+        _networks(report, config.model)
+        _groups(report, config.model)
         if "train" in config.stages:
-            _rates(findings, config.model)
+            _rates(report, config.model)
+    _sections(report, config)
+    if config.model is not None and "train" in config.stages:
+        check_monitors(report, config)
+        settle_modes(report, config)
 
 
-def _strategy(findings: Findings, engine: schema.Engine) -> None:
+def _strategy(report: Report, engine: schema.Engine) -> None:
     """Compare `engine.params` with what the backend's strategy takes."""
     backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
     classes = strategy.classes_of(backend)
     if backend is not None:
-        findings.take(Verdict([*strategy.misfits(backend, engine.params)]))
+        report.take(Verdict([*strategy.misfits(backend, engine.params)]))
     for param, value in engine.params.items() if classes else ():
         name, given = classes[0], 0
-        if len(classes) > 1 and param not in findings.meanings.parameters(name):
+        if len(classes) > 1 and param not in report.meanings.parameters(name):
             name, given = classes[1], 1
-        findings.param(name, param, value, "engine", f"engine.params.{param}", given)
+        report.param(name, param, value, "engine", f"engine.params.{param}", given)
 
 
-def _resolvers(findings: Findings, functions: dict[str, str]) -> None:
+def _resolvers(report: Report, functions: dict[str, str]) -> None:
     """Look for the functions that references may call."""
     for name, target in functions.items():
         key = f"resolvers.{name}"
         if not _RESOLVER.fullmatch(name) or name.startswith("oc."):
             rule = "letters, digits, `_`, `-` and dots; names that begin with `oc.` are OmegaConf's"
-            findings.fault(f"a resolver's name consists of {rule}", key, found=name)
+            report.fault(f"a resolver's name consists of {rule}", key, found=name)
         elif refusal := no_part(target, None):
-            findings.fault(refusal, key, found=target)
+            report.fault(refusal, key, found=target)
         else:
-            meaning = findings.meaning(target, key)
+            meaning = report.meaning(target, key)
             if meaning and (refusal := no_part(meaning.path, None)):
-                findings.fault(refusal, key, found=target)
+                report.fault(refusal, key, found=target)
             elif meaning and meaning.kind not in ("function", "class"):
-                findings.fault(f"`{target}` is no function", key, found=target)
+                report.fault(f"`{target}` is no function", key, found=target)
 
 
-def _hook(findings: Findings, name: str | None) -> None:
+def _hook(report: Report, name: str | None) -> None:
     """Look for `engine.setup_hook`, which is called without arguments."""
-    verdict = judge(findings.meanings, name, {}, HOOK, role=HOOK) if name is not None else Verdict()
+    verdict = judge(report.meanings, name, {}, HOOK, role=HOOK) if name is not None else Verdict()
     for f in verdict.faults:
         called = "; it is called without arguments" if f.key == "engine.setup_hook.params" else ""
-        findings.fault(f"{f.message}{called}", "engine.setup_hook", found=name, exit_code=f.exit_code)
+        report.fault(f"{f.message}{called}", "engine.setup_hook", found=name, exit_code=f.exit_code)
     for why, settled_by in verdict.undecided.values():
-        findings.leave("engine.setup_hook", why, settled_by)
+        report.leave("engine.setup_hook", why, settled_by)
 
 
-def _loader(findings: Findings, options: dict[str, object]) -> None:
+def _loader(report: Report, options: dict[str, object]) -> None:
     """Compare `data.loader` with the signature of torch's DataLoader."""
     for name, value in options.items():
         key = f"data.loader.{name}"
         if name in _LOADER_GIVEN:
-            findings.fault(f"{_LOADER} gets `{name}` from {_LOADER_GIVEN[name]}; remove it", key, found=name)
+            report.fault(f"{_LOADER} gets `{name}` from {_LOADER_GIVEN[name]}; remove it", key, found=name)
         else:
-            findings.param(_LOADER, name, value, "data.loader", key)
+            report.param(_LOADER, name, value, "data.loader", key)
 
 
-def _networks(findings: Findings, model: schema.Model) -> None:
+def _networks(report: Report, model: schema.Model) -> None:
     """Compare the names of several networks, optimizers and schedulers with those that the task needs."""
     task = model.module and model.module.type
-    definition = (Meanings() if findings.meanings.importing else findings.meanings).known(task)
+    definition = (Meanings() if report.meanings.importing else report.meanings).known(task)
     needed = definition.declared_words("network_names") if definition is not None else None
     for section in ("network", "optimizer", "scheduler"):
         key, given = f"model.{section}", getattr(model, section)
         if isinstance(given, dict) and needed == set():
-            findings.fault(f"{task} takes one {section}, not several by name", key)
+            report.fault(f"{task} takes one {section}, not several by name", key)
         elif needed and section != "scheduler":
             all_ = {*needed, *(model.network if isinstance(model.network, dict) else ())}
             words, absent = ", ".join(sorted(all_)), sorted(all_ - set(given if isinstance(given, dict) else ()))
             if not isinstance(given, dict):
-                findings.fault(f"{task} needs several by name, a map of {words}", key)
+                report.fault(f"{task} needs several by name, a map of {words}", key)
             elif absent:
-                findings.fault(f"`{absent[0]}` is missing; {task} needs one for each of {words}", key)
+                report.fault(f"`{absent[0]}` is missing; {task} needs one for each of {words}", key)
 
 
-def _groups(findings: Findings, model: schema.Model) -> None:
+def _groups(report: Report, model: schema.Model) -> None:
     """Compare parameter groups with the optimizer's signature; patterns must be regular expressions."""
     for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
         for number, group in enumerate(optimizer.groups):
             here = f"{key}.groups.{number}"
             misspelt = [name for name in group if "match" not in group and nearest(name, ["match"])]
             for name in misspelt:
-                findings.fault("unknown key. Did you mean match?", f"{here}.{name}", found=name, allowed="match")
+                report.fault("unknown key. Did you mean match?", f"{here}.{name}", found=name, allowed="match")
             if "match" not in group and not misspelt:
                 message = "missing: which parameters, a regular expression, for example `match: 'bias|norm'`"
-                findings.fault(message, f"{here}.match")
+                report.fault(message, f"{here}.match")
             for name, value in group.items():
                 if name == "match":
-                    _pattern(findings, value, f"{here}.match")
+                    _pattern(report, value, f"{here}.match")
                 else:
-                    findings.param(optimizer.type, name, value, key, f"{here}.{name}", 1)
+                    report.param(optimizer.type, name, value, key, f"{here}.{name}", 1)
     if model.trainable == []:
-        findings.fault("names no parameter, so nothing would learn; `all` trains what there is", "model.trainable")
+        report.fault("names no parameter, so nothing would learn; `all` trains what there is", "model.trainable")
     elif isinstance(model.trainable, list):
         for number, pattern in enumerate(model.trainable):
-            _pattern(findings, pattern, f"model.trainable.{number}")
+            _pattern(report, pattern, f"model.trainable.{number}")
 
 
-def _rates(findings: Findings, model: schema.Model) -> None:
+def _rates(report: Report, model: schema.Model) -> None:
     """Ask for the learning rate where an optimizer would take its own default for it."""
     for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
         if not isinstance(optimizer.type, str) or not isinstance(optimizer.params, dict):
             continue
-        misspelt = any("mean lr?" in f.message and f"{key}.params" in upwards(str(f.key)) for f in findings.faults)
+        misspelt = any("mean lr?" in f.message and f"{key}.params" in upwards(str(f.key)) for f in report.faults)
         if "lr" in optimizer.params or misspelt:
             continue
         try:
-            taken = {p.name: p.default for p in findings.meanings.signature(optimizer.type).parameters if p.keyword}
+            taken = {p.name: p.default for p in report.meanings.signature(optimizer.type).parameters if p.keyword}
         except ValueError:  # reported as a fault of the target
             continue
         except Undecided as why:
-            findings.leave(f"{key}.params", f"{optimizer.type}: whether it takes a learning rate: {why}")
+            report.leave(f"{key}.params", f"{optimizer.type}: whether it takes a learning rate: {why}")
             continue
         if "lr" in taken:
             own = "" if taken["lr"] is UNKNOWN else f" ({optimizer.type} would take {taken['lr']})"
             message = f"missing: the learning rate, which has no silent default{own}; for example `lr: 0.01`"
-            findings.fault(message, f"{key}.params.lr")
+            report.fault(message, f"{key}.params.lr")
 
 
-def _pattern(findings: Findings, text: str, key: str) -> None:
+def _pattern(report: Report, text: str, key: str) -> None:
     try:
         re.compile(text)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
-        findings.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
+        report.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
+
+
+# ---- what a module that takes the config needs; one that does not gets its values from `params` alone
+
+_READ = {
+    "data": ("batch_size", "root", "num_workers", "num_splits", "fold", "sampler", "loader"),
+    "model": ("network", "output", "optimizer", "scheduler", "loss", "metrics", "trainable"),
+}
+"""The keys that a module reads from the config; others are read by the run."""
+_REQUIRED = {"data": "batch_size", "model": "optimizer"}
+"""What a module that takes the config must be given."""
+
+
+def _sections(report: Report, config: Config) -> None:
+    """Ask for what a module needs that takes the config, and refuse what is set for one that does not.
+
+    What a base file sets for a module that does not take the config is left out of the config: it holds only what is
+    read.
+    """
+    written = [entry.written or "" for _, entry in nodes(report.source.root)]
+    for name in _READ:
+        section = getattr(config, name)
+        if section is None:
+            continue
+        required, module = f"{name}.{_REQUIRED[name]}", section.module
+        try:
+            is_right = module is not None and report.answered.isdisjoint(upwards(f"{name}.module.type"))
+            signature = report.meanings.signature(module.type) if is_right else None
+        except Undecided as why:
+            if required not in report.places:
+                report.leave(required, f"{module.type}: whether it takes the config: {why}")
+            continue
+        if signature is None or signature.config() is not None:
+            _require(report, section, name)
+            continue
+        known = {p.name: p for p in signature.parameters if p.keyword}
+        defaults = dict(schema.defaults(type(section)))
+        for key in _READ[name]:
+            is_referred_to = any(f"${{{name}.{key}" in text for text in written)
+            if getattr(section, key) != defaults[key] and not is_referred_to:
+                _refuse(report, config, f"{name}.{key}", module, known)
+                setattr(section, key, defaults[key])
+
+
+def _require(report: Report, section: Any, name: str) -> None:
+    key = _REQUIRED[name]
+    is_given = getattr(section, key) is not None or (name == "model" and f"{name}.{key}" in report.places)
+    if not is_given:
+        known = next(f.metadata for f in schema.keys(type(section)) if f.name == key)
+        example = f"; for example `{key}: {known['example']}`" if known["example"] else ""
+        report.fault(f"missing: {known['doc'].partition('; null')[0]}{example}", f"{name}.{key}")
+
+
+def _refuse(report: Report, config: Config, key: str, module: Target, known: dict[str, Parameter]) -> None:
+    """Report a key that a module does not read: a fault where the user has set it, a notice where a base file has."""
+    below = [place for k, place in report.places.items() if f"{k}.".startswith(f"{key}.")]
+    if not any(map(report.source.is_top, below)):
+        text = f"{key}, set by a base file, is left out: {module.type} does not take the config"
+        config.notices = [*(config.notices or []), Notice(text, unasked=False, key=key)]
+        return
+    takes = f"set what it takes under {key.partition('.')[0]}.module.params: {', '.join(known) or 'nothing'}"
+    report.fault(f"is not read by {module.type}, which does not take the config; {takes}", key)

@@ -113,38 +113,37 @@ PATH = click.Path(readable=False)
 """The type of what may be a path: it is checked by nobody here, and a shell completes it."""
 
 
-def with_config(words: str = "[key=value …]") -> Callable[[Verb], Verb]:
+def with_config(more: str = "[key=value …]") -> Callable[[Verb], Verb]:
     """Give a verb its `config` and its `overrides`, in which further config files come first.
 
     Args:
-        words: what may follow CONFIG, for the help.
+        more: what may follow CONFIG, for the help.
     """
 
     def decorate(verb: Verb) -> Verb:
         @functools.wraps(verb)
-        def called(
-            config: str | None, overrides: tuple[str, ...], configs: tuple[str, ...], **options: object
-        ) -> object:
+        def called(words: tuple[str, ...], configs: tuple[str, ...], **options: object) -> object:
             from deeplightning.config.source import is_file
 
-            given = [*([] if config is None else [config]), *overrides]
-            files = [*configs]
-            names_no_file = not given or (is_override(given[0]) and not os.path.isfile(given[0]))  # noqa: PTH113
-            if not files and names_no_file and os.path.isfile(HERE):  # noqa: PTH113
-                files = [HERE]
-            elif not files and given:
-                if given[0].startswith("-") and not os.path.isfile(given[0]):  # noqa: PTH113
-                    raise click.NoSuchOption(given[0])
-                files = [given.pop(0)]
-            elif not files:
-                raise click.UsageError("Missing argument 'CONFIG'.", click.get_current_context())
+            given, files = [*words], [*configs]
+            if not files:
+                first = given[0] if given else ""
+                is_there = os.path.isfile(first)  # noqa: PTH113  (Path's fails for a long name)
+                if os.path.isfile(HERE) and not is_there and (not given or is_override(first)):  # noqa: PTH113
+                    files = [HERE]
+                elif not given:
+                    raise click.UsageError("Missing argument 'CONFIG'.", click.get_current_context())
+                elif first.startswith("-") and not is_there:
+                    raise click.NoSuchOption(first)
+                else:
+                    files = [given.pop(0)]
             for file in files[1:]:
                 if not is_file(file):
                     raise click.UsageError(f"--config {file}: a further config file ends in .yaml or .yml")
             files, given = [*map(_fetched, files)], [*map(_fetched, given)]
             return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
 
-        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", type=PATH)
+        argument = click.argument("words", nargs=-1, metavar=f"CONFIG [CONFIG …] {more}", type=PATH)
         option = click.option(
             "--config",
             "configs",
@@ -153,8 +152,7 @@ def with_config(words: str = "[key=value …]") -> Callable[[Verb], Verb]:
             type=PATH,
             help="The config, instead of the first word; repeatable. Each further CONFIG lies over those before it.",
         )
-        first = click.argument("config", metavar="CONFIG", required=False, type=PATH)
-        return cast(Verb, first(more(option(called))))
+        return cast(Verb, argument(option(called)))
 
     return decorate
 

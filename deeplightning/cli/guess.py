@@ -1,25 +1,21 @@
-"""Find out what the data of `init --data` are: what the kinds of data share, and signals in a folder per class."""
+"""Find out what the data of `init --data` are: what the modules `guess_KIND` share."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deeplightning.config.target import find
-from deeplightning.faults import SetupError, count
+from deeplightning.faults import SetupError
 from deeplightning.words import printable
 
 MAX_LOOKED_AT = 300
 """Files that are decoded, evenly from all."""
-
-MAX_SHOWN = 20_000
-"""Numbers of a signal that is written down as an example."""
 
 
 @dataclass
@@ -88,6 +84,11 @@ def some(words: Sequence[object]) -> str:
     return f"{listed}, … ({len(words)})" if len(words) > 8 else listed
 
 
+def counted(numbers: Mapping[str, object]) -> str:
+    """Return the first of some names, each with its number or kind, for a line."""
+    return some([f"{name} ({number})" for name, number in numbers.items()])
+
+
 def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[Path], dict[str, Any], list[str]]:
     """Find files in a folder for each class, or in `train`, and perhaps `val` and `test`, with such folders.
 
@@ -95,8 +96,9 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
         The files for the training, the values that every such project has, and notes.
 
     Raises:
-        SetupError: there are fewer than two classes, or one has no file.
+        SetupError: it is no folder, there are fewer than two classes, or one has no file.
     """
+    need_folder(data)
     found: Any = find("deeplightning.data.class_folders.ClassFolders")(data, noun, tuple(endings))
     with errors_of_data():
         classes = found.classes()
@@ -109,8 +111,8 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
     which, left_out = stages(data, top)
     values = {"stages": which, "count": len(paths), "number": len(classes), "classes": some(classes)}
     counts = Counter(labels.tolist())
-    counted = some([f"{name} ({counts[label]})" for label, name in enumerate(classes)])
-    notes = [f"{len(classes)} classes, the folders of {top}: {counted}", *left_out]
+    files = counted({name: counts[label] for label, name in enumerate(classes)})
+    notes = [f"{len(classes)} classes, the folders of {top}: {files}", *left_out]
     return [Path(path) for path in paths], values, notes
 
 
@@ -123,34 +125,3 @@ def errors_of_data() -> Iterator[None]:
         if getattr(error, "exit_code", None) != SetupError.exit_code:
             raise
         raise SetupError(str(error)) from None
-
-
-def signals(data: Path) -> Guess:
-    """Look at a folder per class with .npy, .csv or .wav files, or at `train` and perhaps `val` and `test` with these.
-
-    Raises:
-        SetupError: it is something else.
-    """
-    read_signal: Any = find("deeplightning.data.signal_folder.read_signal")
-    need_folder(data)
-    files, values, notes = class_folders(data, "signal", (".npy", ".csv", ".wav"))
-    first, shapes = None, Counter[tuple[int, int]]()
-    for path in evenly(files):
-        with errors_of_data():
-            signal = read_signal(path)  # (C, T)
-        first = signal if first is None else first
-        shapes[signal.shape] += 1
-    channels = sorted({shape[0] for shape in shapes})
-    if len(channels) > 1:
-        raise SetupError(f"the signals in {data} have {some(channels)} channels; all must have the same number")
-    lengths = sorted(shape[1] for shape in shapes.elements())
-    length = None if lengths[0] == lengths[-1] else lengths[len(lengths) // 2]
-    values |= {"channels": channels[0], "length": length}
-    steps_of = f"{lengths[0]} steps" if length is None else f"{lengths[0]} to {lengths[-1]} steps, brought to {length}"
-    notes.append(f"{count(len(files), 'signal')} of {count(channels[0], 'channel')} and {steps_of}")
-    steps = length or lengths[0]
-    if first is None or channels[0] * steps > MAX_SHOWN:
-        return Guess(values, notes, files[0] if files[0].suffix.lower() == ".npy" else None)
-    rows = [[round(float(value), 6) for value in row[:steps]] for row in first]
-    body = json.dumps({"signal": [row + [0.0] * (steps - len(row)) for row in rows]})
-    return Guess(values, notes, "signal.json", {"signal.json": f"{body}\n"})

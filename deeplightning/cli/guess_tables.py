@@ -1,123 +1,18 @@
-"""What the columns of a table are, and which of them holds texts, classes or numbers to be predicted, for the config of
-a new project."""
-
-from __future__ import annotations
+"""Find out which column of a table is to be predicted, from texts or from rows, for the config of a new project."""
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from deeplightning.cli.guess import Columns, Guess, counted, some
+from deeplightning.cli.guess_columns import DATE, GAPS, MAX_CLASSES, Table, likely_target, table
+from deeplightning.faults import SetupError
+from deeplightning.table_spec import TableFormat
 
-from deeplightning.cli.guess import Columns, Guess, errors_of_data, some
-from deeplightning.config.target import find
-from deeplightning.faults import ConfigError, Fault, SetupError, count, nearest
-from deeplightning.table_spec import MISSING, NAMED_DAY, TableFormat
-
-MAX_ROWS = 200_000
-"""Rows of a table that are read."""
-MAX_CLASSES = 1000
-"""Different values of a column; one with more holds no classes."""
 MAX_FEW = 20
 """Different whole numbers that may be classes."""
-MAX_STRAY = 20
-"""Different words that may stand for a missing value in a column of numbers."""
-NUMBERS = 0.9
-"""The part of numbers and words that must be numbers, for the words to be missing values; signs (?) always are."""
-
-TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value", "y")
-"""Names of a column that is to be predicted, the likeliest first; the manual lists them."""
-
-_GAPS = tuple(word for word in MISSING if word != "none")
-"""Words that always stand for a missing value. "None" is a class, unless it is between numbers."""
 _NUMBERED = {"id", "ids", "index", "idx", "no", "nr", "number", "num", "row", "rows", "rownames", "unnamed", "column"}
-_DATE = re.compile(r"\d{4}([-/.])\d\d?\1\d\d?([T ].*)?|\d\d?([-/.])\d\d?\3(\d\d){1,2}([T ].*)?|" + NAMED_DAY.pattern)
-
-
-class Column:
-    """What the values of a column are, by how often each is in it.
-
-    Args:
-        counts: each text with its number.
-        form: how numbers and missing values are written.
-        kind: the name of a type that is neither number nor text, such as list.
-    """
-
-    def __init__(self, counts: dict[str, int], form: TableFormat, kind: str):
-        words = {word: number for word, number in counts.items() if not form.is_missing(word)}
-        numbers = {word: value for word in words if (value := _number(word, form)) is not None}
-        strays = {word: number for word, number in words.items() if word not in numbers}
-        self.filled = sum(words.values())
-        self.missing = sum(counts.values()) - self.filled
-        self.different = len(words)
-        self.values = dict(islice(words.items(), MAX_CLASSES + 1))
-        self.strays = dict(islice(strays.items(), MAX_STRAY + 1))  # words between numbers
-        self.numbers = self.filled - sum(strays.values())
-        self.letters = sum(len(word) * number for word, number in words.items())
-        self.is_whole = bool(numbers) and all(value.is_integer() for value in numbers.values())
-        self.has_codes = any(re.fullmatch(r"0\d+", word) for word in words)  # as 00501
-        self.has_dates = bool(words) and all(map(_DATE.fullmatch, words))
-        self.type = kind
-
-    def is_number(self) -> bool:
-        """Return whether the column is numeric; its other words then mean missing values."""
-        words = sum(n for word, n in self.strays.items() if re.search(r"\w", word))  # others are signs, as "?"
-        enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
-        return len(self.strays) <= MAX_STRAY and enough and not self.has_codes
-
-    def classes(self) -> dict[str, int]:
-        """Return the values that may be classes, in order, each with its number."""
-        values = self.values if not self.is_number() else {w: n for w, n in self.values.items() if w not in self.strays}
-        form = TableFormat()
-        return dict(sorted(values.items(), key=lambda pair: ((n := _number(pair[0], form)) is None, n or 0, pair[0])))
-
-
-@dataclass(frozen=True)
-class Table:
-    """The first rows of a table in a file, and its columns by name, in their order."""
-
-    path: Path
-    form: TableFormat
-    columns: dict[str, Column]
-    read: Any  # `deeplightning.data.table_files.FirstRows`
-
-    def of(self) -> str:
-        """Return `60 rows of t.csv`."""
-        first = "" if self.read.is_whole else ", the first ones,"
-        return f"{count(self.read.size, 'row')}{first} of {self.path}"
-
-    def format_notes(self) -> list[str]:
-        """Return how a file of CSV is written; other files say themselves how they are read."""
-        form, above = self.form, self.read.file.above
-        note = f"delimiter {form.delimiter!r}, decimal {form.decimal!r}, encoding {form.encoding}"
-        is_foreign = form.encoding in ("latin-1", "cp1252")
-        note += " (the file is not UTF-8; look whether letters such as ü are right)" * is_foreign
-        note += f"; {count(above, 'line')} above the header skipped" if above else ""
-        return [note] if self.read.file.kind == "csv" else []
-
-
-def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
-    """Read the first rows of a table.
-
-    Raises:
-        SetupError: it cannot be read, or is something else.
-    """
-    if path.is_dir():
-        files = sorted(each.name for each in path.iterdir() if each.suffix.lower() in (".csv", ".tsv"))
-        hint = f", such as {path / files[0]}" if files else ""
-        raise SetupError(f"{path} is a folder; name a CSV file with a header{hint}")
-    with errors_of_data():
-        form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
-        found: Any = find("deeplightning.data.table_files.first_rows")(path, form, MAX_ROWS)
-    if found.size < 10:
-        rows = count(found.size, "row")
-        raise SetupError(f"{path} has {rows} below its header; at least 10 are needed to divide them into sets")
-    columns = {name: Column(counts, form, found.types.get(name, "")) for name, counts in found.counts.items()}
-    return Table(path, form, columns, found)
 
 
 def text(data: Path, wanted: Columns) -> Guess:
@@ -129,11 +24,12 @@ def text(data: Path, wanted: Columns) -> Guess:
     found = table(data, ())
     if found.read.file.kind != "csv" or found.path.suffix.lower() in (".gz", ".bz2", ".zst"):
         raise SetupError(f"{found.path}: a project of texts reads plain CSV; convert the file, for example with pandas")
-    _check_names(found, wanted)
+    found.check_names(wanted)
     text = max((n for n in found.columns if n != wanted.target), key=lambda name: found.columns[name].letters)
     most = min(MAX_CLASSES, found.read.size // 2)
     classes = [name for name, each in found.columns.items() if name != text and 2 <= each.different <= most]
-    label = wanted.target or _named(classes) or min(classes, key=lambda n: found.columns[n].different, default=None)
+    fewest = min(classes, key=lambda name: found.columns[name].different, default=None)
+    label = wanted.target or likely_target(classes) or fewest
     if label not in classes:
         which = f"the column {label}" if label else f"none of its columns ({some(list(found.columns))})"
         raise SetupError(f"{found.path}: {which} has classes, 2 or more values that come again")
@@ -151,9 +47,9 @@ def text(data: Path, wanted: Columns) -> Guess:
     }
     notes = [
         f"{found.of()}: texts in the column {text}, classes in the column {label}",
-        f"{len(names)} classes: {_counted(counts)}",
+        f"{len(names)} classes: {counted(counts)}",
         *found.format_notes(),
-        *_left_out(found, [text, label]),
+        *found.left_out([text, label], found.form),
     ]
     return Guess(values, notes, '--text "a text of yours"')
 
@@ -166,7 +62,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
         SetupError: it is something else.
     """
     found = table(data)
-    _check_names(found, wanted)
+    found.check_names(wanted)
     kinds, reasons = _kinds(found, wanted)
     target, reason = _target(found, kinds, wanted)
     classes = _classes(found, kinds, target, wanted.task)
@@ -177,9 +73,9 @@ def rows(data: Path, wanted: Columns) -> Guess:
         raise _too_few(found, kinds)
     numbers = {name: found.columns[name] for name, kind in kinds.items() if kind == "number" or name == target}
     strays = {name: each.strays for name, each in numbers.items() if each.strays and each.is_number()}
-    missing_words = [*_GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
+    missing_words = [*GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
     form = replace(found.form, missing_words=tuple(missing_words))
-    gaps = _gaps(found, inputs, form)
+    gaps = found.gaps(inputs, form)
     categories = [found.columns[name].values for name in inputs if kinds[name] == "category"]
     words = [sum(not form.is_missing(word) for word in values) + 1 for values in categories]
     values = {
@@ -200,7 +96,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "dropout": 0.4 if classes else 0.2,
         "loss": "torch.nn.CrossEntropyLoss" if classes else "torch.nn.MSELoss",
     }
-    predicted = f"{len(classes)} classes: {_counted(classes)}" if classes else "numbers"
+    predicted = f"{len(classes)} classes: {counted(classes)}" if classes else "numbers"
     groups = {kind: [name for name in inputs if kinds[name] == kind] for kind in ("number", "category")}
     for name, why in reasons.items():
         groups.setdefault(f"ignored, {why}", []).append(name)
@@ -210,11 +106,11 @@ def rows(data: Path, wanted: Columns) -> Guess:
         *found.format_notes(),
         *(f"{what}: {some(names)}" for what, names in groups.items() if names),
         *(
-            f"missing-value words in the column {name}: {_counted({repr(w): n for w, n in words.items()})}"
+            f"missing-value words in the column {name}: {counted({repr(w): n for w, n in words.items()})}"
             for name, words in strays.items()
         ),
-        *_left_out(found, [target], form),
-        *([f"missing values, which are filled: {_counted(gaps)}"] if gaps else []),
+        *found.left_out([target], form),
+        *([f"missing values, which are filled: {counted(gaps)}"] if gaps else []),
     ]
     first = {name: next(iter(counts)) for name, counts in found.read.counts.items()}
     row = {name: _cell(first[name], kinds[name], form) for name in inputs}
@@ -230,7 +126,8 @@ def _classes(found: Table, kinds: dict[str, str], target: str, task: str | None)
     column = found.columns[target]
     classes, is_number = column.classes(), column.is_number()
     if task == "regression" and not is_number:
-        raise SetupError(f"{found.path}: the column {target} holds no numbers to be predicted; {_columns(kinds)}")
+        message = f"the column {target} holds no numbers to be predicted; its columns: {counted(kinds)}"
+        raise SetupError(f"{found.path}: {message}")
     is_few = column.is_whole and 2 <= len(classes) <= min(MAX_FEW, found.read.size // 5)
     if task == "regression" or (task is None and is_number and not is_few):
         return {}
@@ -254,7 +151,7 @@ def _target(found: Table, kinds: dict[str, str], wanted: Columns) -> tuple[str, 
     if not able or sum(kind != "ignore" for kind in kinds.values()) < 2:
         needed = ", and one of numbers to be predicted" if wanted.task == "regression" else ""
         raise _too_few(found, kinds, needed)
-    named = _named(able)
+    named = likely_target(able)
     return (named, "by its name") if named else (able[-1], "the last column that can be; --target names another")
 
 
@@ -281,58 +178,13 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
     return kinds, reasons
 
 
-def _check_names(found: Table, wanted: Columns) -> None:
-    for option, name in [("--target", wanted.target), *(("--ignore", name) for name in wanted.ignore)]:
-        if name is not None and name not in found.columns:
-            message = f"{found.path} has no column {name!r}.{nearest(name, found.columns)} Its columns: "
-            raise ConfigError(Fault(message + some(list(found.columns)), option))
-    if wanted.target in wanted.ignore:
-        raise ConfigError(Fault(f"the column {wanted.target} is the target; remove one of both", "--ignore"))
-
-
 def _too_few(found: Table, kinds: dict[str, str], needed: str = "") -> SetupError:
-    message = f"there must be two columns or more of numbers or categories{needed}; {_columns(kinds)}"
+    message = f"there must be two columns or more of numbers or categories{needed}; its columns: {counted(kinds)}"
     return SetupError(f"{found.path}: {message}")
-
-
-def _columns(kinds: dict[str, str]) -> str:
-    return f"its columns: {some([f'{name} ({kind})' for name, kind in kinds.items()])}"
-
-
-def _gaps(found: Table, names: Sequence[str], form: TableFormat) -> dict[str, int]:
-    """Return how many values are missing in each of some columns that lacks any."""
-    gaps = {}
-    for name in names:
-        column = found.columns[name]
-        gaps[name] = column.missing + sum(n for word, n in column.values.items() if form.is_missing(word))
-    return {name: number for name, number in gaps.items() if number}
-
-
-def _counted(numbers: dict[str, int]) -> str:
-    return some([f"{name} ({number})" for name, number in numbers.items()])
 
 
 def _cell(text: str, kind: str, form: TableFormat) -> object:
     """Return the value of a cell as JSON has it."""
     if form.is_missing(text):
         return None
-    return form.number(text) if kind == "number" and not _DATE.fullmatch(text) else text
-
-
-def _left_out(found: Table, columns: list[str], form: TableFormat | None = None) -> list[str]:
-    lacking = _gaps(found, columns, form or found.form)
-    return [f"missing values, whose rows are left out: {_counted(lacking)}"] if lacking else []
-
-
-def _named(names: Sequence[str]) -> str | None:
-    """Return the column with the likeliest of `TARGETS`."""
-    lowered = {name.lower(): name for name in names}
-    return next((lowered[word] for word in TARGETS if word in lowered), None)
-
-
-def _number(text: str, form: TableFormat) -> float | None:
-    try:
-        number = float(form.number(text))
-    except ValueError:
-        return None
-    return number if np.isfinite(number) else None
+    return form.number(text) if kind == "number" and not DATE.fullmatch(text) else text

@@ -16,8 +16,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from deeplightning.cli import guess_pictures, guess_tables
-from deeplightning.cli.guess import Columns, Guess, signals
+from deeplightning.cli import guess_masks, guess_pictures, guess_signals, guess_tables
+from deeplightning.cli.guess import Columns, Guess
 from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import line
@@ -80,7 +80,7 @@ KINDS = {
     ),
     "segmentation": Kind(
         "Says of each pixel which class it is.",
-        guess_pictures.segmentation,
+        guess_masks.segmentation,
         ("examples/segmentation/shape_masks.py",),
         "shapes/images/0000.jpg",
     ),
@@ -97,7 +97,7 @@ KINDS = {
         template="table",
         options=("target", "ignore"),
     ),
-    "signal": Kind("Tells classes of signals apart.", signals, ask="signal.json"),
+    "signal": Kind("Tells classes of signals apart.", guess_signals.signals, ask="signal.json"),
     "own": Kind(
         "Own data, network, loss and task.",
         None,

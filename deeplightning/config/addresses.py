@@ -9,7 +9,6 @@ import hashlib
 import os
 import posixpath
 import re
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from deeplightning.address import shown, whole
 from deeplightning.config.target import find, is_installed
 from deeplightning.faults import ConfigError, Fault, SetupError
 from deeplightning.own_code import seal
+from deeplightning.runfolder import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,11 +210,8 @@ def _kept(address: str, content: bytes) -> Path:
         if path.is_file() and path.read_bytes() == content and (folder / _NOTE).is_file():
             return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for target, data in ((folder / _NOTE, shown(address).encode()), (path, content)):
-            handle, name = tempfile.mkstemp(dir=folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(name).replace(target)
+        write_whole(folder / _NOTE, shown(address))
+        write_whole(path, content)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         raise SetupError(f"{_cache()}: the config of {shown(address)} cannot be kept here: {error}") from error
     return path

@@ -411,16 +411,20 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("use", ["resume", "test"])
-@pytest.mark.parametrize(("kind", "words"), CHECKPOINTS.items(), ids=CHECKPOINTS)
-def test_a_checkpoint_that_is_none(refused, tiny, tmp_path, trained, store, kind, words, use):
-    """Exit 4, naming file and reason; nothing of it is executed, and no run is begun."""
+USES = {"resume": ["train.resume_ckpt={}"], "test": ["stages=[test]", "test.ckpt={}"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [*((kind, "resume") for kind in CHECKPOINTS), ("missing", "test"), ("a hostile pickle in a checkpoint", "test")],
+)
+def test_a_checkpoint_that_is_none(refused, tiny, tmp_path, trained, store, kind, use):
+    """Exit 4, naming file and reason; nothing of it is executed, no run is begun. A test reads it as a resume does."""
     path = damaged(kind, trained / "last.ckpt", tmp_path)
     before = statuses(store)
-    overrides = {"resume": [f"train.resume_ckpt={path}"], "test": ["stages=[test]", f"test.ckpt={path}"]}[use]
-    told = refused(4, "train", tiny, *overrides)
+    told = refused(4, "train", tiny, *(text.format(path) for text in USES[use]))
     assert str(path) in told
-    assert words in told
+    assert CHECKPOINTS[kind] in told
     assert statuses(store) == before
     assert not Path("made").exists()
 
@@ -442,12 +446,12 @@ def wider():
 """
 
 
-@pytest.mark.parametrize("use", ["resume", "test"])
+@pytest.mark.parametrize("use", USES)
 def test_a_checkpoint_of_another_network(refused, tiny, trained, store, use, here):
     """Exit 4, naming the file and the first tensors that do not fit; no run is begun."""
     (here / "own_net.py").write_text(OTHER_NETWORKS)
     before, path = statuses(store), trained / "last.ckpt"
-    overrides = {"resume": [f"train.resume_ckpt={path}"], "test": ["stages=[test]", f"test.ckpt={path}"]}[use]
+    overrides = [text.format(path) for text in USES[use]]
     for network in ("model.network={type: own_net.linear}", "model.network={type: own_net.wider}"):
         told = refused(4, "train", tiny, *overrides, network)
         assert str(path) in told

@@ -83,7 +83,7 @@ def assert_answered(check: Checker, content: bytes | str = BASE, *arguments: str
     return check("c.yaml", *arguments)
 
 
-@times(300)
+@times(150)
 @given(data=st.binary(max_size=300))
 def test_bytes(check, data):
     """Bytes that are no text, or by chance are."""
@@ -193,12 +193,10 @@ def _lines(pattern: str, numbers: range) -> str:
 LARGE = {
     "one long word": "x" * 999_000,
     "a long quoted value": 'data: {root: "' + "\\e" * 400_000 + '"}',
-    "a long key": "x" * 900_000 + ": 1",
     "a long type": "data: {module: {type: torch." + "x" * 900_000 + "}}",
     "a type of many parts": "data: {module: {type: a" + ".a" * 400_000 + "}}",
     "as many as Python converts": BASE + "tune: {num_trials: " + "9" * 3999 + "}",
     "an epoch of many digits": BASE.replace("num_epochs: 2", "num_epochs: 2\n  val_every_n_epoch: " + "9" * 3999),
-    "digits and a word": "seed: " + "9" * 900_000 + "x",
     "many keys": _lines("k{n}: 1\n", range(40_000)),
     "many like a known one": _lines("dat{n}: 1\n", range(49)) + "".join(f"{'data' * 9000}{n}: 1\n" for n in range(20)),
     "many params": BASE + "tune: {metric: x, space: {" + ", ".join(f"k{n}: 1" for n in range(40_000)) + "}}",
@@ -211,16 +209,12 @@ LARGE = {
     + "]}",
     "many comments": "# x\n" * 240_000,
     "many tags": "seed: [" + "!own x," * 49_000 + "]",
-    "many anchors": "seed: [" + ",".join(f"&a{n} x" for n in range(49_000)) + "]",
     "many aliases": "seed: [&a x" + ",*a" * 240_000 + "]",
     "many complex keys": "? [a]\n: 1\n" * 90_000,
     "many merges": "a: &a {x: 1}\n" + "b: {" + "<<: *a, " * 40_000 + "}",
     "merges in a circle": "a: &a {<<: *b}\nb: &b {<<: *a}\n",
-    "a merge in itself": "a: &a {<<: *a}\n",
-    "a bomb": "a0: &a0 x\n" + _lines("a{n}: &a{n} [*a{m}, *a{m}]\n", range(1, 200)),
     "a bomb of keys": "a0: &a0 {x: 1}\n" + _lines("a{n}: &a{n} {{x: *a{m}, y: *a{m}}}\n", range(1, 200)),
     "deep lists": "seed: " + "[" * 400_000,
-    "deep blocks": "- " * 400_000,
     "as deep as may be": "data: {loader: " + "[" * 57 + "]" * 57 + "}",
     "targets in targets": "data: {module: " + "{type: some_parts.anything, params: {a: " * 28 + "1" + "}}" * 28 + "}",
     "doubled lists": "a0: [1]\n" + _lines("a{n}: '${{oc.create:[${{a{m}}},${{a{m}}}]}}'\n", range(1, 60)),
@@ -242,7 +236,6 @@ LARGE = {
     "odd escapes": BASE + 'x: "\\e[31m\\x07\\x9b\\u2028\\x85\\u202e"\n"\\e[2J": 1\n',
     "UTF-16": "seed: 1".encode("utf-16"),
     "a byte order mark": b"\xef\xbb\xbf" + BASE.encode(),
-    "zero bytes": bytes(900_000),
     "many directives": "%YAML 1.2\n" * 50_000 + "---\nseed: 1\n",
     "a folded text": "seed: >\n" + " x\n" * 300_000,
     "bases": "_base_: [" + ",".join(["other.yaml"] * 100_000) + "]",

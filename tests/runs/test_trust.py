@@ -144,14 +144,16 @@ def foreign(run, folder, **changes):
     return copy
 
 
-def watched(command, cwd, verb, folder, *more):
-    """How a verb ended under an audit hook, and what it did, by kind."""
-    file = cwd / "watched.json"
-    outcome = command(verb, folder, *more, cwd=cwd, main="watched:main", WATCHED=str(file))
-    assert file.exists(), outcome
-    seen = _by_kind(json.loads(file.read_text()))
+def watched(command, cwd, *lines, **variables):
+    """Run verbs one after the other in one process under an audit hook; yield of each its words, how it ended, and what
+    it did, by kind."""
+    file = cwd.parent / "watched.json"
+    words = json.dumps([[str(word) for word in line] for line in lines])
+    outcome = command("", cwd=cwd, main="watched:each", WATCHED=str(file), WORDS=words, **variables)
+    done = json.loads(file.read_text()) if file.exists() else []
+    assert len(done) == len(lines), outcome
     file.unlink()
-    return outcome, seen
+    return [(line, one, _by_kind(one["seen"])) for line, one in zip(lines, done, strict=True)]
 
 
 def _by_kind(events):
@@ -161,9 +163,17 @@ def _by_kind(events):
     return seen
 
 
+def assert_refused(line, one, seen):
+    """A verb has ended with exit code 4: no file written, no process, no connection, no other module."""
+    assert (one["code"], one["out"]) == (4, ""), (line, one["err"])
+    written = [path for path in seen["writes"] if path != os.devnull]
+    assert written == seen["starts"] == seen["connects"] == [], line
+    assert {module for module in seen["imports"] if module.partition(".")[0] not in IMPORTED} == set(), line
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
-    """Exit 4 with key and rule; an audit hook sees no file written, no process, no connection, no other module."""
+    """Exit 4 with key and rule, and an audit hook sees nothing, see `assert_refused`."""
     key, value, rest, words = HOSTILE[name]
     work = tmp_path / "work"
     work.mkdir()
@@ -172,18 +182,13 @@ def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
     copy = foreign(run, tmp_path / "copy", **{key: value})
     (copy.path / "pwned.py").write_text("open('PWNED', 'w')\n")
     before = sorted(copy.path.rglob("*"))
-    for verb in VERBS:
-        outcome, seen = watched(command, work, verb, copy.path)
-        assert outcome.code == 4, (verb, str(outcome))
-        assert f"{key}{rest}: " in outcome.err, (verb, outcome.err)
-        assert words in outcome.err, (verb, outcome.err)
-        written = [path for path in seen["writes"] if path != os.devnull]
-        assert written == seen["starts"] == seen["connects"] == [], verb
-        assert {module for module in seen["imports"] if module.partition(".")[0] not in IMPORTED} == set(), verb
-        assert {path.name for path in work.iterdir()} == {"pwned.py", "hubconf.py"}, verb
-        assert sorted(copy.path.rglob("*")) == before, verb
-    outcome, _ = watched(command, work, "predict", copy.path, DIGIT)
-    assert (outcome.code, outcome.out) == (4, ""), str(outcome)
+    lines = [*([verb, copy.path] for verb in VERBS), ["predict", copy.path, DIGIT]]
+    for line, one, seen in watched(command, work, *lines):
+        assert_refused(line, one, seen)
+        assert f"{key}{rest}: " in one["err"], (line, one["err"])
+        assert words in one["err"], (line, one["err"])
+    assert {path.name for path in work.iterdir()} == {"pwned.py", "hubconf.py"}
+    assert sorted(copy.path.rglob("*")) == before
 
 
 SECRET = "hunter-seventy-seven"
@@ -244,24 +249,14 @@ def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
         assert text != run.config.read_text()
         (copy / "cfg.yaml").write_text(text)
     verbs = 10 if name in BY_ALL else 4
-    words = [line for copy in copies for line in verbs_of(str(copy), str(run.path))[:verbs]]
-    file = tmp_path / "watched.json"
-    outcome = command(
-        "", cwd=work, main="watched:each", WATCHED=str(file), WORDS=json.dumps(words), MY_VALUE=SECRET, HOME=str(work)
-    )
-    done = json.loads(file.read_text()) if file.exists() else []
-    assert len(done) == len(words), outcome
+    lines = [line for copy in copies for line in verbs_of(str(copy), str(run.path))[:verbs]]
     archives = [path for path in sys.path if path.endswith(".zip")]  # of the interpreter: entry points are looked up
     allowed = (*copies, run.path, *INSTALLED, *archives, ROOT, "/usr", "/etc/ld", "/proc", "/sys", "/dev")
-    for line, one in zip(words, done, strict=True):
-        seen = _by_kind(one["seen"])
-        assert one["code"] == 4, (line, one["err"])
+    for line, one, seen in watched(command, work, *lines, MY_VALUE=SECRET, HOME=str(work)):
+        assert_refused(line, one, seen)
         assert SECRET not in one["err"], line
         assert "not made here by you, and its config has " in one["err"], (line, one["err"])
         assert "cfg.yaml:" in one["err"], line
-        assert seen["starts"] == seen["connects"] == [], line
-        assert [path for path in seen["writes"] if path != os.devnull] == [], line
-        assert {module for module in seen["imports"] if module.partition(".")[0] not in IMPORTED} == set(), line
         if line[0] != "serve":  # it copies the whole environment, for the server
             assert "MY_VALUE" not in seen["variables"], line
         assert [path for path in seen["reads"] if not path.startswith(tuple(map(str, allowed)))] == [], line
@@ -333,10 +328,10 @@ def test_a_checkpoint_that_training_resumes_from_names_nothing_to_be_built(part,
     optimizer[part] = {**optimizer["params"], "lr": touch} if part == "params" else [{"match": ".*", "lr": touch}]
     torch.save(checkpoint, tmp_path / "last.ckpt")
     resume = f"train.resume_ckpt='{tmp_path / 'last.ckpt'}'"
-    outcome, seen = watched(command, work, "train", tiny, resume, "train.num_epochs=3")
-    assert not (tmp_path / "PWNED").exists(), outcome
-    assert "sympy.core.sympify" not in seen["imports"], outcome
-    assert "Traceback" not in outcome.err, outcome
+    ((_, one, seen),) = watched(command, work, ["train", tiny, resume, "train.num_epochs=3"])
+    assert not (tmp_path / "PWNED").exists(), one
+    assert "sympy.core.sympify" not in seen["imports"], one
+    assert "Traceback" not in one["err"], one
 
 
 def test_the_tracker_that_a_hostile_config_names_is_not_asked(run, tmp_path, command):
@@ -344,8 +339,8 @@ def test_the_tracker_that_a_hostile_config_names_is_not_asked(run, tmp_path, com
     folder = tmp_path / "0" / run.path.parent.name / "artifacts"
     folder.parent.mkdir(parents=True)
     copy = foreign(run, folder, **{"logger.params": {"tracking_uri": "http://127.0.0.1:9"}})
-    outcome, seen = watched(command, tmp_path, "diff", copy.path, run.path)
-    assert outcome.code == 0, outcome
+    ((_, one, seen),) = watched(command, tmp_path, ["diff", copy.path, run.path])
+    assert one["code"] == 0, one
     assert seen["connects"] == []
 
 

@@ -19,9 +19,8 @@ from deeplightning.checks.signature_check import Meanings
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config import other_tools, schema
-from deeplightning.engine import checkpoint_io, gpus
-from deeplightning.engine.devices import Gpu, Machine
-from deeplightning.faults import PLUGINS, CheckpointError, SetupError, count
+from deeplightning.engine import checkpoint_io
+from deeplightning.faults import PLUGINS, CheckpointError, SetupError
 from deeplightning.process import failure
 from deeplightning.run.find import checkpoint_of
 from deeplightning.runfolder import RunFolder
@@ -155,13 +154,6 @@ def test_a_tag_is_one_fault(tmp_path, monkeypatch):
     assert all("the tag !" in note for note in told)
 
 
-def test_a_gpu_that_is_not_there_is_told_by_index():
-    """`engine.gpus=[1]` on a machine with one GPU says index and indexes, not "asks for 1, has 1"."""
-    told = gpus._not_there([1], Machine(gpus=(Gpu(),)))
-    assert told is not None
-    assert told.startswith("asks for GPU index 1; this machine has 1, counted from 0; ")
-
-
 def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):
     """The note lists the checkpoints that are there."""
     for name in ("epoch=1.ckpt", "epoch=2.ckpt"):
@@ -203,11 +195,6 @@ def test_a_lost_process_names_what_is_left(tmp_path):
     assert failure.resume_hint(failure.newest_of(run)) == (
         f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto resumes from it"
     )
-
-
-def test_one_is_not_told_as_many():
-    """`1 epoch`, `2 epochs`."""
-    assert [count(n, "epoch") for n in (0, 1, 2, 1000)] == ["0 epochs", "1 epoch", "2 epochs", "1,000 epochs"]
 
 
 def test_the_readme_says_whose_figures_it_prints():

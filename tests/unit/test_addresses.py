@@ -205,7 +205,7 @@ def test_a_full_disk_is_named(web, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(addresses.tempfile, "mkstemp", full)
+    monkeypatch.setattr(addresses, "write_whole", full)
     with pytest.raises(SetupError, match=r"a cache/deeplightning/configs: .* cannot be kept here: .*No space left"):
         read(f"{web.url}/c.yaml")
 

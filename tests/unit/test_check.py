@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,21 +27,23 @@ def here(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def notes(*overrides: str, text: str = GOOD, imported: bool = False) -> list[str]:
-    """What is wrong with a config, `place: key: words` each: by its source, and the same when all of it is imported.
-    `imported` asks only for the latter."""
+BY_SOURCE, BY_IMPORTING = (False,), (True,)
+
+
+def notes(*overrides: str, text: str = GOOD, ways: tuple[bool, ...] = (*BY_SOURCE, *BY_IMPORTING)) -> list[str]:
+    """What is wrong with a config, `place: key: words` each: the same by its source and when all of it is imported,
+    unless one of these `ways` is asked for."""
     Path("c.yaml").write_text(text)
-    found = examine("c.yaml", list(overrides), importing=True)
-    if not imported:
-        read = examine("c.yaml", list(overrides))
-        assert read.unchecked == []
-        assert read.faults == found.faults
-    return [str(fault) for fault in found.faults]
+    reports = [examine("c.yaml", list(overrides), importing=importing) for importing in ways]
+    if len(ways) == 2:
+        assert reports[0].unchecked == []
+        assert reports[0].faults == reports[1].faults
+    return [str(fault) for fault in reports[0].faults]
 
 
-def note(*overrides: str, text: str = GOOD, imported: bool = False) -> str:
+def note(*overrides: str, **how: Any) -> str:
     """The only thing that is wrong, without its place."""
-    (one,) = notes(*overrides, text=text, imported=imported)
+    (one,) = notes(*overrides, **how)
     return one.removeprefix(f"override {overrides[-1]}: ") if overrides else one
 
 
@@ -94,7 +97,7 @@ def note(*overrides: str, text: str = GOOD, imported: bool = False) -> str:
 )  # fmt: skip
 def test_one_wrong_value_is_one_note(override, words):
     """Unknown, of another type, no known word, out of range, missing: what is found and what is allowed."""
-    found = notes(override)
+    found = notes(override, ways=BY_SOURCE)  # with such a fault nothing is imported
     assert words in found[0]
     assert len(found) == (2 if override == "data=null" else 1)
 
@@ -279,7 +282,7 @@ def test_a_module_beside_the_config_is_found_from_elsewhere(here, monkeypatch):
 def test_an_own_module_that_cannot_be_imported_is_a_fault_with_both_places():
     """The line of the config that names it, and the line of the code that fails."""
     Path("own_broken.py").write_text("import torch\nimport not_there\n")
-    assert note("model.loss.type=own_broken.Loss", imported=True) == (
+    assert note("model.loss.type=own_broken.Loss", ways=BY_IMPORTING) == (
         "model.loss.type: importing own_broken (for `own_broken.Loss`) needs not_there, which is not installed here "
         "(own_broken.py:2): pip install not_there"
     )
@@ -607,7 +610,7 @@ def test_an_abstract_class_is_found_by_importing():
         "import abc\nfrom torch import nn\n"
         "class Abstract(nn.Module, abc.ABC):\n    @abc.abstractmethod\n    def forward(self, logits, labels): ...\n"
     )
-    found = note("model.loss={type: own_classes.Abstract}", imported=True)
+    found = note("model.loss={type: own_classes.Abstract}", ways=BY_IMPORTING)
     assert "own_classes.Abstract is abstract: it has no forward of its own" in found
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deeplightning.cli import guess_tables
+from deeplightning.cli import guess_columns
 from deeplightning.cli.guess import MAX_LOOKED_AT
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
@@ -195,7 +195,7 @@ def test_signals_give_classes_channels_and_length():
 
 def test_only_the_first_rows_of_a_long_table_are_read(monkeypatch):
     """And it says so."""
-    monkeypatch.setattr(guess_tables, "MAX_ROWS", 20)
+    monkeypatch.setattr(guess_columns, "MAX_ROWS", 20)
     table("n.csv", ["x", "y"], *([i, i] for i in range(50)), ["no number", "at all"])
     assert "20 rows, the first ones, of n.csv" in config("regression", "n.csv")[1]
 

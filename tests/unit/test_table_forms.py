@@ -18,7 +18,7 @@ import pytest
 from modules import data_config
 
 from deeplightning.cli.guess import Columns
-from deeplightning.cli.guess_tables import TARGETS
+from deeplightning.cli.guess_columns import TARGETS
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from deeplightning.checks.combinations import rates_without_effect
 from deeplightning.checks.report import Report
 from deeplightning.checks.targets import GIVEN_BY_NAME
-from deeplightning.checks.unread import rates_without_effect
 from deeplightning.config.schema import BETTER, Config, Mode, PluginSection, Target, key
 from deeplightning.config.section_kinds import KINDS, Kind
 from deeplightning.faults import Fault

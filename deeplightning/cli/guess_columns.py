@@ -1,0 +1,147 @@
+"""Read the first rows of a table and find out what its columns hold, for the config of a new project."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deeplightning.cli.guess import Columns, counted, errors_of_data, some
+from deeplightning.config.target import find
+from deeplightning.faults import ConfigError, Fault, SetupError, count, nearest
+from deeplightning.table_spec import MISSING, NAMED_DAY, TableFormat
+
+MAX_ROWS = 200_000
+"""Rows of a table that are read."""
+MAX_CLASSES = 1000
+"""Different values of a column; one with more holds no classes."""
+MAX_STRAY = 20
+"""Different words that may stand for a missing value in a column of numbers."""
+NUMBERS = 0.9
+"""The part of numbers and words that must be numbers, for the words to be missing values; signs (?) always are."""
+
+TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value", "y")
+"""Names of a column that is to be predicted, the likeliest first; the manual lists them."""
+
+GAPS = tuple(word for word in MISSING if word != "none")
+"""Words that always stand for a missing value. "None" is a class, unless it is between numbers."""
+DATE = re.compile(r"\d{4}([-/.])\d\d?\1\d\d?([T ].*)?|\d\d?([-/.])\d\d?\3(\d\d){1,2}([T ].*)?|" + NAMED_DAY.pattern)
+
+
+class Column:
+    """What the values of a column are, by how often each is in it.
+
+    Args:
+        counts: each text with its number.
+        form: how numbers and missing values are written.
+        kind: the name of a type that is neither number nor text, such as list.
+    """
+
+    def __init__(self, counts: dict[str, int], form: TableFormat, kind: str):
+        words = {word: number for word, number in counts.items() if not form.is_missing(word)}
+        numbers = {word: value for word in words if (value := _number(word, form)) is not None}
+        strays = {word: number for word, number in words.items() if word not in numbers}
+        self.filled = sum(words.values())
+        self.missing = sum(counts.values()) - self.filled
+        self.different = len(words)
+        self.values = dict(islice(words.items(), MAX_CLASSES + 1))
+        self.strays = dict(islice(strays.items(), MAX_STRAY + 1))  # words between numbers
+        self.numbers = self.filled - sum(strays.values())
+        self.letters = sum(len(word) * number for word, number in words.items())
+        self.is_whole = bool(numbers) and all(value.is_integer() for value in numbers.values())
+        self.has_codes = any(re.fullmatch(r"0\d+", word) for word in words)  # as 00501
+        self.has_dates = bool(words) and all(map(DATE.fullmatch, words))
+        self.type = kind
+
+    def is_number(self) -> bool:
+        """Return whether the column is numeric; its other words then mean missing values."""
+        words = sum(n for word, n in self.strays.items() if re.search(r"\w", word))  # others are signs, as "?"
+        enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
+        return len(self.strays) <= MAX_STRAY and enough and not self.has_codes
+
+    def classes(self) -> dict[str, int]:
+        """Return the values that may be classes, in order, each with its number."""
+        values = self.values if not self.is_number() else {w: n for w, n in self.values.items() if w not in self.strays}
+        form = TableFormat()
+        return dict(sorted(values.items(), key=lambda pair: ((n := _number(pair[0], form)) is None, n or 0, pair[0])))
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first rows of a table in a file, and its columns by name, in their order."""
+
+    path: Path
+    form: TableFormat
+    columns: dict[str, Column]
+    read: Any  # `deeplightning.data.table_files.FirstRows`
+
+    def of(self) -> str:
+        """Return `60 rows of t.csv`."""
+        first = "" if self.read.is_whole else ", the first ones,"
+        return f"{count(self.read.size, 'row')}{first} of {self.path}"
+
+    def format_notes(self) -> list[str]:
+        """Return how a file of CSV is written; other files say themselves how they are read."""
+        form, above = self.form, self.read.file.above
+        note = f"delimiter {form.delimiter!r}, decimal {form.decimal!r}, encoding {form.encoding}"
+        is_foreign = form.encoding in ("latin-1", "cp1252")
+        note += " (the file is not UTF-8; look whether letters such as ü are right)" * is_foreign
+        note += f"; {count(above, 'line')} above the header skipped" if above else ""
+        return [note] if self.read.file.kind == "csv" else []
+
+    def check_names(self, wanted: Columns) -> None:
+        for option, name in [("--target", wanted.target), *(("--ignore", name) for name in wanted.ignore)]:
+            if name is not None and name not in self.columns:
+                message = f"{self.path} has no column {name!r}.{nearest(name, self.columns)} Its columns: "
+                raise ConfigError(Fault(message + some(list(self.columns)), option))
+        if wanted.target in wanted.ignore:
+            raise ConfigError(Fault(f"the column {wanted.target} is the target; remove one of both", "--ignore"))
+
+    def gaps(self, names: Sequence[str], form: TableFormat) -> dict[str, int]:
+        """Return how many values are missing in each of some columns that lacks any."""
+        gaps = {}
+        for name in names:
+            column = self.columns[name]
+            gaps[name] = column.missing + sum(n for word, n in column.values.items() if form.is_missing(word))
+        return {name: number for name, number in gaps.items() if number}
+
+    def left_out(self, columns: Sequence[str], form: TableFormat) -> list[str]:
+        lacking = self.gaps(columns, form)
+        return [f"missing values, whose rows are left out: {counted(lacking)}"] if lacking else []
+
+
+def table(path: Path, missing_words: Sequence[str] = GAPS) -> Table:
+    """Read the first rows of a table.
+
+    Raises:
+        SetupError: it cannot be read, or is something else.
+    """
+    if path.is_dir():
+        files = sorted(each.name for each in path.iterdir() if each.suffix.lower() in (".csv", ".tsv"))
+        hint = f", such as {path / files[0]}" if files else ""
+        raise SetupError(f"{path} is a folder; name a CSV file with a header{hint}")
+    with errors_of_data():
+        form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
+        found: Any = find("deeplightning.data.table_files.first_rows")(path, form, MAX_ROWS)
+    if found.size < 10:
+        rows = count(found.size, "row")
+        raise SetupError(f"{path} has {rows} below its header; at least 10 are needed to divide them into sets")
+    columns = {name: Column(counts, form, found.types.get(name, "")) for name, counts in found.counts.items()}
+    return Table(path, form, columns, found)
+
+
+def likely_target(names: Sequence[str]) -> str | None:
+    """Return the column with the likeliest of `TARGETS`."""
+    lowered = {name.lower(): name for name in names}
+    return next((lowered[word] for word in TARGETS if word in lowered), None)
+
+
+def _number(text: str, form: TableFormat) -> float | None:
+    try:
+        number = float(form.number(text))
+    except ValueError:
+        return None
+    return number if np.isfinite(number) else None

@@ -1,0 +1,107 @@
+"""Find classes and the value that does not count in masks beside pictures, for the config of a new project."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some, stages
+from deeplightning.cli.guess_pictures import look_at
+from deeplightning.config.target import find
+from deeplightning.faults import SetupError
+
+MAX_NUMBERED, MAX_VALUES = 200, 32
+"""Most classes in masks whose values are numbered from 0, and in others: more are edges that were smoothed."""
+
+
+def segmentation(data: Path) -> Guess:
+    """Look at the folders `images` and `masks`, or at `train` and perhaps `val` and `test` with these.
+
+    Raises:
+        SetupError: it is something else.
+    """
+    from deeplightning.image_spec import EXTENSIONS, files_below
+
+    need_folder(data)
+    top = data / "train" if (data / "train" / "images").is_dir() else data
+    for name in ("images", "masks"):
+        if not (top / name).is_dir():
+            there = ", ".join(folders(top)[:8]) or "none"
+            raise SetupError(
+                f"{top} holds no folder `{name}` (its folders: {there}); put the pictures into `images`, and the "
+                "masks, PNG files of the same names with a value or colour for each class, into `masks`"
+            )
+    files = sorted(path for path in files_below(top / "images") if path.name.lower().endswith(EXTENSIONS))
+    if not files:
+        raise SetupError(f"{top / 'images'} holds no picture")
+    values, ignore, notes = _values_of(files, top)
+    look, seen, _ = look_at(files, multiple=8)
+    names = [f"class_{number}" for number in range(len(values))]
+    which, left_out = stages(data, top)
+    found = {
+        "stages": which,
+        "count": len(files),
+        "number": len(names),
+        "names": names,
+        "values": None if values == [*range(len(values))] else values,
+        "ignore": ignore,
+        **look,
+    }
+    notes += ["their names are for you to write: data.module.params.class_names", *seen, *left_out]
+    return Guess(found, notes, files[0])
+
+
+def _values_of(files: Sequence[Path], top: Path) -> tuple[list[Any], int | None, list[str]]:
+    """Return the value of each class in the masks of some pictures, the value that does not count, and notes.
+
+    255 does not count where the other values are numbered from 0 upwards, and is a class elsewhere. The index of a
+    palette is the value, unless one index has several colours or other masks hold colours.
+
+    Raises:
+        SetupError: a mask cannot be read, or the masks hold one value only, or too many.
+    """
+    import numpy as np
+    from PIL import Image
+
+    read_codes: Any = find("deeplightning.data.masked.read_codes")
+    value_of: Any = find("deeplightning.data.masked.value_of")
+    codes, colours, palettes = set[int](), set[int](), set[tuple[int, int]]()
+    looked = evenly(files)
+    for path in looked:
+        mask = (top / "masks" / path.relative_to(top / "images")).with_suffix(".png")
+        try:
+            with Image.open(mask) as opened:
+                found, first = np.unique(read_codes(opened, by_colour=False), return_index=True)
+                as_colours = read_codes(opened, by_colour=True).ravel()[first]
+                pairs = [*zip(found.tolist(), as_colours.tolist(), strict=True)]
+                palettes |= {*pairs} if opened.mode == "P" else set()
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise SetupError(f"{mask}: the mask of {path} cannot be read: {error}") from None
+        codes |= {code for code, _ in pairs}
+        colours |= {colour for _, colour in pairs}
+    place, notes = top / "masks", []
+    differ = len({index for index, _ in palettes}) < len(palettes)
+    by_colour = differ or any(not isinstance(value_of(code, by_colour=False), int) for code in codes)
+    if differ:
+        notes = [f"the palettes in {place} differ, so a class is a colour there, not an index"]
+    seen = sorted(colours if by_colour else codes)
+    ignore = 255 if not by_colour and 255 in seen and _are_numbered(sorted({*seen} - {255})) else None
+    kinds = [code for code in seen if code != ignore]
+    is_numbered = not by_colour and _are_numbered(kinds)
+    if is_numbered and (len(looked) < len(files) or top.name == "train"):
+        kinds = [*range(kinds[-1] + 1)]  # masks that were not looked at may hold what is missing between
+    values = [value_of(code, by_colour=by_colour) for code in kinds]
+    shown = some(values)
+    if len(values) < 2:
+        raise SetupError(f"the masks in {place} hold one value only, {shown}; they must hold two classes or more")
+    if len(values) > (MAX_NUMBERED if is_numbered else MAX_VALUES):
+        raise SetupError(
+            f"the masks in {place} hold too many values for classes: {shown}; save them without smoothed edges, "
+            "with one value or colour for each class"
+        )
+    found_by, left_out = "colours" if by_colour else "values", "" if ignore is None else f"; {ignore} does not count"
+    return values, ignore, [f"{len(values)} classes, by the {found_by} in {place}: {shown}{left_out}", *notes]
+
+
+def _are_numbered(values: list[int]) -> bool:
+    """Return whether sorted values are the numbers of two classes or more from 0 upwards; few may be missing."""
+    return len(values) > 1 and values[0] == 0 and values[-1] < 2 * len(values)
