@@ -16,12 +16,17 @@ from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import add_run, latest_schema, register_store, upgrade_database
 from deeplightning.runfolder import sync_names
 from deeplightning.tracking.entities import Run
-from deeplightning.tracking.store import DATABASE, Store, explain, lock_of, locked, quiet_mlflow
+from deeplightning.tracking.store import DATABASE, Store, explained, lock_of, locked, quiet_mlflow, revision_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 log = logging.getLogger("deeplightning.tracking")
+
+# A process that is forked while another thread imports, or is inside a transaction, would have a module that is never
+# complete, or a connection that rolls the transaction back. So no fork happens meanwhile.
+NO_FORK = threading.RLock()
+os.register_at_fork(before=NO_FORK.acquire, after_in_parent=NO_FORK.release, after_in_child=NO_FORK.release)
 
 _attached: dict[str, Store] = {}
 _stores: "dict[str, _LateStore]" = {}
@@ -53,11 +58,16 @@ def attach(store: Store) -> str:
 
 
 def open_client(store: Store) -> "MlflowClient":
-    """Return MLflow's own client on a store."""
-    uri = attach(store)  # quiets MLflow before more of it is imported
-    from mlflow.tracking import MlflowClient
+    """Return MLflow's own client on a store.
 
-    return MlflowClient(uri)
+    Raises:
+        SetupError: MLflow cannot be imported, or the store not be used.
+    """
+    with NO_FORK, explained(store):
+        uri = attach(store)  # quiets MLflow before more of it is imported
+        from mlflow.tracking import MlflowClient
+
+        return MlflowClient(uri)
 
 
 def uri_of(store: Store) -> str:
@@ -108,19 +118,16 @@ def _open_database(uri: str, artifact_uri: str | None):
         return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     assert store.database is not None
     assert store.artifact_root is not None
-    try:
+    with explained(store):
         root = artifact_uri or store.artifact_root.as_uri()
-        if _revision(store.database) != latest_schema():
+        if revision_of(store.database) != latest_schema():
             with locked(store):
-                if (revision := _revision(store.database)) is None:
+                if (revision := revision_of(store.database)) is None:
                     _make_database(store.database, root)
                 elif revision not in ("", latest_schema()):
                     _migrate(store.database, uri, revision)
                 lock_of(store.database).unlink(missing_ok=True)
         return SqlAlchemyStore(uri, root)
-    except Exception as error:
-        # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
-        raise explain(error, store) from error
 
 
 _links: dict[Path, Path] = {}
@@ -150,17 +157,6 @@ def _make_database(database: Path, artifact_root: str) -> None:
     SqlAlchemyStore(_sqlite_uri(beside), artifact_root)
     beside.replace(database)
     sync_names(database.parent)
-
-
-def _revision(database: Path) -> str | None:
-    """Return the revision of a database's schema; None if there is no database, or nothing in it; "" if it is not
-    MLflow's."""
-    if not database.exists() or database.stat().st_size == 0:
-        return None
-    with closing(sqlite3.connect(database)) as connection:
-        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
-            return ""
-        return str((connection.execute("SELECT version_num FROM alembic_version").fetchone() or ("",))[0])
 
 
 def _migrate(database: Path, uri: str, revision: str) -> None:

@@ -13,19 +13,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import UserError
 from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import MAX_TAG, Batch, Point, flatten
 from deeplightning.tracking.environment import run_tags
-from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate, remove_files
-
-if TYPE_CHECKING:
-    from deeplightning.tracking.client import Client
+from deeplightning.tracking.unsent import find_run
 
 log = logging.getLogger(__name__)
 
@@ -111,11 +108,8 @@ class Parent:
 
     def is_there(self, run_id: str) -> bool:
         """Return whether the parent run of a former start is in the store and was not deleted."""
-        if self.store is None:
-            return True
-        with self._told():
-            run = open_reader(self.store).run(run_id)
-        return run is not None and run.is_active
+        run = find_run(self.store, run_id) if self.store is not None else None
+        return self.store is None or (run is not None and run.is_active)
 
     def _tags(self, sign: str) -> dict[str, str]:
         own = self.cfg.logger.params.get("tags") or {}
@@ -123,8 +117,6 @@ class Parent:
         return {name: str(value)[:MAX_TAG] for name, value in tags.items()} | {SEARCH: sign}
 
     def _open(self) -> Client:
-        from deeplightning.tracking.client import Client
-
         assert self.store is not None
         if self._client is None:
             if self.store.database is not None and self.store.database.exists():

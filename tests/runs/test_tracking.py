@@ -708,7 +708,7 @@ def test_long_and_odd_parameters_fit():
 @pytest.mark.parametrize(
     "program",
     [
-        "import deeplightning.tracking.client",
+        "from deeplightning.tracking import mlflow_store, store; mlflow_store.open_client(store.locate())",
         "import sys; sys.modules['ipykernel'] = sys; from deeplightning.tracking import environment as e; e.run_tags()",
     ],
 )
