@@ -30,7 +30,7 @@ from deeplightning.tracking.delivery import Delivery, header_of
 from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, inside, is_of_test
 from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
-from deeplightning.tracking.mlflow_store import LazyClient, uri_of
+from deeplightning.tracking.mlflow_store import Lazy, open_client, uri_of
 from deeplightning.tracking.reader import find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender, sampler
 from deeplightning.tracking.store import Store, check_writable, explained, local_path, locate
@@ -107,8 +107,12 @@ class MLflowLogger(Logger):
     def experiment(self) -> Any:
         """MLflow's `MlflowClient` on the run's store; opens the run. MLflow is imported when the client is used."""
         self._open()
+        return Lazy(self._client)
+
+    def _client(self) -> Any:
+        self.make_run()
         assert self._store is not None
-        return LazyClient(self._store, self.make_run)
+        return open_client(self._store)
 
     @property
     def run_id(self) -> str | None:

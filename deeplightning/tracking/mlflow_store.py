@@ -9,8 +9,9 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import add_run, latest_schema, register_store, upgrade_database
@@ -29,7 +30,7 @@ NO_FORK = threading.RLock()
 os.register_at_fork(before=NO_FORK.acquire, after_in_parent=NO_FORK.release, after_in_child=NO_FORK.release)
 
 _attached: dict[str, Store] = {}
-_stores: "dict[str, _LateStore]" = {}
+_stores: "dict[str, Lazy]" = {}
 
 
 def attach(store: Store) -> str:
@@ -78,29 +79,32 @@ def uri_of(store: Store) -> str:
     return store.address or store.folder.as_uri()  # type: ignore[union-attr]
 
 
-def _build_late(store_uri: str, artifact_uri: str | None = None):
-    return _stores.setdefault(store_uri, _LateStore(store_uri, artifact_uri))
-
-
 def make_run(store: Store, run: Run) -> None:
     """Make a run whose id is known, in an SQLite store; do nothing if it is there."""
-    add_run(_build_late(attach(store)).opened(), run)
+    add_run(_build_late(attach(store)).made(), run)
 
 
-class _LateStore:
-    """MLflow's SQL store, opened when something of it is first used (its client builds the store when it is made)."""
+class Lazy:
+    """An object that is made when an attribute of it is first used."""
 
-    def __init__(self, uri: str, artifact_uri: str | None):
-        self.__dict__.update(_uri=uri, _artifact_uri=artifact_uri, _store=None, _opening=threading.Lock())
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._making = make, threading.Lock()
+        self._made: Any = None
 
-    def __getattr__(self, name: str):
-        return getattr(self.opened(), name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made(), name)
 
-    def opened(self):
-        with self._opening:
-            if self._store is None:
-                self.__dict__["_store"] = _open_database(self._uri, self._artifact_uri)
-        return self._store
+    def made(self) -> Any:
+        """Return the object; make it first, if it is not there."""
+        with self._making:
+            if self._made is None:
+                self._made = self._make()
+        return self._made
+
+
+def _build_late(store_uri: str, artifact_uri: str | None = None) -> Lazy:
+    """Return MLflow's SQL store, opened late: its client builds the store when the client is made."""
+    return _stores.setdefault(store_uri, Lazy(partial(_open_database, store_uri, artifact_uri)))
 
 
 def _open_database(uri: str, artifact_uri: str | None):
@@ -172,21 +176,3 @@ def _migrate(database: Path, uri: str, revision: str) -> None:
             f"{database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
             f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
         ) from error
-
-
-class LazyClient:
-    """MLflow's client on a store, made when an attribute is used: Lightning reads `experiment` of all loggers.
-
-    Args:
-        prepare: called before, so that the store has the run.
-    """
-
-    def __init__(self, store: Store, prepare: Callable[[], object]):
-        self._store, self._prepare = store, prepare
-        self._client: MlflowClient | None = None
-
-    def __getattr__(self, name: str) -> object:
-        if self._client is None:
-            self._prepare()
-            self._client = open_client(self._store)
-        return getattr(self._client, name)
