@@ -59,7 +59,8 @@ class Delivery:
         Args:
             lines: with the position behind each; None: they are not in the file.
         """
-        self.client, batch, behind = self.client or Client(self.store), Batch(), self.position
+        client = self.client = self.client or Client(self.store)
+        batch, behind = Batch(), self.position
         for position, line in lines:
             if position is not None and position <= self.known and not line.keys() & _AGAIN:
                 continue
@@ -68,7 +69,7 @@ class Delivery:
                 self._flush(batch, behind)
                 batch = Batch()
             if is_alone:
-                self._do(self.client, line)
+                self._do(client, line)
             else:
                 self._add(batch, line)
             behind = behind if position is None else position
