@@ -90,8 +90,7 @@ class Parent:
         """
         if self.store is None:
             return None
-        with self._told():
-            client = self._open()
+        with self._opened() as client:
             run_id = run_id or self.joined
             run = client.run(run_id) if run_id is not None else None
             if run is None or not run.is_active:
@@ -116,20 +115,16 @@ class Parent:
         tags = run_tags() | {name: self.cfg.redact(str(value)) for name, value in own.items()}
         return {name: str(value)[:MAX_TAG] for name, value in tags.items()} | {SEARCH: sign}
 
-    def _open(self) -> Client:
-        assert self.store is not None
-        if self._client is None:
-            if self.store.database is not None and self.store.database.exists():
-                check_writable(self.store)
-            self._client = Client(self.store)
-        return self._client
-
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Report what goes wrong inside as a fault of the store."""
+    def _opened(self) -> Iterator[Client]:
+        """Yield a client of the store; report what goes wrong inside as a fault of the store."""
         assert self.store is not None
         try:
-            yield
+            if self._client is None:
+                if self.store.database is not None and self.store.database.exists():
+                    check_writable(self.store)
+                self._client = Client(self.store)
+            yield self._client
         except Exception as error:  # MLflow, SQLite and requests each have their own
             if isinstance(error, OSError) and error.errno is not None and not self.store.is_remote:
                 raise  # a full disk is reported as such
@@ -152,16 +147,16 @@ class Parent:
     def log(self, points: list[Point], tags: dict[str, str]) -> None:
         """Write points and tags; what is there already stays once."""
         if self.run_id is not None:
-            with self._told():
-                self._open().log_batch(self.run_id, Batch(points=points, tags=tags))
+            with self._opened() as client:
+                client.log_batch(self.run_id, Batch(points=points, tags=tags))
 
     def known(self, sign: str) -> dict[int | None, str]:
         """Return the runs of this search in the store: of trials by their numbers, its own under None. For the rare
         kill between the making of a run and the note of its id; imports MLflow."""
         if self.store is None or (self.store.database is not None and not self.store.database.exists()):
             return {}
-        with self._told():
-            found = self._open().tagged(self.experiment, SEARCH, sign)
+        with self._opened() as client:
+            found = client.tagged(self.experiment, SEARCH, sign)
         numbers = [(run.tags.get(TRIAL), run.id) for run in found]
         return {None if number is None else int(number): run_id for number, run_id in numbers}
 
@@ -169,8 +164,8 @@ class Parent:
         """Remove the run of a trial that left nothing to resume from."""
         if self.store is None:
             return
-        with self._told():
-            self._open().delete(run_id, ("RUNNING", "FAILED", "KILLED"))
+        with self._opened() as client:
+            client.delete(run_id, ("RUNNING", "FAILED", "KILLED"))
         if folder is not None and folder.is_dir() and (why := remove_files(self.store, run_id, folder)):
             log.warning("%s: left as it is: %s", folder.parent, why)
 
@@ -178,8 +173,7 @@ class Parent:
         """End the run: FINISHED, FAILED or KILLED; files reach a server that keeps them elsewhere."""
         if self.run_id is None:
             return
-        with self._told():
-            client = self._open()
+        with self._opened() as client:
             if self._folder is None:
                 for path in sorted(p for p in self.home.iterdir() if p.suffix in (".yaml", ".csv", ".json", ".png")):
                     client.upload(self.run_id, path, None)
