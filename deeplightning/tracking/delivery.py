@@ -97,7 +97,7 @@ class Delivery:
         if "untag" in line:
             self._try(f"the tag {line['untag']}", partial(client.drop_tag, self.run_id, line["untag"]))
             return
-        kind, do = ("artifact", client.upload) if "artifact" in line else ("model", client.log_model)
+        kind = "artifact" if "artifact" in line else "model"
         path, *rest = line[kind]
         source = Path(path).resolve()
         is_foreign = self.is_leftover and self.store.database is not None  # it may have come with the store
@@ -106,6 +106,7 @@ class Delivery:
         if is_foreign and not any(is_own(RunFolder(folder)) for folder in (source, *source.parents)):
             log.warning("%s is not sent: it is in the folder of no run that was started here by you", source)
             return
+        do = client.upload if kind == "artifact" else client.log_model
         self._try(f"the {kind} {source.name}", partial(do, self.run_id, source, *rest))
 
     def _flush(self, batch: Batch, position: int) -> None:
