@@ -158,38 +158,35 @@ def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
         SetupError: the store cannot be used, or does not answer; what is not sent stays.
     """
     client: Client | None = None
-    for path in claims(store):
-        with _claimed(path) as descriptor:
-            if descriptor is None:
+    for path, descriptor in _left(store):
+        run_id = path.name.partition(".")[0]
+        try:
+            claim = _read(descriptor)
+            if claim["run"] != run_id:
+                raise ValueError(f"it is named after the run {run_id:.40}, and of {claim['run']:.40}")
+            metrics = _metrics(store, claim)
+            last = (metrics if metrics.exists() else path).stat().st_mtime
+            if is_elsewhere(claim) and (silent is None or time.time() - last < silent):
+                words = (
+                    f"left alone: its process is of {claim.get('host')}, where `deeplightning runs` settles it; "
+                    f"here --sync does once it has been silent for {SILENT_SECONDS / 3600:g} hours"
+                )
+                yield Leftover(run_id, words, is_elsewhere=True)
                 continue
-            run_id = path.name.partition(".")[0]
-            try:
-                claim = _read(descriptor)
-                if claim["run"] != run_id:
-                    raise ValueError(f"it is named after the run {run_id:.40}, and of {claim['run']:.40}")
-                metrics = _metrics(store, claim)
-                last = (metrics if metrics.exists() else path).stat().st_mtime
-                if is_elsewhere(claim) and (silent is None or time.time() - last < silent):
-                    words = (
-                        f"left alone: its process is of {claim.get('host')}, where `deeplightning runs` settles it; "
-                        f"here --sync does once it has been silent for {SILENT_SECONDS / 3600:g} hours"
-                    )
-                    yield Leftover(run_id, words, is_elsewhere=True)
-                    continue
-                client = client or Client(store)
-                found = _send(store, client, run_id, metrics, int(last * 1000))
-            except Exception as error:  # MLflow, SQLite and the network each have their own
-                if isinstance(error, SetupError) or (client is not None and is_transient(error)):
-                    raise SetupError(
-                        f"{explain(error, store)} What was left unsent stays; once the store answers: deeplightning "
-                        "runs --sync"
-                    ) from error
-                kept = path.with_suffix(".refused")
-                found = Leftover(run_id, f"refused ({first_line(error)}); kept as {kept}", is_complete=False)
-                path.rename(kept)
-            else:
-                _remove(path)
-            yield found
+            client = client or Client(store)
+            found = _send(store, client, run_id, metrics, int(last * 1000))
+        except Exception as error:  # MLflow, SQLite and the network each have their own
+            if isinstance(error, SetupError) or (client is not None and is_transient(error)):
+                raise SetupError(
+                    f"{explain(error, store)} What was left unsent stays; once the store answers: deeplightning "
+                    "runs --sync"
+                ) from error
+            kept = path.with_suffix(".refused")
+            found = Leftover(run_id, f"refused ({first_line(error)}); kept as {kept}", is_complete=False)
+            path.rename(kept)
+        else:
+            _remove(path)
+        yield found
 
 
 def settle_quietly(store: Store) -> Iterator[str]:
@@ -219,12 +216,9 @@ def take_over(store: Store, run_id: str) -> bool:
     """Remove the claims that ended processes have left of a run which this process claims from now on; return whether
     there was one."""
     found = False
-    for path in claims(store):
-        if path.name.partition(".")[0] == run_id:
-            with _claimed(path) as descriptor:
-                if descriptor is not None:
-                    found = True
-                    _remove(path)
+    for path, _ in _left(store, run_id):
+        found = True
+        _remove(path)
     return found
 
 
@@ -294,23 +288,23 @@ def _is_blank(run: Run | None, folder: Path | None, metrics: Path) -> bool:
     return all(path in begun or logs in path.parents for path in folder.rglob("*") if path.is_file())
 
 
-@contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[int | None]:
-    """Open a claim and lock it; None if a process holds it, or has removed it, or another user can have written it."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        yield None
-        return
-    try:
-        if not _is_private(descriptor):
-            log.warning("%s is left alone: another user could have written it", path)
-            yield None
-            return
-        is_ours = _hold(descriptor) and os.fstat(descriptor).st_nlink > 0
-        yield descriptor if is_ours else None
-    finally:
-        os.close(descriptor)
+def _left(store: Store, run_id: str | None = None) -> Iterator[tuple[Path, int]]:
+    """Yield the claims on all runs or one that ended processes have left, open and locked meanwhile, the oldest first;
+    those that another user can have written are left alone."""
+    for path in claims(store):
+        if run_id not in (None, path.name.partition(".")[0]):
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if not _is_private(descriptor):
+                log.warning("%s is left alone: another user could have written it", path)
+            elif _hold(descriptor) and os.fstat(descriptor).st_nlink > 0:  # else a process has it, or has removed it
+                yield path, descriptor
+        finally:
+            os.close(descriptor)
 
 
 def _is_private(descriptor: int) -> bool:
