@@ -305,7 +305,7 @@ def golden_digest(card: Card) -> str:
 
 
 class FolderLock:
-    """Lock on a folder. Forked processes, such as loader workers, release their copy, or it would outlive us."""
+    """Lock on a folder or a file. Forked processes, such as loader workers, release their copy: it would outlive us."""
 
     def __init__(self, descriptor: int):
         self._descriptor: int | None = descriptor

@@ -12,9 +12,10 @@ from typing import Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Listed
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
+from deeplightning.tracking.store import Store, explained, local_path, locate, remove_files
 from deeplightning.tracking.unsent import SILENT_SECONDS, settle, unsent_runs
 from deeplightning.words import printable
 
@@ -52,9 +53,9 @@ def listing(
         runs = open_reader(store).listing()
         known = {run.id for run in runs}
         waiting = [
-            Listed(run.id, run.tags.get("mlflow.runName", ""), run.status, run.started, of, run.artifact_uri, {})
-            for run, of in unsent_runs(store)
-            if run.id not in known
+            Listed(r.id, r.tags.get("mlflow.runName", ""), r.status, r.started, r.experiment, r.artifact_uri, {})
+            for r in unsent_runs(store)
+            if r.id not in known
         ]
         for run in sorted(waiting + runs, key=lambda run: run.started, reverse=True) if waiting else runs:
             status = "PRUNED" if run.is_pruned and run.status == "KILLED" else run.status
@@ -152,8 +153,6 @@ def remove(
     assert set(statuses) <= set(REMOVABLE)
     gone = []
     with _store(tracking_uri) as store:
-        from deeplightning.tracking.client import Client
-
         client = Client(store)
         for row in rows:
             if not client.delete(row["id"], {"KILLED" if status == "PRUNED" else status for status in statuses}):
@@ -180,9 +179,5 @@ def _store(tracking_uri: str | None) -> Iterator[Store]:
     store = locate(tracking_uri)
     if store.database is not None and not store.database.exists():  # MLflow would make one
         raise SetupError(f"{store.shown}: there are no runs; `deeplightning train` makes the first one")
-    try:
+    with explained(store):
         yield store
-    except Exception as error:
-        if hasattr(error, "exit_code"):
-            raise
-        raise explain(error, store) from error

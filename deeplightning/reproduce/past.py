@@ -88,9 +88,7 @@ class PastRun:
 
     @cached_property
     def _tracked(self) -> Run | None:
-        if self.store is None or self.run_id is None:
-            return None
-        return (find_run(self.store, self.run_id) or (None,))[0]
+        return find_run(self.store, self.run_id) if self.store is not None and self.run_id is not None else None
 
     @cached_property
     def results(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def experiments_of(store: Store, run_ids: Sequence[str]) -> dict[str, str | None
     if store.database is None:
         return {}
     found = {run_id: find_run(store, run_id) for run_id in run_ids}
-    return {run_id: (one[1] if one[0].is_active else None) for run_id, one in found.items() if one is not None}
+    return {run_id: (run.experiment if run.is_active else None) for run_id, run in found.items() if run is not None}
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
@@ -74,11 +74,11 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     if named not in (None, run_id):
         return f"the run {named} is asked for"
     store = locate(params.get("tracking_uri"))
-    run, experiment = find_run(store, run_id) or (None, "")
+    run = find_run(store, run_id)
     if run is None or not run.is_active:
         return f"the tracking store {store.shown} does not have its run {run_id}, or it was deleted"
-    if experiment != experiment_of(type_name, params):
-        return f"its run {run_id} is of the experiment {experiment!r}"
+    if run.experiment != experiment_of(type_name, params):
+        return f"its run {run_id} is of the experiment {run.experiment!r}"
     its = local_path(run.artifact_uri)
     if its is not None and not (its.is_dir() and its.samefile(folder)):
         return f"it does not lie in the folder of its run, {its}"

@@ -1,12 +1,12 @@
-"""Write to a tracking store, and read it, through MLflow's own client. Importing this module imports MLflow."""
+"""Write to a tracking store, and read it, through MLflow's own client. Making a `Client` imports MLflow."""
 
 import os
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.tracking.entities import (
-    DATA_CONTEXT,
     PRUNED,
     RUN_NAME,
     SYSTEM,
@@ -20,20 +20,13 @@ from deeplightning.tracking.entities import (
     name_of,
 )
 from deeplightning.tracking.mlflow_store import make_run, open_client
-from deeplightning.tracking.store import Store, quiet_mlflow
-
-quiet_mlflow()  # MLflow's telemetry begins with the import
-from mlflow.entities import Dataset as MLflowDataset  # noqa: E402
-from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag, ViewType  # noqa: E402
-from mlflow.exceptions import MlflowException  # noqa: E402
-
-if TYPE_CHECKING:
-    import mlflow
+from deeplightning.tracking.store import Store
 
 MAX_ENTRIES, MAX_OTHERS = 1000, 100
 """The most that MLflow takes at once, of all, and of parameters or tags."""
 
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+"""Codes of MLflow's errors that say that something is not there."""
 
 
 class Client:
@@ -50,17 +43,10 @@ class Client:
         """Return the experiment with this name; create it if necessary."""
         found: Any = self._client.get_experiment_by_name(name)
         if found is None:
-            try:
+            with _ignoring("RESOURCE_ALREADY_EXISTS"):  # another process was first
                 self._client.create_experiment(name)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was first
-                    raise
             found = self._client.get_experiment_by_name(name)
         return Experiment(found.experiment_id, found.artifact_location, found.lifecycle_stage == "active")
-
-    def name_of(self, experiment_id: str) -> str:
-        """Return the name of an experiment."""
-        return str(self._client.get_experiment(experiment_id).name)
 
     def make_run(self, run: Run) -> None:
         """Make a run whose id is known; do nothing if it is there. For SQLite stores."""
@@ -68,9 +54,9 @@ class Client:
 
     def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
         """Create a run, RUNNING; without a name it gets that of `stem` and the first digits of its id."""
-        stem = stem or "run"  # MLflow draws names from Python's `random`: a run's seed would give every run the same
         given = name or tags.get(RUN_NAME)
-        run = _run(self._client.create_run(experiment.id, tags=tags, run_name=given or stem))
+        # MLflow draws names from Python's `random`: a run's seed would give every run the same.
+        run = _run(self._client.create_run(experiment.id, tags=tags, run_name=given or "run"))
         if given is None:
             run.tags[RUN_NAME] = name_of(stem, run.id)
             self._client.update_run(run.id, name=run.tags[RUN_NAME])
@@ -78,17 +64,14 @@ class Client:
 
     def run(self, run_id: str) -> Run | None:
         """Return a run, even a deleted one; None if it does not exist."""
-        try:
-            return _run(self._client.get_run(run_id))
-        except MlflowException as error:
-            if error.error_code not in _ABSENT:
-                raise
-            return None
+        with _ignoring(*_ABSENT):
+            run = _run(self._client.get_run(run_id))
+            return run._replace(experiment=self._client.get_experiment(run.experiment_id).name)
+        return None
 
     def listing(self) -> list[Listed]:
         """Return all runs that were not deleted, the newest first."""
-        found = self._client.search_experiments(view_type=ViewType.ACTIVE_ONLY)
-        experiments = {e.experiment_id: e.name for e in found}
+        experiments = {e.experiment_id: e.name for e in self._client.search_experiments()}
         runs: list[Listed] = []
         token: str | None = ""
         while experiments and token is not None:
@@ -125,11 +108,8 @@ class Client:
 
     def drop_tag(self, run_id: str, name: str) -> None:
         """Remove a tag of a run, if it is there."""
-        try:
+        with _ignoring(*_ABSENT):
             self._client.delete_tag(run_id, name)
-        except MlflowException as error:
-            if error.error_code not in _ABSENT:
-                raise
 
     def log_batch(self, run_id: str, batch: Batch) -> None:
         """Write a batch; points that are there already stay once, tags replace those of their names.
@@ -137,6 +117,8 @@ class Client:
         Raises:
             Exception: the run is not there or was deleted, or a parameter has another value.
         """
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+
         params = [Param(*item) for item in batch.params.items()]
         tags = [RunTag(*item) for item in batch.tags.items()]
         points = [Metric(*point) for point in batch.points]
@@ -148,10 +130,9 @@ class Client:
         if RUN_NAME in batch.tags:
             self._client.update_run(run_id, name=batch.tags[RUN_NAME])
         if batch.datasets:
-            context = [InputTag(*DATA_CONTEXT)]
+            context = [InputTag("mlflow.data.context", "training")]  # what the run has used the data for
             inputs = [
-                DatasetInput(MLflowDataset(d.name, d.digest, d.source_type, d.source, profile=d.profile), context)
-                for d in batch.datasets
+                DatasetInput(Dataset(*dataset[:4], profile=dataset.profile), context) for dataset in batch.datasets
             ]
             self._client.log_inputs(run_id, inputs)
         if batch.status is not None:
@@ -174,6 +155,8 @@ class Client:
             path: the model's folder.
             kind: of the task.
         """
+        from mlflow.entities import LoggedModelOutput, Metric
+
         run = self._client.get_run(run_id)
         for former in run.outputs.model_outputs if run.outputs else ():
             self._client.delete_logged_model(former.model_id)
@@ -190,7 +173,17 @@ class Client:
         self._client.finalize_logged_model(model.model_id, "READY")
 
 
-def _run(run: "mlflow.entities.Run") -> Run:
+@contextmanager
+def _ignoring(*codes: str) -> Iterator[None]:
+    """Pass over an error of MLflow that has one of these codes."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "error_code", None) not in codes:
+            raise
+
+
+def _run(run: Any) -> Run:
     info, data = run.info, run.data
     first = (info.run_id, info.experiment_id, info.status, info.start_time, info.artifact_uri)
     return Run(*first, info.lifecycle_stage == "active", dict(data.params), dict(data.tags))

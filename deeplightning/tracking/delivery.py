@@ -1,33 +1,26 @@
 """Send the lines of a run's `metrics.jsonl` to its tracking store, in the run's own thread or by a later command."""
 
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.checks.trust import is_own
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, Run
 from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position, sync
+from deeplightning.tracking.mlflow_store import NO_FORK
 from deeplightning.tracking.store import Store, first_line, is_transient, raise_if_locked
-
-if TYPE_CHECKING:
-    from deeplightning.tracking.client import Client
 
 log = logging.getLogger("deeplightning.tracking")
 
 BATCH = 1000
 """The most points that are sent together."""
 _AGAIN = {"run", "values", "params", "dataset"}
-
-# A process that is forked while another thread imports, or is inside a transaction, would have a module that is never
-# complete, or a connection that rolls the transaction back. So no fork happens meanwhile.
-no_fork = threading.RLock()
-os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
+_ALONE = {"run", "untag", "artifact", "model"}
 
 
 class Delivery:
@@ -39,7 +32,7 @@ class Delivery:
         client: of the store, if it is open already.
     """
 
-    def __init__(self, store: Store, run_id: str, metrics: Path, client: "Client | None" = None):
+    def __init__(self, store: Store, run_id: str, metrics: Path, client: Client | None = None):
         self.store, self.run_id, self.metrics, self.client = store, run_id, metrics, client
         self.position = sent_position(metrics)  # from which to send
         self.known = self.position  # bytes that the store has; of lines before, points and parameters alone go again
@@ -47,15 +40,6 @@ class Delivery:
         self.params: dict[str, str] = {}  # that the store has
         self.is_leftover = False  # of an ended process: only files of this user's runs are sent
         self.has_finished = False  # it stays FINISHED, whatever a file says that was copied here, or comes late
-
-    def open(self) -> "Client":
-        """Return the client of the store; import MLflow if necessary."""
-        if self.client is None:
-            with no_fork:
-                from deeplightning.tracking.client import Client
-
-                self.client = Client(self.store)
-        return self.client
 
     def send(self, until: int) -> None:
         """Send the lines up to a position of the file.
@@ -75,53 +59,55 @@ class Delivery:
         Args:
             lines: with the position behind each; None: they are not in the file.
         """
-        client, batch, behind = self.open(), Batch(), self.position
+        client = self.client = self.client or Client(self.store)
+        batch, behind = Batch(), self.position
         for position, line in lines:
             if position is not None and position <= self.known and not line.keys() & _AGAIN:
                 continue
-            do = self._action(client, line)
-            if "run" in line or do is not None or len(batch.points) >= BATCH:
+            is_alone = bool(line.keys() & _ALONE)
+            if is_alone or len(batch.points) >= BATCH:
                 self._flush(batch, behind)
                 batch = Batch()
-            if "run" in line:
-                self._make_run(client, line["run"])
-            elif do is not None:
-                self._try(*do)
-            elif "status" in line and not self.has_finished:
-                batch.status = (line["status"], line.get("time"))
-            elif "params" in line:
-                batch.params |= {name: v for name, v in line["params"].items() if self.params.get(name) != v}
-            elif "tags" in line:
-                batch.tags |= {n: v for n, v in line["tags"].items() if not (self.has_finished and n == "failure")}
-            elif "dataset" in line:
-                batch.datasets.append(Dataset(*line["dataset"]))
-            batch.points += points_of(line)
+            if is_alone:
+                self._do(client, line)
+            else:
+                self._add(batch, line)
             behind = behind if position is None else position
         self._flush(batch, behind)
 
-    def _make_run(self, client: "Client", header: Line) -> None:
-        """Make the run, if it is not there; what the store refuses here is an error, since it has nothing to add to."""
-        if header.get("run") == self.run_id:
-            with self._alone():
-                client.make_run(run_of(header))
+    def _add(self, batch: Batch, line: Line) -> None:
+        """Add what a line says to a batch."""
+        if "status" in line and not self.has_finished:
+            batch.status = (line["status"], line.get("time"))
+        elif "params" in line:
+            batch.params |= {name: v for name, v in line["params"].items() if self.params.get(name) != v}
+        elif "tags" in line:
+            batch.tags |= {n: v for n, v in line["tags"].items() if not (self.has_finished and n == "failure")}
+        elif "dataset" in line:
+            batch.datasets.append(Dataset(*line["dataset"]))
+        batch.points += points_of(line)
 
-    def _action(self, client: "Client", line: Line) -> tuple[str, Callable[[], object]] | None:
-        """Return what a line asks for that is no part of a batch, with words for it."""
+    def _do(self, client: Client, line: Line) -> None:
+        """Do what a line asks for that is no part of a batch."""
+        if "run" in line:
+            if line["run"].get("run") == self.run_id:
+                with self._alone():  # what the store refuses here is an error, since it has nothing to add to
+                    client.make_run(run_of(line["run"]))
+            return
         if "untag" in line:
-            return f"the tag {line['untag']}", partial(client.drop_tag, self.run_id, line["untag"])
-        kind = "artifact" if "artifact" in line else "model" if "model" in line else None
-        if kind is None:
-            return None
+            self._try(f"the tag {line['untag']}", partial(client.drop_tag, self.run_id, line["untag"]))
+            return
+        kind = "artifact" if "artifact" in line else "model"
         path, *rest = line[kind]
         source = Path(path).resolve()
-        if not source.exists():
-            return None
         is_foreign = self.is_leftover and self.store.database is not None  # it may have come with the store
+        if not source.exists():
+            return
         if is_foreign and not any(is_own(RunFolder(folder)) for folder in (source, *source.parents)):
             log.warning("%s is not sent: it is in the folder of no run that was started here by you", source)
-            return None
+            return
         do = client.upload if kind == "artifact" else client.log_model
-        return f"the {kind} {source.name}", partial(do, self.run_id, source, *rest)
+        self._try(f"the {kind} {source.name}", partial(do, self.run_id, source, *rest))
 
     def _flush(self, batch: Batch, position: int) -> None:
         """Send a batch, part by part, so that a parameter which the store refuses costs no point."""
@@ -151,16 +137,17 @@ class Delivery:
         if self.store.database is None:
             return nullcontext()
         raise_if_locked(self.store.database)  # instead of waiting for 20 seconds with the lock
-        return no_fork
+        return NO_FORK
 
 
 def run_of(header: Mapping[str, Any]) -> Run:
     """Return the run that the first line of a file describes."""
     ids, tags = (str(header["run"]), str(header["experiment_id"])), {str(n): str(v) for n, v in header["tags"].items()}
-    return Run(*ids, "RUNNING", int(header["started"]), str(header["artifact_uri"]), True, {}, tags)
+    place, name = str(header["artifact_uri"]), str(header["experiment"])
+    return Run(*ids, "RUNNING", int(header["started"]), place, True, {}, tags, name)
 
 
-def header_of(run: Run, experiment: str) -> Line:
+def header_of(run: Run) -> Line:
     """Return what the first line of a file says of a run that its store may not have yet."""
-    ids = {"run": run.id, "experiment_id": run.experiment_id, "experiment": experiment}
+    ids = {"run": run.id, "experiment_id": run.experiment_id, "experiment": run.experiment}
     return ids | {"artifact_uri": run.artifact_uri, "started": run.started, "tags": run.tags}

@@ -17,8 +17,6 @@ RUN_NAME = "mlflow.runName"
 """The tag with a run's name."""
 EPOCH = "epoch"
 """What Lightning adds to all that it logs; no metric."""
-DATA_CONTEXT = ("mlflow.data.context", "training")
-"""The tag by which MLflow says what a run has used a dataset for."""
 PRUNED = ("trial.state", "pruned")
 """The tag of a trial that its search has stopped early."""
 MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
@@ -30,8 +28,9 @@ NOTE = "mlflow.note.content"
 
 
 def name_of(stem: str, run_id: str) -> str:
-    """Return a descriptive name of a run, `SimpleCNN-Digits-a3f1`, with the first digits of its id."""
-    return f"{stem}-{run_id[:4]}"
+    """Return a descriptive name of a run, `SimpleCNN-Digits-a3f1`, with the first digits of its id; of `run` without a
+    stem."""
+    return f"{stem or 'run'}-{run_id[:4]}"
 
 
 def is_of_test(name: str) -> bool:
@@ -70,6 +69,7 @@ class Run(NamedTuple):
     is_active: bool  # False if it was deleted
     params: dict[str, str]
     tags: dict[str, str]
+    experiment: str = ""  # the name of its experiment
 
 
 class Listed(NamedTuple):

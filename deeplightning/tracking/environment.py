@@ -57,14 +57,16 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
     """
     import psutil
 
-    directory, torch = None, sys.modules.get("torch")
+    directory, launch, torch = None, None, sys.modules.get("torch")
     with suppress(OSError):  # it was deleted
         directory = str(start_folder())
+    with suppress(SetupError):
+        launch = found.launch if (found := identity()) else None  # shared by its processes, also after a restart
     return redacted(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
-            "launch": _launch(),
+            "launch": launch,
             "directory": directory,
             "host": socket.gethostname(),
             "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -79,15 +81,6 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
         },
         redact,
     )
-
-
-def _launch() -> str | None:
-    """Return the identifier that the processes of this launch share, also after a restart."""
-    try:
-        found = identity()
-    except SetupError:
-        return None
-    return found.launch if found else None
 
 
 def git_state() -> dict[str, Any] | None:

@@ -4,39 +4,38 @@ Making the logger does nothing. The first use in a hook, on rank 0, opens or joi
 """
 
 import atexit
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.faults import SetupError, count
-from deeplightning.runfolder import RunFolder, make_private
+from deeplightning.runfolder import RunFolder, make_private, permissions_of
 from deeplightning.tracking import entities
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.delivery import Delivery, header_of
-from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, is_of_test
+from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, inside, is_of_test
 from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
-from deeplightning.tracking.mlflow_store import LazyClient, uri_of
+from deeplightning.tracking.mlflow_store import Lazy, open_client, uri_of
 from deeplightning.tracking.reader import find_experiment, raise_if_newer
-from deeplightning.tracking.sender import Artifacts, Sender, sampler
-from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
-from deeplightning.tracking.unsent import find_run, folder_of, open_client, settle_quietly
+from deeplightning.tracking.sender import Sender, sampler
+from deeplightning.tracking.store import Store, check_writable, explained, local_path, locate
+from deeplightning.tracking.unsent import find_run, folder_of, settle_quietly
 from deeplightning.words import printable
-
-if TYPE_CHECKING:
-    from deeplightning.tracking.client import Client
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -80,9 +79,7 @@ class MLflowLogger(Logger):
         self._run_id = run_id
         self._system_metrics = system_metrics
         self._experiment_id: str | None = None
-        self._name: str | None = None  # as the store has it
         self._artifact_folder: Path | None = None
-        self._artifacts: Artifacts | None = None  # of an open run
         self._last_step = 0
         self._names: dict[str, str] = {}  # of metrics, as they are logged and as they are tracked
         self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
@@ -101,7 +98,7 @@ class MLflowLogger(Logger):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the open run out of a copy that is sent to another process, which would continue it."""
-        return self.__dict__ | {"_sender": None, "_artifacts": None, "_status": None, "_opened_in": 0}
+        return self.__dict__ | {"_sender": None, "_status": None, "_opened_in": 0}
 
     # The identity of the run
 
@@ -110,20 +107,18 @@ class MLflowLogger(Logger):
     def experiment(self) -> Any:
         """MLflow's `MlflowClient` on the run's store; opens the run. MLflow is imported when the client is used."""
         self._open()
+        return Lazy(self._client)
+
+    def _client(self) -> Any:
+        self.make_run()
         assert self._store is not None
-        return LazyClient(self._store, self.make_run)
+        return open_client(self._store)
 
     @property
     def run_id(self) -> str | None:
         """The run's id; opens the run. None on other ranks than 0, unless it was given."""
         self._open()
         return self._run_id
-
-    @property
-    def run_name(self) -> str | None:
-        """The run's name as the store has it; opens the run. None on other ranks than 0."""
-        self._open()
-        return self._name
 
     @property
     def version(self) -> str | None:
@@ -314,7 +309,40 @@ class MLflowLogger(Logger):
         source = Path(path).expanduser().absolute()
         if not source.exists():
             raise FileNotFoundError(f"There is no file {source} to put into the run's artifacts.")
-        self._stored().put(source, folder)
+        sender, place = self._sending(), inside(folder or ".")
+        if self._artifact_folder is None:
+            to = place / source.name if source.is_dir() else place
+            sender.say({"artifact": [str(source), None if to == Path() else to.as_posix()]})
+            return
+        target = self._artifact_folder / place / source.name
+        if target.exists() and target.samefile(source):
+            return
+        with self._writing(target) as partial:
+            if source.is_dir():
+                shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(source, partial)  # with the permissions of the run, not those of the source
+                partial.replace(target)
+
+    def _save(self, name: str, content: bytes) -> None:
+        """Replace a file of the artifacts at once, complete."""
+        self._open()
+        target = self._top() / inside(name)
+        with self._writing(target) as partial:
+            partial.write_bytes(content)
+            partial.replace(target)
+            if self._artifact_folder is None:
+                self.log_artifact(target, Path(name).parent.as_posix())
+
+    @contextlib.contextmanager
+    def _writing(self, target: Path) -> Iterator[Path]:
+        """Yield where to write a file first. If the disk is full, the run loses it, and the log says so."""
+        try:
+            with permissions_of(self._top()):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                yield target.with_name(f".{target.name}.partial")
+        except OSError as error:
+            log.warning("Not tracked in %s: %s (%s)", self._top(), target.name, error)
 
     @rank_zero_only
     def log_picture(self, name: str, image: object) -> None:
@@ -330,7 +358,7 @@ class MLflowLogger(Logger):
         """
         from deeplightning.tracking import picture
 
-        self._stored().save(name if name.endswith(".png") else f"{name}.png", picture.to_png(image))
+        self._save(name if name.endswith(".png") else f"{name}.png", picture.to_png(image))
 
     @rank_zero_only
     def log(self, name: str, value: Any, step: int | None = None, kind: str | None = None) -> None:
@@ -358,12 +386,12 @@ class MLflowLogger(Logger):
         elif kind == "config":
             as_yaml = None if ending == ".json" else yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
             text: str = json.dumps(value, indent=2) if as_yaml is None else as_yaml
-            self._stored().save(stem + (ending or ".yaml"), text.encode())
+            self._save(stem + (ending or ".yaml"), text.encode())
         elif kind in ("image", "figure"):
             self.log_picture(stem, value)
         elif kind == "histogram":
             counts, edges = picture.histogram(value)
-            self._stored().save(f"{stem}.json", json.dumps({"counts": counts, "edges": edges}).encode())
+            self._save(f"{stem}.json", json.dumps({"counts": counts, "edges": edges}).encode())
             self.log_picture(stem, picture.histogram_figure(stem, counts, edges))
         elif kind == "file":
             self.log_artifact(value)
@@ -411,11 +439,9 @@ class MLflowLogger(Logger):
         if self._status is not None:
             return
         store, run_id = self._locate()
-        client = None
-        try:
-            if store.database is None:
-                client = open_client(store)
-            elif store.database.exists():
+        with explained(store):
+            client = Client(store) if store.database is None else None
+            if store.database is not None and store.database.exists():
                 check_writable(store)
                 raise_if_newer(store)
             run, lines = self._old_run(store, run_id) if run_id else self._new_run(store, client)
@@ -423,23 +449,17 @@ class MLflowLogger(Logger):
             if folder is not None:
                 root = store.artifact_root
                 make_private(folder, root if root is not None and root in folder.parents else folder.parent)
-        except SetupError:
-            raise
-        except Exception as error:  # MLflow, SQLite, requests and the file system each have their own
-            raise explain(error, store) from error
         self._store = store
         self._run_id, self._experiment_id = run.id, run.experiment_id
-        self._name = self._run_name or run.tags.get(RUN_NAME)
         self._artifact_folder = folder
         self._params = dict(run.params)
         metrics = RunFolder(self._top()).metrics
         if run_id:
             self._read(metrics, run.tags.get(NOTE))
-        make_sample = partial(sampler, run.started) if self._system_metrics else None
+        sample = sampler(run.started) if self._system_metrics else None
         pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
         delivery = Delivery(store, run.id, metrics, client)
-        self._sender = Sender(delivery, self._settle_others, make_sample, pause)
-        self._artifacts = Artifacts(self._top(), self._sender if folder is None else None)
+        self._sender = Sender(delivery, self._settle_others, sample, pause)
         self._status, self._opened_in = "RUNNING", os.getpid()  # not before: a signal may come at any line
         atexit.register(self._at_exit)
         for line in lines:
@@ -461,12 +481,12 @@ class MLflowLogger(Logger):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _new_run(self, store: Store, client: "Client | None") -> tuple[Run, list[Line]]:
+    def _new_run(self, store: Store, client: Client | None) -> tuple[Run, list[Line]]:
         """Return a new run, and lines to say first."""
         tags = {name: str(value)[:MAX_TAG] for name, value in (run_tags() | self._tags).items()}
         experiment = find_experiment(store, self._experiment_name) if client is None else None
         if experiment is None:
-            experiment = (client or open_client(store)).experiment(self._experiment_name)
+            experiment = (client or Client(store)).experiment(self._experiment_name)
         if not experiment.is_active:
             raise SetupError(
                 f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow "
@@ -476,14 +496,14 @@ class MLflowLogger(Logger):
         if client is not None:
             return client.create_run(experiment, self._run_name, tags, self._stem), []
         run_id, started = uuid.uuid4().hex, time.time_ns() // 1_000_000
-        tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._stem or "run", run_id)}
+        tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._stem, run_id)}
         location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
-        run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags)
-        return run, [{"run": header_of(run, self._experiment_name)}]
+        run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags, self._experiment_name)
+        return run, [{"run": header_of(run)}]
 
     def _old_run(self, store: Store, run_id: str) -> tuple[Run, list[Line]]:
         """Return the run to join, and lines to say first."""
-        run, _ = find_run(store, run_id) or (None, "")
+        run = find_run(store, run_id)
         if run is None or not run.is_active:
             state = "is not" if run is None else "was deleted"
             raise SetupError(
@@ -514,12 +534,6 @@ class MLflowLogger(Logger):
         assert self._store is not None
         for line in settle_quietly(self._store):
             log.info("unsent     %s", line)
-
-    def _stored(self) -> Artifacts:
-        """Return the run's artifacts; open the run."""
-        self._open()
-        assert self._artifacts is not None
-        return self._artifacts
 
     def _sending(self) -> Sender:
         self._open()

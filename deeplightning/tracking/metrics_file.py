@@ -153,7 +153,7 @@ def read_points(path: Path) -> Iterator[Point]:
 def sent_position(path: Path) -> int:
     """Return how many bytes of a file the tracking store has."""
     try:
-        found = int(_sent(path).read_bytes())
+        found = int(sent_file(path).read_bytes())
         return found if 0 <= found <= path.stat().st_size else 0
     except (OSError, ValueError):
         return 0
@@ -174,10 +174,11 @@ def safe_position(path: Path) -> int:
 def note_sent(path: Path, position: int) -> None:
     """Keep how many bytes of a file the tracking store has; what is sent twice is there once."""
     with suppress(OSError), permissions_of(path.parent):
-        _sent(path).write_bytes(b"%d\n" % position)
+        sent_file(path).write_bytes(b"%d\n" % position)
 
 
-def _sent(path: Path) -> Path:
+def sent_file(path: Path) -> Path:
+    """Return the file beside a metrics file that holds how many bytes of it the tracking store has."""
     return path.with_name(f".{path.stem}.sent")
 
 

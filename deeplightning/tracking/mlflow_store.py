@@ -9,22 +9,28 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import add_run, latest_schema, register_store, upgrade_database
 from deeplightning.runfolder import sync_names
 from deeplightning.tracking.entities import Run
-from deeplightning.tracking.store import DATABASE, Store, explain, lock_of, locked, quiet_mlflow
+from deeplightning.tracking.store import DATABASE, Store, explained, lock_of, locked, quiet_mlflow, revision_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 log = logging.getLogger("deeplightning.tracking")
 
+# A process that is forked while another thread imports, or is inside a transaction, would have a module that is never
+# complete, or a connection that rolls the transaction back. So no fork happens meanwhile.
+NO_FORK = threading.RLock()
+os.register_at_fork(before=NO_FORK.acquire, after_in_parent=NO_FORK.release, after_in_child=NO_FORK.release)
+
 _attached: dict[str, Store] = {}
-_stores: "dict[str, _LateStore]" = {}
+_stores: "dict[str, Lazy]" = {}
 
 
 def attach(store: Store) -> str:
@@ -53,11 +59,16 @@ def attach(store: Store) -> str:
 
 
 def open_client(store: Store) -> "MlflowClient":
-    """Return MLflow's own client on a store."""
-    uri = attach(store)  # quiets MLflow before more of it is imported
-    from mlflow.tracking import MlflowClient
+    """Return MLflow's own client on a store.
 
-    return MlflowClient(uri)
+    Raises:
+        SetupError: MLflow cannot be imported, or the store not be used.
+    """
+    with NO_FORK, explained(store):
+        uri = attach(store)  # quiets MLflow before more of it is imported
+        from mlflow.tracking import MlflowClient
+
+        return MlflowClient(uri)
 
 
 def uri_of(store: Store) -> str:
@@ -68,29 +79,32 @@ def uri_of(store: Store) -> str:
     return store.address or store.folder.as_uri()  # type: ignore[union-attr]
 
 
-def _build_late(store_uri: str, artifact_uri: str | None = None):
-    return _stores.setdefault(store_uri, _LateStore(store_uri, artifact_uri))
-
-
 def make_run(store: Store, run: Run) -> None:
     """Make a run whose id is known, in an SQLite store; do nothing if it is there."""
-    add_run(_build_late(attach(store)).opened(), run)
+    add_run(_build_late(attach(store)).made(), run)
 
 
-class _LateStore:
-    """MLflow's SQL store, opened when something of it is first used (its client builds the store when it is made)."""
+class Lazy:
+    """An object that is made when an attribute of it is first used."""
 
-    def __init__(self, uri: str, artifact_uri: str | None):
-        self.__dict__.update(_uri=uri, _artifact_uri=artifact_uri, _store=None, _opening=threading.Lock())
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._making = make, threading.Lock()
+        self._made: Any = None
 
-    def __getattr__(self, name: str):
-        return getattr(self.opened(), name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made(), name)
 
-    def opened(self):
-        with self._opening:
-            if self._store is None:
-                self.__dict__["_store"] = _open_database(self._uri, self._artifact_uri)
-        return self._store
+    def made(self) -> Any:
+        """Return the object; make it first, if it is not there."""
+        with self._making:
+            if self._made is None:
+                self._made = self._make()
+        return self._made
+
+
+def _build_late(store_uri: str, artifact_uri: str | None = None) -> Lazy:
+    """Return MLflow's SQL store, opened late: its client builds the store when the client is made."""
+    return _stores.setdefault(store_uri, Lazy(partial(_open_database, store_uri, artifact_uri)))
 
 
 def _open_database(uri: str, artifact_uri: str | None):
@@ -108,19 +122,16 @@ def _open_database(uri: str, artifact_uri: str | None):
         return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     assert store.database is not None
     assert store.artifact_root is not None
-    try:
+    with explained(store):
         root = artifact_uri or store.artifact_root.as_uri()
-        if _revision(store.database) != latest_schema():
+        if revision_of(store.database) != latest_schema():
             with locked(store):
-                if (revision := _revision(store.database)) is None:
+                if (revision := revision_of(store.database)) is None:
                     _make_database(store.database, root)
                 elif revision not in ("", latest_schema()):
                     _migrate(store.database, uri, revision)
                 lock_of(store.database).unlink(missing_ok=True)
         return SqlAlchemyStore(uri, root)
-    except Exception as error:
-        # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
-        raise explain(error, store) from error
 
 
 _links: dict[Path, Path] = {}
@@ -152,17 +163,6 @@ def _make_database(database: Path, artifact_root: str) -> None:
     sync_names(database.parent)
 
 
-def _revision(database: Path) -> str | None:
-    """Return the revision of a database's schema; None if there is no database, or nothing in it; "" if it is not
-    MLflow's."""
-    if not database.exists() or database.stat().st_size == 0:
-        return None
-    with closing(sqlite3.connect(database)) as connection:
-        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
-            return ""
-        return str((connection.execute("SELECT version_num FROM alembic_version").fetchone() or ("",))[0])
-
-
 def _migrate(database: Path, uri: str, revision: str) -> None:
     """Migrate a database of another MLflow version to this one's schema; a copy of it stays beside it."""
     copy = database.with_name(f"{database.name}.{revision}.bak")
@@ -176,21 +176,3 @@ def _migrate(database: Path, uri: str, revision: str) -> None:
             f"{database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
             f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
         ) from error
-
-
-class LazyClient:
-    """MLflow's client on a store, made when an attribute is used: Lightning reads `experiment` of all loggers.
-
-    Args:
-        prepare: called before, so that the store has the run.
-    """
-
-    def __init__(self, store: Store, prepare: Callable[[], object]):
-        self._store, self._prepare = store, prepare
-        self._client: MlflowClient | None = None
-
-    def __getattr__(self, name: str) -> object:
-        if self._client is None:
-            self._prepare()
-            self._client = open_client(self._store)
-        return getattr(self._client, name)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from deeplightning.faults import SetupError
 from deeplightning.process.terminal import say
 from deeplightning.tracking.mlflow_store import open_client, uri_of
-from deeplightning.tracking.store import Store, explain, locate
+from deeplightning.tracking.store import Store, explained, locate
 from deeplightning.tracking.unsent import settle_quietly
 
 PORT = 5001
@@ -36,11 +36,8 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
     is_server = store.address is not None and store.address.startswith("http")
     if not is_server:
         _check_free(host, port)
-        try:
-            # Opened here first: under our lock, and a damaged one gives a note instead of a server's traceback.
+        with explained(store):  # opened under our lock, and a damaged one gives a note instead of a server's traceback
             open_client(store).search_experiments(max_results=1)
-        except Exception as error:  # MLflow and SQLAlchemy each have their own
-            raise explain(error, store) from error
     for line in settle_quietly(store):
         say(line, err=True)
     opens = has_browser() if opens is None else opens

@@ -13,19 +13,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import UserError
 from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import MAX_TAG, Batch, Point, flatten
 from deeplightning.tracking.environment import run_tags
-from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate, remove_files
-
-if TYPE_CHECKING:
-    from deeplightning.tracking.client import Client
+from deeplightning.tracking.unsent import find_run
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +90,7 @@ class Parent:
         """
         if self.store is None:
             return None
-        with self._told():
-            client = self._open()
+        with self._opened() as client:
             run_id = run_id or self.joined
             run = client.run(run_id) if run_id is not None else None
             if run is None or not run.is_active:
@@ -111,33 +107,24 @@ class Parent:
 
     def is_there(self, run_id: str) -> bool:
         """Return whether the parent run of a former start is in the store and was not deleted."""
-        if self.store is None:
-            return True
-        with self._told():
-            run = open_reader(self.store).run(run_id)
-        return run is not None and run.is_active
+        run = find_run(self.store, run_id) if self.store is not None else None
+        return self.store is None or (run is not None and run.is_active)
 
     def _tags(self, sign: str) -> dict[str, str]:
         own = self.cfg.logger.params.get("tags") or {}
         tags = run_tags() | {name: self.cfg.redact(str(value)) for name, value in own.items()}
         return {name: str(value)[:MAX_TAG] for name, value in tags.items()} | {SEARCH: sign}
 
-    def _open(self) -> Client:
-        from deeplightning.tracking.client import Client
-
-        assert self.store is not None
-        if self._client is None:
-            if self.store.database is not None and self.store.database.exists():
-                check_writable(self.store)
-            self._client = Client(self.store)
-        return self._client
-
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Report what goes wrong inside as a fault of the store."""
+    def _opened(self) -> Iterator[Client]:
+        """Yield a client of the store; report what goes wrong inside as a fault of the store."""
         assert self.store is not None
         try:
-            yield
+            if self._client is None:
+                if self.store.database is not None and self.store.database.exists():
+                    check_writable(self.store)
+                self._client = Client(self.store)
+            yield self._client
         except Exception as error:  # MLflow, SQLite and requests each have their own
             if isinstance(error, OSError) and error.errno is not None and not self.store.is_remote:
                 raise  # a full disk is reported as such
@@ -160,16 +147,16 @@ class Parent:
     def log(self, points: list[Point], tags: dict[str, str]) -> None:
         """Write points and tags; what is there already stays once."""
         if self.run_id is not None:
-            with self._told():
-                self._open().log_batch(self.run_id, Batch(points=points, tags=tags))
+            with self._opened() as client:
+                client.log_batch(self.run_id, Batch(points=points, tags=tags))
 
     def known(self, sign: str) -> dict[int | None, str]:
         """Return the runs of this search in the store: of trials by their numbers, its own under None. For the rare
         kill between the making of a run and the note of its id; imports MLflow."""
         if self.store is None or (self.store.database is not None and not self.store.database.exists()):
             return {}
-        with self._told():
-            found = self._open().tagged(self.experiment, SEARCH, sign)
+        with self._opened() as client:
+            found = client.tagged(self.experiment, SEARCH, sign)
         numbers = [(run.tags.get(TRIAL), run.id) for run in found]
         return {None if number is None else int(number): run_id for number, run_id in numbers}
 
@@ -177,8 +164,8 @@ class Parent:
         """Remove the run of a trial that left nothing to resume from."""
         if self.store is None:
             return
-        with self._told():
-            self._open().delete(run_id, ("RUNNING", "FAILED", "KILLED"))
+        with self._opened() as client:
+            client.delete(run_id, ("RUNNING", "FAILED", "KILLED"))
         if folder is not None and folder.is_dir() and (why := remove_files(self.store, run_id, folder)):
             log.warning("%s: left as it is: %s", folder.parent, why)
 
@@ -186,8 +173,7 @@ class Parent:
         """End the run: FINISHED, FAILED or KILLED; files reach a server that keeps them elsewhere."""
         if self.run_id is None:
             return
-        with self._told():
-            client = self._open()
+        with self._opened() as client:
             if self._folder is None:
                 for path in sorted(p for p in self.home.iterdir() if p.suffix in (".yaml", ".csv", ".json", ".png")):
                     client.upload(self.run_id, path, None)

@@ -9,17 +9,18 @@ import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.faults import SetupError
 from deeplightning.runfolder import make_private, permissions_of
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import PRUNED, SYSTEM, Experiment, Listed, Point, Run, as_logged
-from deeplightning.tracking.store import Store, Wait, explain, is_locked
+from deeplightning.tracking.store import Store, Wait, explained, is_locked, revision_of
 
-if TYPE_CHECKING:
-    from deeplightning.tracking.client import Client
-
-_RUN = "SELECT experiment_id, status, start_time, artifact_uri, lifecycle_stage FROM runs WHERE run_uuid = ?"
+_RUN = (
+    "SELECT r.experiment_id, r.status, r.start_time, r.artifact_uri, r.lifecycle_stage, e.name FROM runs r"
+    " JOIN experiments e ON e.experiment_id = r.experiment_id WHERE r.run_uuid = ?"
+)
 _LISTED = (
     "SELECT r.run_uuid, r.name, r.status, r.start_time, e.name, r.artifact_uri FROM runs r"
     " JOIN experiments e ON e.experiment_id = r.experiment_id"
@@ -36,16 +37,9 @@ def open_reader(store: Store) -> "DatabaseReader | Client":
     """
     if store.database is not None:
         reader = DatabaseReader(store.database)
-        try:
-            reader.probe()
-            return reader
-        except sqlite3.OperationalError as error:
-            if is_locked(error) or "no such" not in str(error):
-                raise explain(error, store) from error  # else MLflow has renamed a table or a column
-        except sqlite3.Error as error:
-            raise explain(error, store) from error
-    from deeplightning.tracking.client import Client
-
+        with explained(store):
+            if reader.is_readable():
+                return reader
     return Client(store)
 
 
@@ -56,7 +50,7 @@ def find_experiment(store: Store, name: str) -> Experiment | None:
         return found
     assert store.database is not None
     assert store.artifact_root is not None
-    if DatabaseReader(store.database).revision() is not None:
+    if revision_of(store.database) is not None:
         return None
     make_private(store.database.parent, store.database.parent)
     with permissions_of(store.database.parent):
@@ -75,35 +69,32 @@ class DatabaseReader:
     def __init__(self, database: Path, seconds: float | None = None):
         self._database, self._seconds = database, seconds
 
-    def probe(self) -> None:
-        """Raise an error of SQLite if the database cannot be read, or has other tables."""
-        for statement in (_RUN.replace("?", "''"), f"{_LISTED} LIMIT 0"):
-            self._find(statement)
-
-    def revision(self) -> str | None:
-        """Return the revision of the schema, by Alembic's name; None if the database is empty."""
-        found = self._find("SELECT version_num FROM alembic_version")
-        return str(found[0][0]) if found else None
+    def is_readable(self) -> bool:
+        """Return whether the tables and columns are those of here; raise an error of SQLite if nothing can be read."""
+        try:
+            for statement in (_RUN.replace("?", "''"), f"{_LISTED} LIMIT 0"):
+                self._find(statement)
+        except sqlite3.OperationalError as error:
+            if is_locked(error) or "no such" not in str(error):
+                raise
+            return False  # MLflow has renamed one
+        return True
 
     def run(self, run_id: str) -> Run | None:
         """Return a run, even a deleted one; None if it does not exist."""
         found = self._find(_RUN, run_id)
         if not found:
             return None
-        number, status, started, location, stage = found[0]
+        number, status, started, location, stage, experiment = found[0]
         params = dict(self._find("SELECT key, value FROM params WHERE run_uuid = ?", run_id))
         tags = dict(self._find("SELECT key, value FROM tags WHERE run_uuid = ?", run_id))
-        return Run(run_id, str(number), status, started, location, stage == "active", params, tags)
+        return Run(run_id, str(number), status, started, location, stage == "active", params, tags, experiment)
 
     def experiment(self, name: str) -> Experiment | None:
         """Return the experiment of a name."""
         asked = "SELECT experiment_id, artifact_location, lifecycle_stage FROM experiments WHERE name = ?"
         found = self._find(asked, name)
         return Experiment(str(found[0][0]), found[0][1], found[0][2] == "active") if found else None
-
-    def name_of(self, experiment_id: str) -> str:
-        """Return the name of an experiment."""
-        return str(self._find("SELECT name FROM experiments WHERE experiment_id = ?", int(experiment_id))[0][0])
 
     def listing(self) -> list[Listed]:
         """Return all runs that were not deleted, the newest first."""
@@ -155,12 +146,10 @@ def raise_if_newer(store: Store) -> None:
         SetupError: a newer MLflow has migrated it, or the database cannot be read.
     """
     assert store.database is not None
-    try:
-        revision = DatabaseReader(store.database).revision()
-    except sqlite3.Error as error:
-        raise explain(error, store) from error
+    with explained(store):
+        revision = revision_of(store.database)
     found = importlib.util.find_spec("mlflow")
-    for place in (found.submodule_search_locations or []) if found and revision is not None else []:
+    for place in (found.submodule_search_locations or []) if found and revision else []:
         names = os.listdir(Path(place, "store/db_migrations/versions"))  # noqa: PTH208
         if not any(name.startswith(f"{revision}_") for name in names):
             raise SetupError(

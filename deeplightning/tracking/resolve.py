@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.runfolder import from_start
-from deeplightning.tracking.store import Store, explain, local_path, locate
+from deeplightning.tracking.store import Store, explain, explained, local_path, locate
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -63,11 +63,9 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     _expect(store, f"the run {run_id}")
     if not re.fullmatch(_ID, run_id):  # it also names files, and it may come from a server
         raise missing(f"{run_id!r} is no run id.")
-    try:
+    with explained(store):
         found = find_run(store, run_id)
         named = [run.id for run in open_reader(store).listing() if run.name == run_id] if found is None else []
-    except Exception as error:  # MLflow, SQLite and the network each have their own
-        raise explain(error, store) from error
     if len(named) == 1:
         return _of_run(named[0], store)
     if named:
@@ -75,14 +73,13 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
         raise CheckpointError(f"{len(named)} runs are called {run_id!r}. Name one by its id, the newest first: {ids}")
     if found is None:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
-    asked = found[0]
-    folder = local_path(asked.artifact_uri)
+    folder = local_path(found.artifact_uri)
     if folder is None:
-        return _download(_client(store), run_id, store, asked.artifact_uri)
+        return _download(_client(store), run_id, store, found.artifact_uri)
     if folder.is_dir():
         return folder
     if store.artifact_root is not None:  # the store's folder was moved or copied with all that is in it
-        moved = store.artifact_root / asked.experiment_id / run_id / "artifacts"
+        moved = store.artifact_root / found.experiment_id / run_id / "artifacts"
         if moved.is_dir():
             return moved
     raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")

@@ -1,5 +1,4 @@
-"""The thread that sends what a run logs to its tracking store; training never waits for it. And the run's artifacts,
-which go into its folder at once, or to a server by that thread.
+"""The thread that sends what a run logs to its tracking store; training never waits for it.
 
 What is logged is in the run's `metrics.jsonl` before training continues. The thread sends it at most every second with
 MLflow's client, which it imports after the first training step. A server or a database that is away delays the thread
@@ -10,17 +9,15 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from deeplightning.runfolder import permissions_of
-from deeplightning.tracking.delivery import Delivery, no_fork
-from deeplightning.tracking.entities import SYSTEM, inside
+from deeplightning.tracking.delivery import Delivery
+from deeplightning.tracking.entities import SYSTEM
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
+from deeplightning.tracking.mlflow_store import NO_FORK
 from deeplightning.tracking.store import first_line, ignore_mlflow_warnings
 from deeplightning.tracking.unsent import Claim, take_over
 
@@ -47,8 +44,8 @@ class Sender:
     Args:
         delivery: of the run.
         afterwards: called once in the thread when the store has taken something.
-        make_sample: called once in the thread, after the first attempt to send, which imports MLflow; returns what
-            is called now and then for points of its own (the machine's load).
+        sample: called in the thread now and then, after the first attempt to send, for points of its own (the machine's
+            load).
         sample_seconds: the pause between two samples.
     """
 
@@ -56,12 +53,11 @@ class Sender:
         self,
         delivery: Delivery,
         afterwards: Callable[[], None] = lambda: None,
-        make_sample: Callable[[], Callable[[], Sample]] | None = None,
+        sample: Callable[[], Sample] | None = None,
         sample_seconds: float = 10.0,
     ):
         self._delivery, self._afterwards, self._shown = delivery, afterwards, delivery.store.shown
-        self._make_sample, self._sample_seconds = make_sample, sample_seconds
-        self._sample: Callable[[], Sample] | None = None
+        self._sample, self._sample_seconds = sample, sample_seconds
         self._file: MetricsFile | None = None
         self._claim: Claim | None = None
         self._held: list[Line] = []  # that the disk has not taken
@@ -72,10 +68,10 @@ class Sender:
         self._stopping = False
         self._stops = 0  # calls of `stop` that wait: what another thread logs meanwhile does not call them off
         self._ended = True  # set under the lock, so a line never goes to a thread that is just leaving
-        self._oldest: float | None = None  # when the first of the lines that wait came
+        self._due = math.inf  # when to send what waits; inf: nothing does
         self._failures = 0
         self._in_vain = False  # whether the store was waited for, and nothing was sent since
-        self._retry_at = self._quiet_until = self._sampled_at = self._sample_at = 0.0
+        self._quiet_until = self._sampled_at = self._sample_at = 0.0
         self._thread = threading.Thread()
         ignore_mlflow_warnings()
         with self._change:
@@ -86,20 +82,25 @@ class Sender:
         with self._change:
             self._start()
             self._append(line)
-            is_first_point = not self._is_ready and "values" in line
-            self._is_ready = self._is_ready or is_first_point
-            if self._oldest is None or is_first_point:  # wakes the thread, which then sleeps until it is time
-                self._oldest = time.monotonic()
-                self._change.notify_all()
+            if "values" in line and not self._is_ready:  # training has begun
+                self._is_ready, self._due = True, math.inf
+            self._plan()
+
+    def _plan(self) -> None:
+        """Plan an attempt to send, unless there is one; it takes what comes until then, too."""
+        if self._due == math.inf:  # wakes the thread, which then sleeps until it is time
+            soon = time.monotonic() + FLUSH_SECONDS if self._is_ready else self._quiet_until
+            self._due = 0.0 if self._stopping else soon
+            self._change.notify_all()
 
     def make_run(self) -> None:
         """Wait until the store has all that was logged, or does not answer."""
         with self._change:
             self._is_ready = True
-            if self._oldest is not None:
-                self._oldest = 0.0
+            if self._due < math.inf and self._failures == 0:
+                self._due = 0.0
                 self._change.notify_all()
-                self._change.wait_for(lambda: self._oldest is None or self._failures > 0)
+                self._change.wait_for(lambda: self._due == math.inf or self._failures > 0)
 
     def stop(self) -> None:
         """Take a last sample, send everything, end the thread; the next line starts it again. If the store does not
@@ -114,7 +115,8 @@ class Sender:
             seconds = float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
             if was_in_vain := self._in_vain:
                 seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
-            self._retry_at = 0.0  # whatever the pause was, ask again now
+            if self._due < math.inf:
+                self._due = 0.0  # whatever the pause was, ask again now
             thread = self._thread
 
             def has_ended() -> bool:
@@ -174,39 +176,38 @@ class Sender:
                 self._is_reported = True
                 log.warning("%s is not written, at least in parts: %s", self._delivery.metrics, error)
 
-    def _prepare_sample(self) -> None:
-        make, self._make_sample = self._make_sample, None
-        if make is not None:
-            try:
-                with no_fork:
-                    self._sample = make()
-            except Exception as error:  # the load of a machine is not worth a run
-                log.warning("No system metrics: %s", error)
-
     def _take_sample(self) -> None:
-        if self._sample is not None:
-            try:
-                self._append(points_line(*self._sample()))
-                self._oldest = self._oldest or time.monotonic()
-            except Exception as error:
-                log.warning("No more system metrics: %s", error)
-                self._sample = None
-        self._sampled_at = time.monotonic()
-        self._sample_at = math.inf if self._stopping else self._sampled_at + self._sample_seconds
+        assert self._sample is not None
+        line = None
+        try:
+            with NO_FORK:  # the first one imports
+                line = points_line(*self._sample())
+        except Exception as error:  # the load of a machine is not worth a run
+            log.warning("No system metrics: %s", error)
+            self._sample = None
+        with self._change:
+            if line is not None:
+                self._append(line)
+                self._plan()
+            self._sampled_at = time.monotonic()
+            self._sample_at = math.inf if self._stopping else self._sampled_at + self._sample_seconds
 
     def _run(self) -> None:
         while True:
             with self._change:
-                now = time.monotonic()
-                if self._sample is not None and now >= self._sample_at:
-                    self._take_sample()
-                if self._stopping and self._oldest is None:
-                    self._end()
-                    return
-                if (pause := self._pause(now)) is None or pause > 0:
-                    self._change.wait(pause)
-                    continue
+                now, takes_samples = time.monotonic(), self._sample is not None and not self._is_opening
+                sample_at = self._sample_at if takes_samples else math.inf
+                if sample_at > now:
+                    if self._stopping and self._due == math.inf:
+                        self._end()
+                        return
+                    if (pause := min(self._due, sample_at) - now) > 0:
+                        self._change.wait(min(pause, threading.TIMEOUT_MAX))
+                        continue
                 until, held = self._file.size if self._file is not None else 0, list(self._held)
+            if sample_at <= now:
+                self._take_sample()
+                continue
             error = None
             try:
                 self._delivery.send(until)
@@ -215,7 +216,6 @@ class Sender:
                 afterwards()
             except Exception as raised:  # the store's own
                 error = raised
-            self._prepare_sample()
             with self._change:
                 self._note(until, held, error)
 
@@ -229,24 +229,13 @@ class Sender:
         self._ended = True
         self._change.notify_all()
 
-    def _pause(self, now: float) -> float | None:
-        """Return the seconds until there is something to do; None: until something comes."""
-        until = [self._sample_at] if self._sample is not None else []
-        if self._oldest is not None and self._failures:
-            until.append(self._retry_at)
-        elif self._oldest is not None and self._stopping:
-            return 0.0
-        elif self._oldest is not None:
-            until.append(self._oldest + FLUSH_SECONDS if self._is_ready else self._quiet_until)
-        return max(0.0, min(until) - now) if until and min(until) < math.inf else None
-
     def _note(self, until: int, held: list[Line], error: Exception | None) -> None:
         """Forget what was sent, or plan the next attempt."""
         self._is_opening = False
         if error is not None:
             self._failures += 1
             longest = 1.0 if self._stopping else MAX_PAUSE_SECONDS
-            self._retry_at = time.monotonic() + min(longest, 2.0 ** min(self._failures - 1, 10))
+            self._due = time.monotonic() + min(longest, 2.0 ** min(self._failures - 1, 10))
             if self._failures == 1:
                 log.warning(
                     "%s does not take what is logged (%s). The run continues; it is kept and sent later.",
@@ -258,80 +247,32 @@ class Sender:
             log.warning("%s takes what is logged again.", self._shown)
         self._failures, self._in_vain, self._is_ready = 0, False, True
         del self._held[: len(held)]
-        has_more = bool(self._held) or (self._file is not None and self._file.size > until)
-        self._oldest = time.monotonic() if has_more else None
+        self._due = math.inf
+        if self._held or (self._file is not None and self._file.size > until):
+            self._plan()
         self._change.notify_all()
 
 
-class Artifacts:
-    """The artifacts of one run. Where the disk is full, the run loses the artifact and gets a warning.
-
-    Args:
-        top: the run's folder.
-        sender: sends them to a server that keeps them; None: they stay in the folder.
-    """
-
-    def __init__(self, top: Path, sender: Sender | None = None):
-        self.top, self._sender = top, sender
-
-    def put(self, source: Path, folder: str | None) -> None:
-        """Copy a file or folder, unless it is there already. A server gets it later: it must stay until the run is
-        finalized.
-
-        Args:
-            source: absolute.
-            folder: relative to the artifacts; None: their top.
-        """
-        place = inside(folder or ".")
-        if self._sender is not None:
-            to = place / source.name if source.is_dir() else place
-            self._sender.say({"artifact": [str(source), None if to == Path() else to.as_posix()]})
-            return
-        target = self.top / place / source.name
-        if target.exists() and target.samefile(source):
-            return
-        with self._writing(target) as partial:
-            if source.is_dir():
-                shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
-            else:
-                shutil.copyfile(source, partial)  # with the permissions of the run, not those of the source
-                partial.replace(target)
-
-    def save(self, name: str, content: bytes) -> None:
-        """Replace a file at once, complete; `name` is relative to the artifacts."""
-        target = self.top / inside(name)
-        with self._writing(target) as partial:
-            partial.write_bytes(content)
-            partial.replace(target)
-        if self._sender is not None:
-            self.put(target, Path(name).parent.as_posix())
-
-    @contextlib.contextmanager
-    def _writing(self, target: Path) -> Iterator[Path]:
-        try:
-            with permissions_of(self.top):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                yield target.with_name(f".{target.name}.partial")
-        except OSError as error:
-            log.warning("Not tracked in %s: %s (%s)", self.top, target.name, error)
-
-
 def sampler(started: int) -> Callable[[], Sample]:
-    """Return a function that measures CPU and memory, GPUs of NVIDIA with the package nvidia-ml-py, and those of AMD,
-    by MLflow's monitors, which it imports: MLflow's public way has a thread that writes past the run's file.
+    """Return a function that measures CPU and memory, GPUs of NVIDIA with the package nvidia-ml-py, and those of AMD.
+
+    It does so by MLflow's monitors, which its first call imports: MLflow's public way has a thread that writes past the
+    run's file.
 
     Args:
         started: start of the run in milliseconds since 1970. The step of a point is the second of the run, so that a
             continued run continues where it was.
     """
-    from mlflow.system_metrics.metrics import cpu_monitor, gpu_monitor, rocm_monitor
-
-    monitors: list[Any] = [cpu_monitor.CPUMonitor()]
-    for kind in (gpu_monitor.GPUMonitor, rocm_monitor.ROCMMonitor):
-        with contextlib.suppress(Exception):  # there is no such GPU, or what reads it is not installed or fails
-            monitors.append(kind())
+    monitors: list[Any] = []
 
     def sample() -> Sample:
+        if not monitors:
+            from mlflow.system_metrics.metrics import cpu_monitor, gpu_monitor, rocm_monitor
+
+            monitors.append(cpu_monitor.CPUMonitor())
+            for kind in (gpu_monitor.GPUMonitor, rocm_monitor.ROCMMonitor):
+                with contextlib.suppress(Exception):  # there is no such GPU, or what reads it is not installed or fails
+                    monitors.append(kind())
         now, points = time.time_ns() // 1_000_000, dict[str, float]()
         for monitor in monitors:
             monitor.clear_metrics()

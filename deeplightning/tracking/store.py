@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from deeplightning.faults import SetupError
+from deeplightning.faults import SetupError, UserError
 from deeplightning.runfolder import RunFolder, from_start, make_private, permissions_of, umask_of
 
 log = logging.getLogger("deeplightning.tracking")
@@ -75,7 +75,7 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
         database = _absolute(name)
         if not database.exists() and (meant := _absolute(unquote(name))).exists():
             database = meant  # `mlflow run` hands on its default store with a blank as %20 (MLflow 3.17)
-        return _of_database(text, database, database.parent / "mlruns")
+        return Store(text, folder=database.parent, database=database, artifact_root=database.parent / "mlruns")
     if scheme in _REMOTE or text in _REMOTE or scheme.split("+")[0] in _DATABASES:
         return Store(re.sub(r"://[^/@]*@", "://***@", text), address=text)
     if scheme and "://" in text:
@@ -132,6 +132,17 @@ def explain(error: Exception, store: Store) -> SetupError:
     return SetupError(f"The tracking store {where} {what}. {then}, or set another logger.params.tracking_uri. ({text})")
 
 
+@contextmanager
+def explained(store: Store) -> Iterator[None]:
+    """Raise an error inside the block, of MLflow, SQLite, the network or the file system, as `explain` words it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise explain(error, store) from error
+
+
 def first_line(error: Exception) -> str:
     """Return an error in a few words."""
     return " ".join(str(error).split("\n[SQL")[0].split())[:200] or type(error).__name__
@@ -179,6 +190,17 @@ def _try_to_write(database: Path, seconds: float) -> None:
         connection.execute("ROLLBACK")
 
 
+def revision_of(database: Path) -> str | None:
+    """Return the revision of a database's schema, by Alembic's name; None if there is no database, or nothing in it; ""
+    if it is not MLflow's."""
+    if not database.exists() or database.stat().st_size == 0:
+        return None
+    with closing(sqlite3.connect(database, timeout=wait_seconds())) as connection:
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
+            return ""
+        return str((connection.execute("SELECT version_num FROM alembic_version").fetchone() or ("",))[0])
+
+
 def is_locked(error: Exception) -> bool:
     """Return whether another process holds the database."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code is its primary code
@@ -195,11 +217,7 @@ def is_transient(error: Exception) -> bool:
 def _directory(folder: Path) -> Store:
     if not (folder / DATABASE).exists() and any(folder.glob("*/meta.yaml")):
         return Store(str(folder), folder=folder, artifact_root=folder)
-    return _of_database(str(folder), folder / DATABASE, folder)
-
-
-def _of_database(shown: str, database: Path, artifact_root: Path) -> Store:
-    return Store(shown, folder=database.parent, database=database, artifact_root=artifact_root)
+    return Store(str(folder), folder=folder, database=folder / DATABASE, artifact_root=folder)
 
 
 def _absolute(path: str) -> Path:

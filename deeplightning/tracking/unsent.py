@@ -21,23 +21,20 @@ import socket
 import stat
 import time
 import uuid
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.checks.trust import is_own
 from deeplightning.faults import SetupError, count
-from deeplightning.runfolder import RunFolder, make_private, sync_names
+from deeplightning.runfolder import FolderLock, RunFolder, make_private, sync_names
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.delivery import Delivery, run_of
 from deeplightning.tracking.entities import Batch, Run
-from deeplightning.tracking.metrics_file import Line, read_lines, safe_position
+from deeplightning.tracking.metrics_file import Line, read_lines, safe_position, sent_file
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explain, first_line, is_transient, local_path
-
-if TYPE_CHECKING:
-    from deeplightning.tracking.client import Client
+from deeplightning.tracking.store import Store, explain, explained, first_line, is_transient, local_path
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -48,7 +45,6 @@ SILENT_SECONDS = 24 * 3600.0
 
 _SUFFIX = ".unsent"
 _RUN_ID = re.compile(r"[\w-]{1,64}", re.ASCII)  # 32 hexadecimal digits, or what a server gives
-_open: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 
 
 def folder_of(store: Store) -> Path:
@@ -60,7 +56,7 @@ def folder_of(store: Store) -> Path:
     return state / "deeplightning" / "unsent" / hashlib.sha256(address.encode()).hexdigest()[:16]
 
 
-class Claim:
+class Claim(FolderLock):
     """The claim of this process on a run.
 
     Args:
@@ -76,32 +72,19 @@ class Claim:
         make_private(self.path.parent, store.database.parent if store.database else self.path.parent)
         # Locked before it has its name: nobody takes it for one that was left behind.
         beside = self.path.with_suffix(".new")
-        self._descriptor: int | None = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        _hold(self._descriptor)
-        os.write(self._descriptor, json.dumps(content).encode() + b"\n")
-        os.fsync(self._descriptor)  # without this nobody could end the run after a loss of power
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        _hold(descriptor)
+        os.write(descriptor, json.dumps(content).encode() + b"\n")
+        os.fsync(descriptor)  # without this nobody could end the run after a loss of power
         beside.rename(self.path)
         sync_names(self.path.parent)
-        _open.add(self)
+        super().__init__(descriptor)
 
     def close(self) -> None:
-        """Remove it; a second call does nothing."""
+        """Remove it; a second call does nothing, and nor does one in a forked process."""
         if self._descriptor is not None:
             _remove(self.path)
-            descriptor, self._descriptor = self._descriptor, None
-            with contextlib.suppress(OSError):  # it is closed even so
-                os.close(descriptor)
-
-
-def _close_in_child() -> None:
-    """Close the parent's claims in a forked process, since a worker of a loader would hold the locks on."""
-    for claim in list(_open):
-        if claim._descriptor is not None:
-            os.close(claim._descriptor)
-            claim._descriptor = None
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+        self.release()
 
 
 @functools.cache
@@ -144,30 +127,25 @@ def claims(store: Store) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def find_run(store: Store, run_id: str) -> tuple[Run, str] | None:
-    """Return a run, even if its store does not have it yet, and the name of its experiment; None if it does not exist.
+def find_run(store: Store, run_id: str) -> Run | None:
+    """Return a run, even if its store does not have it yet; None if it does not exist.
 
     Raises:
         SetupError: the store cannot be asked.
     """
-    try:
-        reader = open_reader(store)
-        if (run := reader.run(run_id)) is not None:
-            return run, reader.name_of(run.experiment_id)
-        return next(unsent_runs(store, run_id), None)
-    except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
-        raise explain(error, store) from error
+    with explained(store):
+        return open_reader(store).run(run_id) or next(unsent_runs(store, run_id), None)
 
 
-def unsent_runs(store: Store, run_id: str = "*") -> Iterator[tuple[Run, str]]:
-    """Yield the runs that may not be in their store yet, and the names of their experiments."""
+def unsent_runs(store: Store, run_id: str = "*") -> Iterator[Run]:
+    """Yield the runs that may not be in their store yet."""
     for path in folder_of(store).glob(f"{run_id}.*{_SUFFIX}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
             with os.fdopen(descriptor, "rb") as file:
                 header = _header(_metrics(store, _read(file.fileno()))) if _is_private(descriptor) else {}
             if header.get("run") == path.name.partition(".")[0]:
-                yield run_of(header), str(header["experiment"])
+                yield run_of(header)
 
 
 def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
@@ -180,38 +158,35 @@ def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
         SetupError: the store cannot be used, or does not answer; what is not sent stays.
     """
     client: Client | None = None
-    for path in claims(store):
-        with _claimed(path) as descriptor:
-            if descriptor is None:
+    for path, descriptor in _left(store):
+        run_id = path.name.partition(".")[0]
+        try:
+            claim = _read(descriptor)
+            if claim["run"] != run_id:
+                raise ValueError(f"it is named after the run {run_id:.40}, and of {claim['run']:.40}")
+            metrics = _metrics(store, claim)
+            last = (metrics if metrics.exists() else path).stat().st_mtime
+            if is_elsewhere(claim) and (silent is None or time.time() - last < silent):
+                words = (
+                    f"left alone: its process is of {claim.get('host')}, where `deeplightning runs` settles it; "
+                    f"here --sync does once it has been silent for {SILENT_SECONDS / 3600:g} hours"
+                )
+                yield Leftover(run_id, words, is_elsewhere=True)
                 continue
-            run_id = path.name.partition(".")[0]
-            try:
-                claim = _read(descriptor)
-                if claim["run"] != run_id:
-                    raise ValueError(f"it is named after the run {run_id:.40}, and of {claim['run']:.40}")
-                metrics = _metrics(store, claim)
-                last = (metrics if metrics.exists() else path).stat().st_mtime
-                if is_elsewhere(claim) and (silent is None or time.time() - last < silent):
-                    words = (
-                        f"left alone: its process is of {claim.get('host')}, where `deeplightning runs` settles it; "
-                        f"here --sync does once it has been silent for {SILENT_SECONDS / 3600:g} hours"
-                    )
-                    yield Leftover(run_id, words, is_elsewhere=True)
-                    continue
-                client = client or open_client(store)
-                found = _send(store, client, run_id, metrics, int(last * 1000))
-            except Exception as error:  # MLflow, SQLite and the network each have their own
-                if isinstance(error, SetupError) or (client is not None and is_transient(error)):
-                    raise SetupError(
-                        f"{explain(error, store)} What was left unsent stays; once the store answers: deeplightning "
-                        "runs --sync"
-                    ) from error
-                kept = path.with_suffix(".refused")
-                found = Leftover(run_id, f"refused ({first_line(error)}); kept as {kept}", is_complete=False)
-                path.rename(kept)
-            else:
-                _remove(path)
-            yield found
+            client = client or Client(store)
+            found = _send(store, client, run_id, metrics, int(last * 1000))
+        except Exception as error:  # MLflow, SQLite and the network each have their own
+            if isinstance(error, SetupError) or (client is not None and is_transient(error)):
+                raise SetupError(
+                    f"{explain(error, store)} What was left unsent stays; once the store answers: deeplightning "
+                    "runs --sync"
+                ) from error
+            kept = path.with_suffix(".refused")
+            found = Leftover(run_id, f"refused ({first_line(error)}); kept as {kept}", is_complete=False)
+            path.rename(kept)
+        else:
+            _remove(path)
+        yield found
 
 
 def settle_quietly(store: Store) -> Iterator[str]:
@@ -232,7 +207,7 @@ def end_run(store: Store, run_id: str, tags: dict[str, str]) -> None:
         Exception: the store's own.
     """
     list(settle(store))
-    client = open_client(store)
+    client = Client(store)
     if client.run(run_id) is not None:
         client.log_batch(run_id, Batch(tags=tags, status=("FAILED", time.time_ns() // 1_000_000)))
 
@@ -241,16 +216,13 @@ def take_over(store: Store, run_id: str) -> bool:
     """Remove the claims that ended processes have left of a run which this process claims from now on; return whether
     there was one."""
     found = False
-    for path in claims(store):
-        if path.name.partition(".")[0] == run_id:
-            with _claimed(path) as descriptor:
-                if descriptor is not None:
-                    found = True
-                    _remove(path)
+    for path, _ in _left(store, run_id):
+        found = True
+        _remove(path)
     return found
 
 
-def _send(store: Store, client: "Client", run_id: str, metrics: Path, ended: int) -> Leftover:
+def _send(store: Store, client: Client, run_id: str, metrics: Path, ended: int) -> Leftover:
     """Send the rest of a run. It is FAILED if its process, which ended at a time in milliseconds since 1970, has not
     said how."""
     run, sent = client.run(run_id), Leftover(run_id, "0 points sent")
@@ -311,42 +283,28 @@ def _is_blank(run: Run | None, folder: Path | None, metrics: Path) -> bool:
         return False
     if any(line.keys() & {"values", "params", "dataset", "artifact"} for _, line in read_lines(metrics)):
         return False
-    begun = {*RunFolder(folder).unfinished(), metrics, metrics.with_name(f".{metrics.stem}.sent")}
+    begun = {*RunFolder(folder).unfinished(), metrics, sent_file(metrics)}
     logs = RunFolder(folder).log(0).parent
     return all(path in begun or logs in path.parents for path in folder.rglob("*") if path.is_file())
 
 
-def open_client(store: Store) -> "Client":
-    """Return a client of a store; import MLflow.
-
-    Raises:
-        SetupError: MLflow cannot be imported, or the store not be used.
-    """
-    try:
-        from deeplightning.tracking.client import Client
-
-        return Client(store)
-    except Exception as error:  # MLflow, SQLite and the network each have their own
-        raise explain(error, store) from error
-
-
-@contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[int | None]:
-    """Open a claim and lock it; None if a process holds it, or has removed it, or another user can have written it."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        yield None
-        return
-    try:
-        if not _is_private(descriptor):
-            log.warning("%s is left alone: another user could have written it", path)
-            yield None
-            return
-        is_ours = _hold(descriptor) and os.fstat(descriptor).st_nlink > 0
-        yield descriptor if is_ours else None
-    finally:
-        os.close(descriptor)
+def _left(store: Store, run_id: str | None = None) -> Iterator[tuple[Path, int]]:
+    """Yield the claims on all runs or one that ended processes have left, open and locked meanwhile, the oldest first;
+    those that another user can have written are left alone."""
+    for path in claims(store):
+        if run_id not in (None, path.name.partition(".")[0]):
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if not _is_private(descriptor):
+                log.warning("%s is left alone: another user could have written it", path)
+            elif _hold(descriptor) and os.fstat(descriptor).st_nlink > 0:  # else a process has it, or has removed it
+                yield path, descriptor
+        finally:
+            os.close(descriptor)
 
 
 def _is_private(descriptor: int) -> bool:

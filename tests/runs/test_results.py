@@ -105,7 +105,7 @@ def test_results_are_on_the_disk_whole_or_not_at_all(fit, monkeypatch):
 # ---- the learning rate
 
 
-@pytest.mark.parametrize(("name", "importing"), [("SGD", False), ("LBFGS", True), ("Adafactor", False)])
+@pytest.mark.parametrize(("name", "importing"), [("SGD", False), ("LBFGS", True)])
 def test_the_learning_rate_has_no_silent_default(name, importing, tiny):
     """An optimizer that takes `lr` is refused without it, by `check` and `train`; only training needs one."""
     rateless = f"model.optimizer={{type: torch.optim.{name}, params: {{weight_decay: 0}}}}"

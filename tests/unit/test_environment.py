@@ -10,37 +10,43 @@ import pytest
 from deeplightning.tracking import environment
 
 
-@pytest.fixture
-def repository(tmp_path, monkeypatch):
-    """A repository with one commit, as the working directory."""
+def git(folder, *arguments):
+    name = ["-c", "user.name=N", "-c", "user.email=n@e"]
+    done = subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def committed(folder):
+    """Make a repository with one commit; return the commit."""
+    git(folder, "init", "-q", "-b", "trunk")
+    git(folder, "commit", "-q", "--allow-empty", "-m", "first")
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture(autouse=True)
+def no_settings(tmp_path, monkeypatch):
+    """No settings of git but those of a repository; the working directory is a new folder."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
-    monkeypatch.chdir(tmp_path)
-    git("init", "-q", "-b", "trunk")
-    (tmp_path / "code.py").write_text("one = 1\n")
-    git("add", "code.py")
-    git("-c", "user.name=N", "-c", "user.email=n@e", "commit", "-q", "-m", "first")
-    return tmp_path
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
 
 
-def git(*arguments):
-    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_a_repository_is_its_commit(repository, tmp_path):
+def test_a_repository_is_its_commit(tmp_path, monkeypatch):
     """And its branch, unless the head is detached; without a commit its branch alone."""
-    commit = git("rev-parse", "HEAD")
+    commit = committed(".")
     assert environment.describe()["git"] == {"commit": commit, "branch": "trunk"}
-    git("checkout", "-q", "--detach")
+    git(".", "checkout", "-q", "--detach")
     assert environment.describe()["git"] == {"commit": commit, "branch": None}
     (tmp_path / "new").mkdir()
-    os.chdir(tmp_path / "new")
-    git("init", "-q", "-b", "trunk")
+    monkeypatch.chdir(tmp_path / "new")
+    git(".", "init", "-q", "-b", "trunk")
     assert environment.describe()["git"] == {"commit": None, "branch": "trunk"}
 
 
-def test_a_git_that_hangs_is_left(repository, monkeypatch, tmp_path_factory):
+def test_a_git_that_hangs_is_left(monkeypatch, tmp_path_factory):
     """A git that does not answer costs its time limit, no more, and leaves the run without these words."""
+    committed(".")
     folder = tmp_path_factory.mktemp("bin")
     (folder / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (folder / "git").chmod(0o755)
@@ -54,13 +60,8 @@ def test_outside_a_repository_the_code_names_its_own(tmp_path, monkeypatch):
     Without one, or without git, there is still a description."""
     clone = tmp_path / "clone"
     (clone / "a" / "b").mkdir(parents=True)
-    git = ["git", "-C", str(clone), "-c", "user.name=n", "-c", "user.email=e"]
-    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
-        subprocess.run([*git, *words], check=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    commit = committed(clone)
     monkeypatch.setattr(environment, "__file__", str(clone / "a" / "b" / "environment.py"))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
     assert environment.describe()["git"]["commit"] == commit
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "environment.py"))
     assert environment.describe()["git"] is None
@@ -70,14 +71,13 @@ def test_outside_a_repository_the_code_names_its_own(tmp_path, monkeypatch):
 
 def test_a_description_names_what_a_run_depends_on(tmp_path, monkeypatch):
     """Plain JSON with command, machine and package versions, and nothing out of the environment's variables."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_API_KEY", "hunter2-in-a-variable")
     monkeypatch.setattr(sys, "argv", ["train", "a b.yaml", "logger.params.key=hunter2"])
     found = environment.describe(lambda text: text.replace("hunter2", "***"))
     text = json.dumps(found)
     assert "hunter2" not in text
     assert found["command"] == "train 'a b.yaml' logger.params.key=***"
-    assert found["directory"] == str(tmp_path)
+    assert found["directory"] == str(tmp_path / "here")
     assert found["packages"]["torch"].split(".")[0].isdigit()
     assert found["cpu"]["cores"] >= found["cpu"]["usable"] >= 1
     assert found["memory_gib"] > 0
@@ -85,10 +85,8 @@ def test_a_description_names_what_a_run_depends_on(tmp_path, monkeypatch):
     assert isinstance(found["gpus"], list)
 
 
-def test_a_deleted_working_directory_is_survived(tmp_path, monkeypatch):
+def test_a_deleted_working_directory_is_survived(tmp_path):
     """Describing a process whose folder is gone raises nothing."""
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
+    (tmp_path / "here").rmdir()
     assert environment.describe()["directory"] is None
     os.chdir(tmp_path)
