@@ -95,7 +95,7 @@ class Shown(Rows):
 
 class Cut(Shown):
     def train_dataloader(self):
-        from deeplightning.data.data_errors import DataError
+        from deeplightning.faults import DataError
 
         raise DataError("labels.csv has no column `size`")
 
