@@ -40,8 +40,7 @@ def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
     beside = database.with_name(f".{database.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     storage = _storage(beside)
-    direction = "maximize" if mode == "max" else "minimize"
-    study = optuna.create_study(storage=storage, study_name=NAME, direction=direction)
+    study = optuna.create_study(storage=storage, study_name=NAME, direction="maximize" if mode == "max" else "minimize")
     for name, value in notes.items():
         study.set_user_attr(name, value)
     storage.engine.dispose()
