@@ -289,8 +289,8 @@ def test_a_run_resumes_with_the_weights_of_an_uninterrupted_one(whole, run, tmp_
 
 def test_modules_that_take_the_config_save_what_is_plain(run, tmp_path):
     """`save_hyperparameters()` beside `cfg`, in both modules: trained, tested, resumed."""
-    settings = [*OF_CONFIG["lines"], f"logger.params.tracking_uri={tmp_path}"]
-    first = run(*settings, "stages=[train,test]", "train.num_epochs=1", config="of_config.yaml")
+    settings = [*OF_CONFIG["lines"], "stages=[train,test]", f"logger.params.tracking_uri={tmp_path}"]
+    first = run(*settings, "train.num_epochs=1", config="of_config.yaml")
     checkpoint = content(first.folder)
     assert checkpoint["hyper_parameters"] == {"dropout": 0.1, "token": ""}
     assert checkpoint["datamodule_hyper_parameters"] == {"batch_size": 20, "noise": 0.1}
