@@ -129,7 +129,7 @@ class Labels(Supervised):
 
     def on_validation_epoch_end(self) -> None:
         if self.collected.update_count:
-            scores, truth = self.collected.compute()
+            scores, truth = map(torch.atleast_2d, self.collected.compute())  # torchmetrics makes one number of (1, 1)
             self.collected.reset()
             if len(scores) and not self.trainer.sanity_checking:
                 self._use(best_thresholds(scores.cpu().numpy(), truth.cpu().numpy()))
