@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deeplightning.words import is_whole, printable
+from deeplightning.words import printable
 
 MAX_HALF_CHARACTERS = 1_000  # kept at either end of a long note
 
@@ -284,53 +284,3 @@ def error_of(faults: list[Fault]) -> UserError:
     """Return an error with these faults, of the first kind present: config, machine, weights, run, user code."""
     codes = {fault.exit_code for fault in faults}
     return next(kind for code, kind in ERRORS.items() if code in codes)(faults)
-
-
-# ---- of data and tasks
-
-
-class DataError(Exception):
-    """The data on this machine are not as the config needs them: missing, cut off, not images."""
-
-    exit_code = 3
-
-    def __init__(self, message: str):
-        # A loader worker hands its whole traceback over as the message (torch._utils.ExceptionWrapper, torch 2.15).
-        if message.startswith("Caught DataError in DataLoader worker"):
-            message = message.rpartition("DataError: ")[2].strip()
-        super().__init__(message)
-
-
-class DataConfigError(ValueError):
-    """A value under `data` in the config is impossible, alone or beside another."""
-
-    exit_code = 2
-
-
-def require_whole(param: str, value: object, least: int = 1) -> None:
-    """Raise DataConfigError unless a param of the data module is a whole number of at least `least`."""
-    if not is_whole(value, least):
-        raise DataConfigError(f"data.module.params.{param} must be a whole number of at least {least}, not {value!r}.")
-
-
-class _AboutKey(ValueError):
-    """
-    Attributes:
-        key: the config key that it is about, where the message does not begin with it.
-    """
-
-    def __init__(self, message: str, key: str | None = None):
-        super().__init__(message)
-        self.key = key
-
-
-class LabelError(_AboutKey):
-    """The data's labels do not fit the network's classes. Ends the run with exit code 3."""
-
-    exit_code = 3
-
-
-class MisfitError(_AboutKey):
-    """Parts of the config that do not fit each other. Ends the run with exit code 2."""
-
-    exit_code = 2

@@ -17,9 +17,9 @@ import torch
 
 from deeplightning.array_spec import ArrayError, ArraySpec
 from deeplightning.config.part_config import PartConfig
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Divisible, InMemory, OnDemand
 from deeplightning.data.loading import ColumnData, Moments, checked_names
-from deeplightning.faults import DataConfigError, DataError
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared arrays, all sets together, up to which they are held in memory: per process, 1 GiB."""

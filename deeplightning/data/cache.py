@@ -36,8 +36,8 @@ from PIL import features
 from deeplightning import image_spec
 from deeplightning.data import cache_files
 from deeplightning.data.cache_files import Damaged, stat_of
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import in_threads
-from deeplightning.faults import DataError
 from deeplightning.image_spec import ImageError, ImageSpec
 
 RECORD = np.dtype([("stat", "<u8", 5), ("sum", "<u8")])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
-from deeplightning.faults import DataConfigError
+from deeplightning.data.data_errors import DataConfigError
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from deeplightning.config.part_config import PartConfig
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import DownloadedImages, height_width
-from deeplightning.faults import DataError
 from deeplightning.image_spec import ImageSpec
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deeplightning.faults import DataError
+from deeplightning.data.data_errors import DataError
 from deeplightning.image_spec import files_below
 
 log = logging.getLogger("deeplightning.data")

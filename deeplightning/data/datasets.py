@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from deeplightning.faults import DataError
+from deeplightning.data.data_errors import DataError
 from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
 from deeplightning.transfer import to_device
 

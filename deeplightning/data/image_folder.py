@@ -8,9 +8,9 @@ import numpy as np
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.class_folders import ClassFolders
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch, Samples, in_threads
 from deeplightning.data.images import ImageFiles
-from deeplightning.faults import DataError
 from deeplightning.image_spec import EXTENSIONS, ImageError
 
 _NAMED = 20  # files that a warning names, of those that it counts

@@ -15,10 +15,10 @@ from torch import Generator, Tensor, nn, uint8
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.cache import ImageCache
 from deeplightning.data.cache_files import cache_folder
+from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
 from deeplightning.data.loading import DataOfSets
 from deeplightning.data.remote_files import folder_of
-from deeplightning.faults import DataConfigError, DataError, require_whole
 from deeplightning.image_spec import MAX_PIXELS, ImageSpec
 from deeplightning.words import is_whole
 

@@ -14,11 +14,11 @@ import torch
 from torch import Generator
 
 from deeplightning.config.part_config import PartConfig
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import SET_NAMES, SPLITS, by_set, checked_names
 from deeplightning.data.splits import deal
-from deeplightning.faults import DataConfigError, DataError
 from deeplightning.words import did_you_mean
 
 

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
+from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, move_where_there_is_room
 from deeplightning.data.remote_files import folder_of
 from deeplightning.data.samplers import BatchIndices, go_on, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
-from deeplightning.faults import DataConfigError, DataError, require_whole
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
     "fit": ("train", "val"),

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.faults import DataError
 from deeplightning.image_spec import ImageSpec
 
 NO_CLASS = 255

@@ -13,11 +13,11 @@ import torch
 from torch import Generator, Tensor, uint8
 
 from deeplightning.config.part_config import PartConfig
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import checked_names
 from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of
-from deeplightning.faults import DataConfigError, DataError
 from deeplightning.image_spec import EXTENSIONS, files_below
 
 log = logging.getLogger(__name__)

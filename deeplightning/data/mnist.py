@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from deeplightning.config.part_config import PartConfig
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import DownloadedImages, height_width
-from deeplightning.faults import DataError
 from deeplightning.image_spec import ImageSpec
 
 MEAN, STD = 0.1307, 0.3081

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from deeplightning.batches import by_name
 from deeplightning.config.part_config import PartConfig
+from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.loading import DataOfSets
 from deeplightning.data.splits import deal
-from deeplightning.faults import DataConfigError
 
 
 class OfModule(pl.LightningDataModule):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deeplightning.address import is_address, shown
-from deeplightning.faults import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

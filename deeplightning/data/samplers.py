@@ -17,8 +17,8 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from deeplightning.config.part_config import PartConfig, Target
 from deeplightning.config.target import build
+from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.splits import stream
-from deeplightning.faults import DataConfigError
 from deeplightning.words import is_whole
 
 NOTABLE = 0.05

@@ -15,7 +15,7 @@ from deeplightning.array_spec import read_signal as read_file
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.class_folders import ClassFolders
-from deeplightning.faults import DataError, require_whole
+from deeplightning.data.data_errors import DataError, require_whole
 
 
 class SignalFolder(ArrayData):

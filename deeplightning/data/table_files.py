@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
-from deeplightning.faults import DataError
+from deeplightning.data.data_errors import DataError
 from deeplightning.table_spec import DELIMITERS, TableError, TableFormat, Words, above_header, named_columns, records
 
 HEAD = 2**20

@@ -27,8 +27,8 @@ import torch
 
 from deeplightning.data import cache_files
 from deeplightning.data.cache_files import Damaged, Unusable, stat_of
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch, Divisible
-from deeplightning.faults import DataError
 from deeplightning.table_spec import TableSpec, Words
 
 if TYPE_CHECKING:  # a loader worker needs no pyarrow

@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from deeplightning.config.part_config import PartConfig
+from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, Divisible, OnDemand
 from deeplightning.data.loading import DataOfSets, checked_names
-from deeplightning.faults import DataConfigError, DataError, require_whole
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
 
 _COLUMNS = ("sentence", "label", "index")

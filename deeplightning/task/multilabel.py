@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.faults import LabelError, MisfitError
 from deeplightning.task.metrics import Collected
 from deeplightning.task.networks import Probabilities, check_number, refusal
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.rows import RowTask
 from deeplightning.task.supervised import Batch, Supervised
+from deeplightning.task.task_errors import LabelError, MisfitError
 
 
 class MeanAveragePrecision(Collected):

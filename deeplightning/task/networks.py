@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deeplightning.config.target import build
-from deeplightning.faults import MisfitError
+from deeplightning.task.task_errors import MisfitError
 from deeplightning.words import did_you_mean, first_line, lacks_memory
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deeplightning.config.target import build
-from deeplightning.faults import MisfitError
+from deeplightning.task.task_errors import MisfitError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

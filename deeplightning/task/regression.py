@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.faults import MisfitError
 from deeplightning.task.metrics import Collected
 from deeplightning.task.networks import refusal
 from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
+from deeplightning.task.task_errors import MisfitError
 
 
 class MeanSquaredError(Metric):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from deeplightning.batches import by_name, structure
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
-from deeplightning.faults import LabelError, MisfitError
 from deeplightning.kinds import has_spec
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 from deeplightning.task.denominators import (
@@ -29,6 +28,7 @@ from deeplightning.task.denominators import (
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import Picked, build_loss, judging, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
+from deeplightning.task.task_errors import LabelError, MisfitError
 from deeplightning.transfer import Points
 
 if TYPE_CHECKING:

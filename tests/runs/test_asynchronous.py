@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deeplightning import transfer
 from deeplightning.callbacks import random_state, steps
 from deeplightning.data.images import ImageData
-from deeplightning.faults import LabelError, RunError
+from deeplightning.faults import RunError
+from deeplightning.task.task_errors import LabelError
 
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal"}
 AUGMENT = (

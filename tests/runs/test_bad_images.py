@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from deeplightning.checks.examine import load_config
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.image_folder import ImageFolder
-from deeplightning.faults import DataError
 from deeplightning.run.assemble import init_module
 
 BAD = ["cat/05.png", "dog/02.png", "dog/11.png"]

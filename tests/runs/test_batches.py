@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from deeplightning.array_spec import ArraySpec
 from deeplightning.data.of_datasets import OfDatasets
-from deeplightning.faults import LabelError, MisfitError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.make_bundle import is_servable
+from deeplightning.task.task_errors import LabelError, MisfitError
 
 SAMPLES = 24
 MSE = "{type: torch.nn.MSELoss}"

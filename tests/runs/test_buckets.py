@@ -16,13 +16,13 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from deeplightning.config.schema import Target
+from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.samplers import (
     BucketedDistributedSampler,
     SampledBatches,
     sort_values,
     train_sampler,
 )
-from deeplightning.faults import DataConfigError
 
 SAMPLER = "deeplightning.data.samplers.BucketedDistributedSampler"
 BUCKETED = f"data.sampler={{type: {SAMPLER}, params: {{buckets: 2, sort_key: labels, min_samples_per_bucket: 60}}}}"

@@ -28,12 +28,12 @@ from deeplightning.checks.examine import load_config
 from deeplightning.data import images as images_module
 from deeplightning.data.augment import RandomCrop, RandomHorizontalFlip
 from deeplightning.data.cifar import CIFAR10
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.digits import Digits
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.data.images import ImageData
 from deeplightning.data.mnist import MNIST
 from deeplightning.data.splits import deal
-from deeplightning.faults import DataConfigError, DataError
 from deeplightning.image_spec import ImageSpec
 
 ROOT = Path(__file__).parents[2]

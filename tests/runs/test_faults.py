@@ -95,7 +95,7 @@ class Shown(Rows):
 
 class Cut(Shown):
     def train_dataloader(self):
-        from deeplightning.faults import DataError
+        from deeplightning.data.data_errors import DataError
 
         raise DataError("labels.csv has no column `size`")
 

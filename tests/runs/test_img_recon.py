@@ -18,11 +18,11 @@ from PIL import Image
 from served import COLOURS, Server
 
 from deeplightning.checks.examine import load_config
-from deeplightning.faults import MisfitError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
+from deeplightning.task.task_errors import MisfitError
 
 DiscreteVAE = module_of("vqvae/discrete_vae.py").DiscreteVAE
 reconstruction_task = module_of("vqvae/reconstruction_task.py")

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import deeplightning as dl
-from deeplightning.faults import MisfitError
 from deeplightning.task.networks import Picked, names_in
+from deeplightning.task.task_errors import MisfitError
 from serve.bundle import Bundle
 
 NETWORKS = '''

@@ -16,8 +16,8 @@ from torch import nn
 
 import deeplightning as dl
 from deeplightning.checks.examine import load_config
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.masked import resized
-from deeplightning.faults import DataConfigError, DataError
 from deeplightning.figures.class_plots import OPACITY, overlay
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import CLASS_COLOURS, KINDS, MAX_COMPARED_NUMBERS

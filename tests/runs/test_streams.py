@@ -8,8 +8,9 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from deeplightning.faults import ConfigError, MisfitError, SetupError
+from deeplightning.faults import ConfigError, SetupError
 from deeplightning.image_spec import ImageSpec
+from deeplightning.task.task_errors import MisfitError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 

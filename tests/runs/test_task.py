@@ -9,11 +9,12 @@ from torch import nn
 
 from deeplightning.checks.examine import load_config
 from deeplightning.engine.sharded import parameters_on_meta
-from deeplightning.faults import MisfitError, UserError
+from deeplightning.faults import UserError
 from deeplightning.run.assemble import init_module
 from deeplightning.task.img_classif import SHOWN, ImageClassification
 from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
 from deeplightning.task.optimize import freeze
+from deeplightning.task.task_errors import MisfitError
 
 # ---- metrics
 

@@ -21,10 +21,10 @@ from deeplightning.data import cache as cache_module
 from deeplightning.data import cache_files, datasets
 from deeplightning.data.cache import ImageCache
 from deeplightning.data.cache_files import cache_folder
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand, Samples
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.data.images import ImageData
-from deeplightning.faults import DataConfigError, DataError
 from deeplightning.image_spec import ImageSpec
 
 COUNT = 36  # images in `root`

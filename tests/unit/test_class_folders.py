@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from modules import data_config
 
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.signal_folder import SignalFolder
-from deeplightning.faults import DataError
 
 
 def make(root, *names):

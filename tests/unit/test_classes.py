@@ -9,8 +9,8 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch.utils.data import DataLoader, IterableDataset
 
+from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.samplers import PADDING, BalancedBatches, train_sampler
-from deeplightning.faults import DataConfigError
 from deeplightning.run.class_weights import class_counts, class_weights, label_counts, positive_weights
 
 LABELS = np.array([5] * 90 + [2] * 9 + [0] * 2)  # three classes, of which numbers are left out

@@ -11,8 +11,8 @@ import pytest
 
 from deeplightning.checks.examine import examine
 from deeplightning.data import remote_files
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.remote_files import folder_of
-from deeplightning.faults import DataConfigError, DataError
 
 TINY = Path(__file__).parents[2] / "configs" / "digits_ddp.yaml"
 ROOT = "memory://bucket/my data"

@@ -15,10 +15,10 @@ from modules import data_config
 from pyarrow import parquet
 
 from deeplightning.data import table, table_rows
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import OnDemand
 from deeplightning.data.loading import Moments
 from deeplightning.data.table import TableData
-from deeplightning.faults import DataConfigError, DataError
 
 ROWS = 24_000  # of `place`: 1.5 MB, which pyarrow reads in two parts
 HEADER = ["age", "weight", "city", "new", "customer", "part", "day", "price", "kind"]

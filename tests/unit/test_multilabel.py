@@ -10,8 +10,8 @@ from modules import data_config
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score
 
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.labelled_images import LabelledImages
-from deeplightning.faults import DataConfigError, DataError
 from deeplightning.task.multilabel import F1, MeanAveragePrecision, best_thresholds
 from serve.answers import encoder
 

@@ -13,8 +13,9 @@ from deeplightning.config import addresses as configs
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.data import remote_files
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.remote_files import folder_of
-from deeplightning.faults import ConfigError, DataError, SetupError
+from deeplightning.faults import ConfigError, SetupError
 
 pytest.importorskip("s3fs", reason="an S3 needs s3fs: pip install s3fs 'moto[server]'")
 moto = pytest.importorskip("moto.server", reason="an S3 on this machine needs moto: pip install 'moto[server]'")

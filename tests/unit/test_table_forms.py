@@ -22,8 +22,9 @@ from deeplightning.cli.guess_columns import TARGETS
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.table import TableData
-from deeplightning.faults import ConfigError, DataConfigError, DataError, SetupError
+from deeplightning.faults import ConfigError, SetupError
 from serve.limits import Limits
 from serve.uploads import rows_from_csv
 

@@ -10,8 +10,8 @@ import torch
 from modules import on_rank
 
 from deeplightning.config.schema import Target
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.text import TextData, read_tsv
-from deeplightning.faults import DataConfigError, DataError
 from deeplightning.text_spec import SPECIAL, TextError, TextSpec, from_lines, vocabulary, words_of
 
 FILMS = [("a fine film", 1), ("dull", 0), ("a dull , bleak film", 0), ("fine , fresh and funny", 1)]

@@ -14,8 +14,8 @@ from deeplightning_plan.torch_private import fake_tensors
 from torch import nn
 
 from deeplightning.checks.examine import load_config
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.text import TextData
-from deeplightning.faults import DataError
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[3]

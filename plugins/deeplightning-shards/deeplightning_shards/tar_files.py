@@ -29,8 +29,8 @@ import numpy as np
 
 from deeplightning.address import shown
 from deeplightning.data.cache_files import limit_in_bytes, refuse_foreign, stat_of
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.remote_files import files_at
-from deeplightning.faults import DataError
 from deeplightning.image_spec import EXTENSIONS, ImageError, ImageSpec
 from deeplightning.runfolder import write_whole
 

@@ -14,7 +14,7 @@ from conftest import digest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from deeplightning.faults import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 
 module = pytest.importorskip("deeplightning_shards.tar_files")
 parts = pytest.importorskip("deeplightning_shards.data")
