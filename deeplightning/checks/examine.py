@@ -74,7 +74,7 @@ def load_config(path: str | Path | Given, overrides: list[str] | None = None, *,
     """Return the config of a file, a dict or an OmegaConf object with its overrides, checked and settled: what runs is
     what it says.
 
-    The environment of the process stays as it is: `deeplightning.launch.set_environment` changes it when a run begins.
+    The environment of the process stays as it is: `launch.apply_environment` changes it when a run begins.
 
     Args:
         beside: let names come from the config's folder too; not from a run folder, which holds no code to be imported.

@@ -93,8 +93,7 @@ def train(
         run_grid(located(config), overrides, lambda words: train_here([*words, *shows]), jobs or 1)
         return
     from deeplightning.config.tree import dump
-    from deeplightning.launch import Job, launcher_of
-    from deeplightning.launch.set_environment import apply_environment
+    from deeplightning.launch import Job, apply_environment, launcher_of
 
     streams.outlive_reader()
     cfg = load(config, overrides)

@@ -8,6 +8,7 @@ launchers by entry points of `deeplightning.launchers`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -17,9 +18,12 @@ from typing import TYPE_CHECKING
 from deeplightning.config import plugins
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
+from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import address_of, by_hand, is_elsewhere, local_size
 from deeplightning.launch.job import Job, Launcher, ProcessHooks, Start, TrialJobs
-from deeplightning.process.identity import identity
+from deeplightning.own_code import ROOTS, add_import_roots, original_roots
+from deeplightning.private.python import import_in_spawned
+from deeplightning.process.identity import hand_on, identity
 
 if TYPE_CHECKING:
     from deeplightning.launch.local import Local
@@ -98,3 +102,24 @@ def _plan_here(job: Job) -> list[Start]:
     variables = {"LOCAL_RANK": "*", "WORLD_SIZE": str(local * nodes)}
     variables |= by_hand(job.cfg.engine) if nodes > 1 else {}
     return [Start(job.command, local, where, variables)]
+
+
+def apply_environment(cfg: Config) -> None:
+    """Set the environment that a resolved config requests, for this process and those that it starts.
+
+    These are the variables of `engine.env`, those that replace secrets written in clear, the address of rank 0, the
+    visible GPUs, the drawn seed, and the folders of the user's own code, which also stay for later configs, such as
+    that of the run's export. A second call changes nothing.
+
+    Raises:
+        SetupError: GPUs are chosen by id, and CUDA was initialised with others.
+    """
+    os.environ |= cfg.engine.env
+    if cfg.secrets:
+        os.environ |= cfg.secrets.variables()
+    os.environ |= address_of(cfg.engine)
+    show_gpus(cfg.engine)
+    hand_on("seed", cfg.seed)
+    add_import_roots(*map(Path, cfg.roots or ()))
+    os.environ[ROOTS] = json.dumps(original_roots())
+    import_in_spawned(add_import_roots)  # a loader's spawned workers need the same import roots

@@ -18,7 +18,7 @@ from deeplightning.checks.examine import OWN_LOADERS
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
-from deeplightning.launch.set_environment import apply_environment
+from deeplightning.launch import apply_environment
 from deeplightning.process import garbage
 from deeplightning.run.resolve_auto import fill, refuse_unfilled
 

@@ -22,7 +22,7 @@ from deeplightning.config.tree import line
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import CheckpointError, ConfigError, Fault, UserError
 from deeplightning.kinds import is_plain
-from deeplightning.launch.set_environment import apply_environment
+from deeplightning.launch import apply_environment
 from deeplightning.private.messages import Sentence, says
 from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank

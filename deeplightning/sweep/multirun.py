@@ -30,8 +30,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import is_file, read
 from deeplightning.config.tree import as_written, dump, line, scalar
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
-from deeplightning.launch import Job, array_of
-from deeplightning.launch.set_environment import apply_environment
+from deeplightning.launch import Job, apply_environment, array_of
 from deeplightning.process.identity import DECIDED, refuse_several
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.past import PastRun

@@ -24,7 +24,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.launch.set_environment import apply_environment
+from deeplightning.launch import apply_environment
 from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import in_columns, number, say
 from deeplightning.reproduce.past import PastRun, by_stage

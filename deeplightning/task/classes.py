@@ -11,9 +11,8 @@ from torch import Tensor, bincount, nn
 from deeplightning import transfer
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Accuracy
-from deeplightning.task.networks import Probabilities, check_number, refusal
+from deeplightning.task.networks import LabelError, Probabilities, check_number, refusal
 from deeplightning.task.supervised import Batch, Supervised
-from deeplightning.task.task_errors import LabelError
 
 
 class Classification(Supervised):

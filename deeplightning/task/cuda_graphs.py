@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torchmetrics import Metric
 
-from deeplightning.task.task_errors import MisfitError
+from deeplightning.task.networks import MisfitError
 from deeplightning.words import first_line
 
 log = logging.getLogger("deeplightning")

@@ -13,11 +13,10 @@ from torchmetrics.functional.classification import multilabel_average_precision,
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Collected
-from deeplightning.task.networks import Probabilities, check_number, refusal
+from deeplightning.task.networks import LabelError, MisfitError, Probabilities, check_number, refusal
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.rows import RowTask
 from deeplightning.task.supervised import Batch, Supervised
-from deeplightning.task.task_errors import LabelError, MisfitError
 
 
 class MeanAveragePrecision(Collected):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deeplightning.config.target import build
-from deeplightning.task.task_errors import MisfitError
+from deeplightning.task.networks import MisfitError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

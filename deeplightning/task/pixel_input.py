@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.image_spec import MODES, ImageSpec
-from deeplightning.task.networks import try_network
+from deeplightning.task.networks import MisfitError, try_network
 from deeplightning.task.supervised import Supervised
-from deeplightning.task.task_errors import MisfitError
 
 
 class Normalise(nn.Module):

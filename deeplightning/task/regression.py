@@ -12,10 +12,9 @@ from torchmetrics import Metric
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Collected
-from deeplightning.task.networks import refusal
+from deeplightning.task.networks import MisfitError, refusal
 from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
-from deeplightning.task.task_errors import MisfitError
 
 
 class MeanSquaredError(Metric):

@@ -13,9 +13,8 @@ from deeplightning.array_spec import ArraySpec
 from deeplightning.config.part_config import PartConfig
 from deeplightning.kinds import row_spec
 from deeplightning.table_spec import TableSpec
-from deeplightning.task.networks import try_network
+from deeplightning.task.networks import MisfitError, try_network
 from deeplightning.task.supervised import Supervised
-from deeplightning.task.task_errors import MisfitError
 
 
 class RowTask(Supervised):

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.task.networks import Probabilities, check_number, refusal
+from deeplightning.task.networks import LabelError, MisfitError, Probabilities, check_number, refusal
 from deeplightning.task.pixel_input import ImageTask, keep_best
 from deeplightning.task.supervised import Batch
-from deeplightning.task.task_errors import LabelError, MisfitError
 
 log = logging.getLogger("deeplightning")
 

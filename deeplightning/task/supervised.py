@@ -26,9 +26,8 @@ from deeplightning.task.denominators import (
     mean,
 )
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import Picked, build_loss, judging, on_cpu
+from deeplightning.task.networks import LabelError, MisfitError, Picked, build_loss, judging, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
-from deeplightning.task.task_errors import LabelError, MisfitError
 from deeplightning.transfer import Points
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.classes import Classification
-from deeplightning.task.networks import try_network
+from deeplightning.task.networks import MisfitError, try_network
 from deeplightning.task.supervised import Batch
-from deeplightning.task.task_errors import MisfitError
 from deeplightning.text_spec import TextSpec
 
 

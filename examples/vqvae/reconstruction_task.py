@@ -11,10 +11,9 @@ from torchmetrics.regression import MeanSquaredError
 from torchvision.utils import make_grid
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.task.networks import judging, refusal
+from deeplightning.task.networks import MisfitError, judging, refusal
 from deeplightning.task.pixel_input import ImageTask, Normalise
 from deeplightning.task.supervised import Batch
-from deeplightning.task.task_errors import MisfitError
 
 SHOWN = 16
 """Pictures on a sheet."""

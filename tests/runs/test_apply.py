@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deeplightning import init_module, load_config, own_code
-from deeplightning.launch.set_environment import apply_environment
+from deeplightning.launch import apply_environment
 from deeplightning.process.identity import DECIDED
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"

@@ -15,7 +15,7 @@ from deeplightning import transfer
 from deeplightning.callbacks import random_state, steps
 from deeplightning.data.images import ImageData
 from deeplightning.faults import RunError
-from deeplightning.task.task_errors import LabelError
+from deeplightning.task.networks import LabelError
 
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal"}
 AUGMENT = (

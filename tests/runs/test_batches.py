@@ -13,7 +13,7 @@ from deeplightning.array_spec import ArraySpec
 from deeplightning.data.of_datasets import OfDatasets
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.make_bundle import is_servable
-from deeplightning.task.task_errors import LabelError, MisfitError
+from deeplightning.task.networks import LabelError, MisfitError
 
 SAMPLES = 24
 MSE = "{type: torch.nn.MSELoss}"

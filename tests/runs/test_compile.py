@@ -27,7 +27,7 @@ from deeplightning.engine import compute
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.task.compiled import Compiled
 from deeplightning.task.cuda_graphs import State, _Replay, watched
-from deeplightning.task.task_errors import LabelError, MisfitError
+from deeplightning.task.networks import LabelError, MisfitError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; then 16 and 150 samples are judged

@@ -22,7 +22,7 @@ from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
-from deeplightning.task.task_errors import MisfitError
+from deeplightning.task.networks import MisfitError
 
 DiscreteVAE = module_of("vqvae/discrete_vae.py").DiscreteVAE
 reconstruction_task = module_of("vqvae/reconstruction_task.py")

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import deeplightning as dl
-from deeplightning.task.networks import Picked, names_in
-from deeplightning.task.task_errors import MisfitError
+from deeplightning.task.networks import MisfitError, Picked, names_in
 from serve.bundle import Bundle
 
 NETWORKS = '''

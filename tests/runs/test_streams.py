@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.image_spec import ImageSpec
-from deeplightning.task.task_errors import MisfitError
+from deeplightning.task.networks import MisfitError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 

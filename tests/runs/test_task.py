@@ -13,8 +13,8 @@ from deeplightning.faults import UserError
 from deeplightning.run.assemble import init_module
 from deeplightning.task.img_classif import SHOWN, ImageClassification
 from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
+from deeplightning.task.networks import MisfitError
 from deeplightning.task.optimize import freeze
-from deeplightning.task.task_errors import MisfitError
 
 # ---- metrics
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deeplightning.config.schema import Optimizer
+from deeplightning.task.networks import MisfitError
 from deeplightning.task.optimize import optimizers
-from deeplightning.task.task_errors import MisfitError
 
 # torch 2.8 makes tensors of a fake GPU only where a real one is.
 pytestmark = pytest.mark.skipif(

@@ -22,9 +22,9 @@ from mlflow.tracking import MlflowClient
 
 from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.faults import SetupError
+from deeplightning.process.die_with_parent import end_with
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
-from deeplightning.sweep.worker import end_with
 from deeplightning.tracking.code import read_code
 
 PASSWORD = "correct-horse-battery"  # comes from the environment

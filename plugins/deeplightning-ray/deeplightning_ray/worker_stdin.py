@@ -22,7 +22,6 @@ from deeplightning.own_code import add_import_roots
 from deeplightning.private.lazy_imports import import_lazily
 from deeplightning.process.die_with_parent import end_with
 from deeplightning.process.ranks import AGENT
-from deeplightning.sweep.worker import end_with
 
 _STDIN = 0
 

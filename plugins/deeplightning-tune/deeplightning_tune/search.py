@@ -25,8 +25,7 @@ from deeplightning.config.source import read
 from deeplightning.config.target import import_again
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
-from deeplightning.launch import Job, array_of
-from deeplightning.launch.set_environment import apply_environment
+from deeplightning.launch import Job, apply_environment, array_of
 from deeplightning.process.identity import DECIDED, refuse_several
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
