@@ -370,8 +370,8 @@ class Record(Callback):
         _log_pending(pl_module)
         checkpoint["config"] = self.cfg.public()
         save_plain_values(trainer, checkpoint, self.cfg.redact)
-        run = {name: getattr(trainer.logger, f"run_{name}", None) for name in ("id", "name")}
-        checkpoint["run"] = {"folder": str(self.folder.path), **run}
+        run_id, name = (getattr(trainer.logger, key, None) for key in ("run_id", "run_name"))
+        checkpoint["run"] = {"folder": str(self.folder.path), "id": run_id, "name": name}
         # A run that ends now logs these never again.
         checkpoint["points"] = _due(trainer)
         getattr(trainer.logger, "sync", lambda: None)()  # the points before must last as long as the checkpoint

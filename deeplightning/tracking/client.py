@@ -65,8 +65,8 @@ class Client:
     def run(self, run_id: str) -> Run | None:
         """Return a run, even a deleted one; None if it does not exist."""
         with _ignoring(*_ABSENT):
-            run = _run(self._client.get_run(run_id))
-            return run._replace(experiment=self._client.get_experiment(run.experiment_id).name)
+            run = self._client.get_run(run_id)
+            return _run(run, self._client.get_experiment(run.info.experiment_id).name)
         return None
 
     def listing(self) -> list[Listed]:
@@ -183,7 +183,7 @@ def _ignoring(*codes: str) -> Iterator[None]:
             raise
 
 
-def _run(run: Any) -> Run:
+def _run(run: Any, experiment: str = "") -> Run:
     info, data = run.info, run.data
     first = (info.run_id, info.experiment_id, info.status, info.start_time, info.artifact_uri)
-    return Run(*first, info.lifecycle_stage == "active", dict(data.params), dict(data.tags))
+    return Run(*first, info.lifecycle_stage == "active", dict(data.params), dict(data.tags), experiment)

@@ -79,6 +79,7 @@ class MLflowLogger(Logger):
         self._run_id = run_id
         self._system_metrics = system_metrics
         self._experiment_id: str | None = None
+        self._name: str | None = None  # as the store has it
         self._artifact_folder: Path | None = None
         self._last_step = 0
         self._names: dict[str, str] = {}  # of metrics, as they are logged and as they are tracked
@@ -119,6 +120,12 @@ class MLflowLogger(Logger):
         """The run's id; opens the run. None on other ranks than 0, unless it was given."""
         self._open()
         return self._run_id
+
+    @property
+    def run_name(self) -> str | None:
+        """The run's name as the store has it; opens the run. None on other ranks than 0."""
+        self._open()
+        return self._name
 
     @property
     def version(self) -> str | None:
@@ -451,6 +458,7 @@ class MLflowLogger(Logger):
                 make_private(folder, root if root is not None and root in folder.parents else folder.parent)
         self._store = store
         self._run_id, self._experiment_id = run.id, run.experiment_id
+        self._name = self._run_name or run.tags.get(RUN_NAME)
         self._artifact_folder = folder
         self._params = dict(run.params)
         metrics = RunFolder(self._top()).metrics
