@@ -225,7 +225,7 @@ class Checkpoints(LightningCheckpoint):
             raise ConfigError(Fault(message, "train.checkpoint.monitor"))
         if self.off:
             return
-        value = float(trainer.callback_metrics[name])
+        value = float(trainer.strategy.broadcast(float(trainer.callback_metrics[name])))  # rank 0's: all save or none
         if not math.isfinite(value):
             log.warning("%s is %s after epoch %d: not kept as best", name, value, trainer.current_epoch + 1)
             return

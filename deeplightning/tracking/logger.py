@@ -343,7 +343,7 @@ class MLflowLogger(Logger):
 
     @contextlib.contextmanager
     def _writing(self, target: Path) -> Iterator[Path]:
-        """Yield where to write a file first. If the disk is full, the run loses it, and the log says so."""
+        """Yield the path at which a file is written first. If the disk is full, the file is left out with a warning."""
         try:
             with permissions_of(self._top()):
                 target.parent.mkdir(parents=True, exist_ok=True)

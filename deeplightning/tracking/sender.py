@@ -87,7 +87,7 @@ class Sender:
             self._plan()
 
     def _plan(self) -> None:
-        """Plan an attempt to send, unless there is one; it takes what comes until then, too."""
+        """Plan an attempt to send, unless one is planned. It also sends what is logged before it begins."""
         if self._due == math.inf:  # wakes the thread, which then sleeps until it is time
             soon = time.monotonic() + FLUSH_SECONDS if self._is_ready else self._quiet_until
             self._due = 0.0 if self._stopping else soon

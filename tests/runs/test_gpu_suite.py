@@ -52,7 +52,7 @@ def test_without_a_gpu_one_line_says_so_and_the_cpu_part_runs():
 
 @pytest.mark.slow
 def test_the_exit_code_of_the_suite_is_that_of_its_tests():
-    """It is pytest's own exit code; 5 means that no test has the name. At the time limit there is none."""
+    """It is pytest's own exit code; 5 means that no test has the name. A suite that reaches its time limit has none."""
     assert gpu.run_tests(["-k", "there_is_no_such_test"]) == 5
     assert gpu.run_tests(["--collect-only"], limit=0.01) is None
 

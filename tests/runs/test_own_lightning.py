@@ -99,9 +99,14 @@ class DataOfConfig(Points):
         self.save_hyperparameters()
 """
 
-CONFIG = """\
+HEAD = """\
 seed: 7
-stages: [train, test]
+stages: [train]
+train: {num_epochs: 3, export: false, checkpoint: {monitor: val_loss}}
+logger: {pictures: null, params: {tracking_uri: STORE, system_metrics: false}}
+"""
+
+PARTS = """\
 data: {module: {type: own_line.Points, params: {batch_size: 16}}}
 model:
   module:
@@ -112,8 +117,6 @@ model:
       optimizer: {type: torch.optim.SGD, params: {lr: 0.1, momentum: 0.5}}
       dropout: 0.2
       token: ${oc.env:OWN_TOKEN}
-train: {num_epochs: 3, export: false, checkpoint: {monitor: val_loss}}
-logger: {pictures: null, params: {tracking_uri: STORE, system_metrics: false}}
 """
 
 TOKEN = "horse-battery-staple-17"
@@ -160,13 +163,7 @@ OF_CONFIG = {  # data module and task that take the config
         "outputs: 1}}}",
     ),
 }
-HEAD = """\
-seed: 7
-stages: [train]
-train: {num_epochs: 3, export: false, checkpoint: {monitor: val_loss}}
-logger: {pictures: null, params: {tracking_uri: STORE, system_metrics: false}}
-"""
-REFERENCE_OF_CONFIG = """\
+PLAIN = """\
 import json
 import sys
 import pytorch_lightning as pl
@@ -175,35 +172,17 @@ from deeplightning import load_config
 from deeplightning.config.target import find
 
 torch.set_num_threads(1)
+spread = {"strategy": "ddp", "devices": 2} if len(sys.argv) > 3 else {}
 found = {}
 for name, overrides in json.loads(sys.argv[2]).items():
     cfg = load_config("of_config.yaml", overrides)
     pl.seed_everything(7)
     task, data = (find(module.type)(cfg, **module.params) for module in (cfg.model.module, cfg.data.module))
     trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
-                         enable_checkpointing=False, enable_model_summary=False)
+                         enable_checkpointing=False, enable_model_summary=False, **spread)
     trainer.fit(task, data)
     found[name] = task.state_dict()
 torch.save(found, sys.argv[1])
-"""
-
-REFERENCE = """\
-import sys
-from functools import partial
-import pytorch_lightning as pl
-import torch
-from own_line import Line, Points
-from torch import nn
-
-pl.seed_everything(7)
-torch.set_num_threads(1)
-model = Line(nn.Linear(2, 1), [nn.MSELoss(), nn.HuberLoss(delta=0.5)],
-             partial(torch.optim.SGD, lr=0.1, momentum=0.5), dropout=0.2)
-data = Points(16)
-trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
-                     enable_checkpointing=False, enable_model_summary=False)
-trainer.fit(model, data)
-torch.save({"state_dict": model.state_dict(), "val_loss": float(trainer.callback_metrics["val_loss"])}, sys.argv[1])
 """
 
 
@@ -211,11 +190,11 @@ torch.save({"state_dict": model.state_dict(), "val_loss": float(trainer.callback
 def project(tmp_path_factory):
     """A folder with a user's modules and a config for them."""
     place = tmp_path_factory.mktemp("own-lightning")
+    head = HEAD.replace("STORE", str(place / "mlruns"))
     (place / "own_line.py").write_text(OWN + CONFIGURED)
-    of_two = REFERENCE.replace("max_epochs", 'strategy="ddp", devices=2, max_epochs')
-    (place / "reference_of_two.py").write_text(of_two)
-    (place / "of_config.yaml").write_text(HEAD.replace("STORE", str(place / "mlruns")))
-    (place / "config.yaml").write_text(CONFIG.replace("STORE", str(place / "mlruns")))
+    (place / "plain.py").write_text(PLAIN)
+    (place / "of_config.yaml").write_text(head)
+    (place / "config.yaml").write_text(head.replace("[train]", "[train, test]") + PARTS)
     return place
 
 
@@ -242,15 +221,11 @@ def content(folder: Path, name: str = "last.ckpt"):
     return torch.load(folder / name, weights_only=True)
 
 
-def test_a_run_ends_with_the_weights_and_metrics_of_plain_lightning(whole, project, tmp_path):
-    """Bit for bit, with the same seed: dropout, shuffled batches, a split that is drawn, and an optimizer as a
-    callable."""
-    (project / "reference.py").write_text(REFERENCE)
-    subprocess.run([sys.executable, "reference.py", tmp_path / "plain.pt"], cwd=project, check=True, timeout=300)
-    plain, ours = content(tmp_path, "plain.pt"), content(whole.folder)
-    assert plain["state_dict"].keys() == ours["state_dict"].keys()
-    assert all(torch.equal(plain["state_dict"][name], tensor) for name, tensor in ours["state_dict"].items())
-    assert f"val_loss {plain['val_loss']:.4f}" in whole.out
+def assert_equal(run, plain):
+    """The weights of a run are those of plain Lightning, bit for bit."""
+    ours = content(run.folder)["state_dict"]
+    assert plain.keys() == ours.keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in ours.items())
 
 
 def test_what_the_log_says_of_the_run_is_what_the_loaders_give(whole):
@@ -262,19 +237,19 @@ def test_what_the_log_says_of_the_run_is_what_the_loaders_give(whole):
 
 @pytest.mark.slow
 def test_two_processes_end_with_the_weights_of_plain_lightning(run, project, tmp_path):
-    """Each process draws as under `torchrun` and `Trainer(strategy="ddp", devices=2)`, also in a run that
-    resumes inside an epoch: its checkpoint holds the generators of both."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "reference_of_two.py"]
-    subprocess.run([*words, tmp_path / "plain.pt"], cwd=project, check=True, timeout=300)
-    plain = content(tmp_path, "plain.pt")["state_dict"]
-    settings = ["engine.processes=2", "stages=[train]", f"logger.params.tracking_uri={tmp_path}"]
-    whole = run(*settings, ranks=2)
-    run(*settings, "train.max_steps=3", ranks=2)
-    resumed = run(*settings, "train.resume_ckpt=auto", ranks=2)
-    assert "(step 3, " in resumed.out
-    for outcome in (whole, resumed):
-        ours = content(outcome.folder)["state_dict"]
-        assert all(torch.equal(plain[name], tensor) for name, tensor in ours.items())
+    """Each process draws as under `torchrun` and `Trainer(strategy="ddp", devices=2)`, also in a run that resumes after
+    an epoch: its checkpoint holds the generators of both. Each has another val_loss, and both save by that of rank 0."""
+    lines = [*OF_CONFIG["lines"], "data.batch_size=16"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "plain.py"]
+    words += [tmp_path / "plain.pt", json.dumps({"lines": lines}), "two"]
+    subprocess.run(words, cwd=project, check=True, timeout=300)
+    plain = content(tmp_path, "plain.pt")["lines"]
+    settings = [*lines, "engine.processes=2", f"logger.params.tracking_uri={tmp_path}"]
+    assert_equal(run(*settings, config="of_config.yaml", ranks=2), plain)
+    run(*settings, "train.max_steps=3", config="of_config.yaml", ranks=2)
+    resumed = run(*settings, "train.resume_ckpt=auto", config="of_config.yaml", ranks=2)
+    assert "(step 3, epoch 1)" in resumed.out
+    assert_equal(resumed, plain)
 
 
 def test_a_logger_with_the_methods_that_lightning_asks_for_gets_the_metrics(run, project):
@@ -315,17 +290,12 @@ def test_a_run_resumes_with_the_weights_of_an_uninterrupted_one(whole, run, tmp_
 
 def test_modules_that_take_the_config_save_what_is_plain(run, tmp_path):
     """`save_hyperparameters()` beside `cfg`, in both modules: trained, tested, resumed."""
-    settings = [
-        f"logger.params.tracking_uri={tmp_path}",
-        "data={module: {type: own_line.DataOfConfig}, batch_size: 20}",
-        "model={module: {type: own_line.OfConfig, params: {dropout: 0.1}}, optimizer: null, loss: {type: "
-        "torch.nn.MSELoss}, network: {type: torch.nn.Linear, params: {in_features: 2, out_features: 1}}}",
-    ]
-    first = run(*settings, "train.num_epochs=1")
+    settings = [*OF_CONFIG["lines"], "stages=[train,test]", f"logger.params.tracking_uri={tmp_path}"]
+    first = run(*settings, "train.num_epochs=1", config="of_config.yaml")
     checkpoint = content(first.folder)
     assert checkpoint["hyper_parameters"] == {"dropout": 0.1, "token": ""}
     assert checkpoint["datamodule_hyper_parameters"] == {"batch_size": 20, "noise": 0.1}
-    resumed = run(*settings, "train.num_epochs=2", "train.resume_ckpt=auto")
+    resumed = run(*settings, "train.num_epochs=2", "train.resume_ckpt=auto", config="of_config.yaml")
     assert "(step 4, epoch 1)" in resumed.out
     assert resumed.folder == first.folder
 
@@ -334,18 +304,16 @@ def test_modules_that_take_the_config_save_what_is_plain(run, tmp_path):
 def plain_weights(project, tmp_path_factory):
     """The weights of plain Lightning, by the name of `OF_CONFIG`."""
     folder = tmp_path_factory.mktemp("plain")
-    words = [sys.executable, "-c", REFERENCE_OF_CONFIG, str(folder / "plain.pt"), json.dumps(OF_CONFIG)]
+    words = [sys.executable, "plain.py", folder / "plain.pt", json.dumps(OF_CONFIG)]
     subprocess.run(words, cwd=project, check=True, timeout=300)
     return content(folder, "plain.pt")
 
 
-@pytest.mark.parametrize("name", ["pictures", *(pytest.param(n, marks=pytest.mark.slow) for n in [*OF_CONFIG][1:])])
+@pytest.mark.parametrize("name", OF_CONFIG)
 def test_modules_that_take_the_config_train_to_the_weights_of_plain_lightning(run, plain_weights, name):
     """A module of the user's with a data module of the user's or ours, and a task of ours with a data module of the
-    user's: bit for bit, with dropout and shuffled batches."""
-    ours = content(run(*OF_CONFIG[name], config="of_config.yaml").folder)["state_dict"]
-    assert plain_weights[name].keys() == ours.keys()
-    assert all(torch.equal(plain_weights[name][key], tensor) for key, tensor in ours.items())
+    user's: bit for bit, with dropout, shuffled batches and a split that is drawn."""
+    assert_equal(run(*OF_CONFIG[name], config="of_config.yaml"), plain_weights[name])
 
 
 def test_a_module_with_our_data_resumes_inside_an_epoch(run, plain_weights, tmp_path):
@@ -354,8 +322,7 @@ def test_a_module_with_our_data_resumes_inside_an_epoch(run, plain_weights, tmp_
     run(*settings, "train.max_steps=13", config="of_config.yaml")
     resumed = run(*settings, "train.resume_ckpt=auto", config="of_config.yaml")
     assert "(step 13, " in resumed.out
-    ours = content(resumed.folder)["state_dict"]
-    assert all(torch.equal(plain_weights["pictures"][key], tensor) for key, tensor in ours.items())
+    assert_equal(resumed, plain_weights["pictures"])
 
 
 def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew(whole, run, tmp_path):

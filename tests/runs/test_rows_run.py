@@ -162,7 +162,7 @@ def gone_on(trained, tmp_path_factory):
 
 def test_own_code_finds_its_config_its_place_and_what_it_saved(gone_on):
     """`cfg.yaml` is in the run's folder when training begins. `self.global_rank` and `self.trainer.world_size` are
-    right without any launcher. The state of an own task and of an own callback come back where the run goes on."""
+    right without any launcher. A resumed run restores the state of a user's task and of a user's callback."""
     _, notes, _ = gone_on
     begins = {"config": True, "place": [0, 0, 1]}
     assert notes == [
