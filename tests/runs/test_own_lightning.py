@@ -238,7 +238,7 @@ def test_what_the_log_says_of_the_run_is_what_the_loaders_give(whole):
 @pytest.mark.slow
 def test_two_processes_end_with_the_weights_of_plain_lightning(run, project, tmp_path):
     """Each process draws as under `torchrun` and `Trainer(strategy="ddp", devices=2)`, also in a run that resumes after
-    an epoch: its checkpoint holds the generators of both. Each has another val_loss, and both save by that of rank 0."""
+    an epoch: its checkpoint holds the generators of both. Each has another val_loss, both save by rank 0's."""
     lines = [*OF_CONFIG["lines"], "data.batch_size=16"]
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "plain.py"]
     words += [tmp_path / "plain.pt", json.dumps({"lines": lines}), "two"]
