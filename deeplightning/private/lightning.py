@@ -58,8 +58,12 @@ def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
         skip: the number of batches to read and drop.
         new_iterator: replace the iterator that Lightning has created.
     """
+    from lightning_fabric.utilities.data import _set_sampler_epoch
+
     fetcher: Any = trainer.fit_loop._data_fetcher
     if new_iterator:
+        for loader in training_loaders(trainer):
+            _set_sampler_epoch(loader, trainer.current_epoch)  # Lightning does so after `on_train_start`
         iter(fetcher)
     for _ in range(skip):
         next(fetcher, None)

@@ -238,18 +238,21 @@ def test_what_the_log_says_of_the_run_is_what_the_loaders_give(whole):
 @pytest.mark.slow
 def test_two_processes_end_with_the_weights_of_plain_lightning(run, project, tmp_path):
     """Each process draws as under `torchrun` and `Trainer(strategy="ddp", devices=2)`, also in a run that resumes after
-    an epoch: its checkpoint holds the generators of both. Each has another val_loss, both save by rank 0's."""
+    an epoch or inside one: its checkpoint holds the generators of both. Each has another val_loss, both save by rank
+    0's."""
     lines = [*OF_CONFIG["lines"], "data.batch_size=16"]
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "plain.py"]
     words += [tmp_path / "plain.pt", json.dumps({"lines": lines}), "two"]
     subprocess.run(words, cwd=project, check=True, timeout=300)
     plain = content(tmp_path, "plain.pt")["lines"]
-    settings = [*lines, "engine.processes=2", f"logger.params.tracking_uri={tmp_path}"]
-    assert_equal(run(*settings, config="of_config.yaml", ranks=2), plain)
-    run(*settings, "train.max_steps=3", config="of_config.yaml", ranks=2)
-    resumed = run(*settings, "train.resume_ckpt=auto", config="of_config.yaml", ranks=2)
-    assert "(step 3, epoch 1)" in resumed.out
-    assert_equal(resumed, plain)
+    settings = [*lines, "engine.processes=2"]
+    for steps in (None, 3, 4):  # of three in an epoch
+        store = f"logger.params.tracking_uri={tmp_path / str(steps)}"
+        last = run(*settings, store, f"train.max_steps={steps or 'null'}", config="of_config.yaml", ranks=2)
+        if steps:
+            last = run(*settings, store, "train.resume_ckpt=auto", config="of_config.yaml", ranks=2)
+            assert f"(step {steps}, " in last.out
+        assert_equal(last, plain)
 
 
 def test_a_logger_with_the_methods_that_lightning_asks_for_gets_the_metrics(run, project):

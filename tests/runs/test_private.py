@@ -23,7 +23,7 @@ import torch
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import deeplightning.private
 from deeplightning.private import deepspeed, lightning, mlflow, omegaconf
@@ -226,10 +226,11 @@ def test_the_training_loader_is_made_again(trained):
 
 
 def test_an_epoch_begins_again():
-    """The loader creates a new iterator, whose first batch is read next."""
+    """The loader creates a new iterator, whose first batch is read next, and whose sampler has the current epoch."""
 
     class Again(pl.Callback):
         def on_train_epoch_start(self, trainer, module):
+            trainer.train_dataloader.sampler.set_epoch(7)
             lightning.restart_epoch(trainer, skip=0, new_iterator=True)
 
     asked: list[None] = []
@@ -241,8 +242,11 @@ def test_an_epoch_begins_again():
             return super().__iter__()
 
     trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **options)
-    trainer.fit(Line(), Loader(torch.zeros(4, 2)), _loader())
+    data = torch.zeros(4, 2)
+    loader = Loader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+    trainer.fit(Line(), loader, _loader())
     assert (len(asked), trainer.global_step) == (2, 4)
+    assert loader.sampler.epoch == 0
 
 
 def test_the_end_of_a_stream_is_found_by_reading_ahead():
