@@ -27,7 +27,7 @@ class Signals(LightningCheckpoint):
     """Turn a signal into `Interrupted`: at the end of the batch, of several processes on all at the end of the next
     one; before the first stage has begun, and a second signal always, at once.
 
-    Of several processes one may be blocked, waiting for another, and heeds nothing: `engine.ranks` sees to that.
+    Of several processes one may be blocked, waiting for another, and receives no signal: `process.ranks` handles that.
 
     Lightning calls callbacks of this base last, a ModelCheckpoint of the user's as well.
     """

@@ -35,9 +35,9 @@ def at(rank, what):
 
 @pytest.fixture
 def start(command, request, tiny, here):
-    """`start(override, …)` starts a job of `ranks` processes; their shared folder is gone after them.
+    """`start(override, …)` starts a job of `ranks` processes; their shared folder is deleted after them.
 
-    Only where an override says so DeepSpeed is there.
+    DeepSpeed is installed only if an override names it.
     """
     folders = []
 

@@ -320,7 +320,7 @@ def test_why_a_run_cannot_go_on_is_said(type_name, params, words, store, logger,
     params = {"tracking_uri": str(store)} | params
     found = refusal(type_name, params, logger.run_id, logger.artifact_folder)
     assert (found is None) if words is None else (words in found)
-    if words is None:  # in its own folder only, and not once it was deleted
+    if words is None:  # in its own folder only, and not after it was deleted
         assert "does not lie in the folder of its run" in refusal(OURS, params, logger.run_id, tmp_path)
         logger.finalize("success")
         logger.experiment.delete_run(logger.run_id)

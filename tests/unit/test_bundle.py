@@ -87,7 +87,7 @@ def other_last_answer(card):
     answers(*given[:3], given[3, ::-1])(card)
 
 
-# What a card may say wrongly, what may stand in the place of a file, and other graphs are in `hostile/bundles.jsonl`.
+# Wrong cards, things in the place of a file, and other graphs are in `hostile/bundles.jsonl`.
 DAMAGES = {
     "no folder": (shutil.rmtree, "There is no folder"),
     "no bundle.json": (lambda folder: (folder / "bundle.json").unlink(), "`deeplightning export RUN` writes one"),

@@ -573,7 +573,7 @@ def test_the_home_of_a_user(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder(True) == tmp_path / ".cache" / "deeplightning" / "images"
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # by which pathlib tells that there is none
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # so pathlib finds no home
     assert cache_folder(True) is None
 
 

@@ -2,6 +2,7 @@
 labels that cannot be used is one note with its line."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from sklearn.metrics import average_precision_score, f1_score
 
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.labelled_images import LabelledImages
-from deeplightning.task.multilabel import F1, MeanAveragePrecision, best_thresholds
+from deeplightning.task.multilabel import F1, MeanAveragePrecision, Multilabel, best_thresholds
+from deeplightning.task.supervised import Supervised
 from serve.answers import encoder
 
 
@@ -37,6 +39,18 @@ def test_thresholds_have_the_best_f1_of_all():
         assert mine == max(tried)
         assert label == 4 or np.abs(scores[:, label] - found[label]).min() > 0.004
     assert best_thresholds(np.array([[0.9], [0.1]]), np.array([[1], [0]])) == [0.5]
+
+
+def test_one_sample_of_one_label_is_enough_for_a_threshold(monkeypatch):
+    """torchmetrics gives the single probability without its dimensions."""
+    found = []
+    monkeypatch.setattr(Supervised, "on_validation_epoch_end", lambda task: found.append(task.thresholds))
+    model = SimpleNamespace(network="one", optimizer=None, scheduler=None, loss={}, metrics={})
+    task = Multilabel(SimpleNamespace(model=model))
+    task._trainer = SimpleNamespace(sanity_checking=False)
+    task.remember(None, torch.tensor([[2.0]]), torch.tensor([[1.0]]))
+    task.on_validation_epoch_end()
+    assert found == [[pytest.approx(0.44, abs=0.01)]]
 
 
 def test_metrics_are_those_of_scikit_learn():

@@ -23,7 +23,7 @@ from storm.mutate import damage
 from storm.place import Place, expect
 
 Target = Callable[[random.Random, Path, Path], bool]
-"""Damages a copy of what lies in the folder of the originals, and reads it; whether that was caught."""
+"""Damages a copy of a file in the folder of the originals, reads it, and returns whether the damage was found."""
 
 WHAT = "flipped bits, cut ends, swapped parts in checkpoint, pieces, bundle, code, metrics, cache, store"
 HOUR = 10_000
