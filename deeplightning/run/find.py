@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deeplightning.checks.trust import run_config
@@ -12,8 +12,9 @@ from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.runfolder import RunFolder, from_start, start_folder
 from deeplightning.tracking import resolve_run
-from deeplightning.tracking.build import experiment_of, experiments_of
+from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.store import Store, locate
+from deeplightning.tracking.unsent import find_run
 
 
 def find_checkpoint(name: str, cfg: Config, to_resume: bool = False) -> Path:
@@ -39,8 +40,8 @@ def find_checkpoint(name: str, cfg: Config, to_resume: bool = False) -> Path:
     return folder.last if to_resume and folder.last.exists() else checkpoint_of(folder)
 
 
-def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -> list[RunFolder]:
-    """Return the runs of the config's experiment and store that have a config, the latest first.
+def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -> Iterator[RunFolder]:
+    """Yield the runs of the config's experiment and store that have a config, the latest first.
 
     Runs that were deleted in MLflow are left out.
 
@@ -57,16 +58,20 @@ def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -
     # By start time: a resumed run starts with the checkpoints of the earlier one.
     started = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
     ours = experiment_of(cfg.logger.type, cfg.logger.params)
-    found = [path for _, path in started if wanted(path.parent)]
-    names = experiments_of(store, [path.parts[-3] for path in found])
-    return [RunFolder(path.parent) for path in found if names.get(path.parts[-3], _experiment(path)) == ours]
+    for _, path in started:
+        if wanted(path.parent) and _experiment(store, path) == ours:
+            yield RunFolder(path.parent)
 
 
 def store_of(cfg: Config) -> Store:
     return locate(cfg.logger.params.get("tracking_uri"))
 
 
-def _experiment(config: Path) -> str | None:
+def _experiment(store: Store, config: Path) -> str | None:
+    """Return the present name of a run's experiment; None if the run was deleted, or nothing names it."""
+    run = find_run(store, config.parts[-3]) if store.database is not None else None
+    if run is not None:
+        return run.experiment if run.is_active else None
     try:
         logger = plain(read(run_config(RunFolder(config.parent))).root)["logger"]
         return experiment_of(logger["type"], logger["params"])

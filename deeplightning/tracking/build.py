@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import has_run
 from deeplightning.runfolder import from_start
 from deeplightning.tracking.mlflow_store import attach
-from deeplightning.tracking.store import Store, local_path, locate
+from deeplightning.tracking.store import local_path, locate
 from deeplightning.tracking.unsent import find_run
 
 _OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
@@ -44,18 +44,6 @@ def prepare(type_name: str, params: dict[str, Any]) -> dict[str, object]:
 def experiment_of(type_name: str, params: Mapping[str, Any]) -> str:
     """Return the name of the experiment that a logger of this type and these arguments tracks into."""
     return params.get("experiment_name") or ("lightning_logs" if _LIGHTNINGS.fullmatch(type_name) else "Default")
-
-
-def experiments_of(store: Store, run_ids: Sequence[str]) -> dict[str, str | None]:
-    """Return the present name of the experiment of each run that a local store has; None: the run was deleted.
-
-    Raises:
-        SetupError: the store cannot be asked.
-    """
-    if store.database is None:
-        return {}
-    found = {run_id: find_run(store, run_id) for run_id in run_ids}
-    return {run_id: (run.experiment if run.is_active else None) for run_id, run in found.items() if run is not None}
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
