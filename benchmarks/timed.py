@@ -114,7 +114,7 @@ def run(command: Sequence[str], folder: Path, limit: float = LIMIT_SECONDS, **va
         RuntimeError: it fails, or takes too long.
     """
     folder.mkdir(parents=True)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE" and not n.startswith("MLFLOW_")}
     path = os.pathsep.join([str(PEERS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MLFLOW_DISABLE_TELEMETRY": "true"}
     env |= {"TIMED_STEPS": str(folder / "steps"), "GIT_PYTHON_REFRESH": "quiet", **variables}
