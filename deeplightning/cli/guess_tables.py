@@ -12,6 +12,8 @@ from deeplightning.table_spec import TableFormat
 
 MAX_FEW = 20
 """Different whole numbers that may be classes."""
+FEW_ROWS = 2_000
+"""With fewer rows, a network for classes has one hidden layer and a low learning rate: more of either overfits."""
 _NUMBERED = {"id", "ids", "index", "idx", "no", "nr", "number", "num", "row", "rows", "rownames", "unnamed", "column"}
 
 
@@ -78,6 +80,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
     gaps = found.gaps(inputs, form)
     categories = [found.columns[name].values for name in inputs if kinds[name] == "category"]
     words = [sum(not form.is_missing(word) for word in values) + 1 for values in categories]
+    is_shallow = bool(classes) and found.read.size < FEW_ROWS
     values = {
         "count": found.read.size,
         "number": len(inputs),
@@ -93,7 +96,11 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "numbers": len(inputs) - len(words),
         "cardinalities": words,
         "outputs": len(classes) or 1,
+        "depth": 0 if is_shallow else 1,
         "dropout": 0.4 if classes else 0.2,
+        "rate": 0.001 if is_shallow else 0.003,
+        "epochs": min(max(60, 100_000 // found.read.size), 250) if is_shallow else 60,
+        "monitor": "val_loss" if is_shallow else None,  # None: the last weights are tested
         "loss": "torch.nn.CrossEntropyLoss" if classes else "torch.nn.MSELoss",
     }
     predicted = f"{len(classes)} classes: {counted(classes)}" if classes else "numbers"

@@ -157,7 +157,7 @@ def test_a_table_of_numbers_gives_inputs_and_target():
         "id": "ignore", "size": "number", "town": "category", "note": "ignore", "rooms": "number", "price": "number"
     }  # fmt: skip
     assert (data["module"]["params"]["target"], data["module"]["params"]["missing"]) == ("price", "fill")
-    assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1, "dropout": 0.2}
+    assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1, "depth": 1, "dropout": 0.2}
     assert "the column price is predicted (by its name), numbers" in notes
     assert "ignored, a number of each row: id\nignored, different in nearly each row: note" in notes
     assert "missing values, which are filled: size (1)" in notes
@@ -177,7 +177,9 @@ def test_the_target_of_a_table_decides_what_is_learned(target, classes):
     task = "classif.Classification" if classes else "regression.Regression"
     assert written["model"]["module"]["type"] == f"deeplightning.task.{task}"
     assert written["model"]["network"]["params"]["num_outputs"] == len(classes or [1])
-    assert "checkpoint" not in written["train"]  # the last weights of the schedule are exported
+    few = (250, "val_loss", 0) if classes else (60, None, 1)  # classes of few rows have a simple network
+    train, depth = written["train"], written["model"]["network"]["params"]["depth"]
+    assert (train["num_epochs"], train["checkpoint"]["monitor"], depth) == few
 
 
 def test_signals_give_classes_channels_and_length():
