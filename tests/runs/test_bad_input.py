@@ -224,10 +224,8 @@ def test_a_label_outside_the_network_of_a_module_that_names_no_classes(command, 
         "from deeplightning.data.digits import Digits\n\n\nclass Nameless(Digits):\n"
         "    def setup(self, stage=None):\n        super().setup(stage)\n        self.class_names = []\n"
     )
-    outcome = command(
-        "train", tiny, "data.module.type=own_data.Nameless", "model.network.params.num_classes=5", cwd=here
-    )
-    assert outcome.code == 3, outcome
+    settings = ("data.module.type=own_data.Nameless", "model.network.params.num_classes=5")
+    outcome = command("train", tiny, *settings, cwd=here, code=3)
     assert re.search("error: the data holds label [5-9], the network has 5 outputs .labels 0 to 4.; ", outcome.err)
     assert "Traceback" not in outcome.err
 
@@ -238,8 +236,7 @@ def test_a_label_outside_the_network_of_a_module_that_names_no_classes(command, 
 @pytest.fixture(scope="module")
 def trained(command, tiny, place):
     """A run that is well, and with it a store."""
-    outcome = command("train", tiny, cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("train", tiny, cwd=place, code=0)
     return outcome.folder
 
 
@@ -326,8 +323,7 @@ def test_a_store_that_is_freed_in_time_is_used(command, tiny, locked, here):
         assert time.monotonic() < end
         time.sleep(0.05)
     connection.execute("ROLLBACK")
-    outcome = started.end()
-    assert outcome.code == 0, outcome
+    started.end(code=0)
     assert statuses(folder)["FINISHED"] == before["FINISHED"] + 1
 
 
@@ -337,8 +333,7 @@ def test_a_store_that_is_freed_in_time_is_used(command, tiny, locked, here):
 def test_a_loss_that_is_no_number(command, tiny, here, tracked):
     """Exit 5 at the first one, naming metric and step; the run is FAILED with that reason, no weights are spoilt."""
     overrides = ["model.optimizer.params.lr=1e30", "train.checkpoint={monitor: val_loss}", "train.num_epochs=3"]
-    outcome = command("train", tiny, *overrides, cwd=here)
-    assert outcome.code == 5, outcome
+    outcome = command("train", tiny, *overrides, cwd=here, code=5)
     assert "Traceback" not in outcome.err
     (note,) = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert note.startswith("error: train_loss is nan at step ")

@@ -146,8 +146,7 @@ def test_parameters_that_zero_keeps_complete_are_sharded_again_for_the_next_stag
     """Two processes, stage 3, small parameters: the test begins with every parameter in parts, not with copies that the
     teardown of the training has moved to the CPU."""
     settings = ["engine={backend: deepspeed_stage_3, processes: 2}", "stages=[train, test]", NORM]
-    done = jobs("train", tiny, *settings, "train.callbacks=[{type: own.Partitioned}]", cwd=place, ranks=2)
-    assert done.code == 0, done
+    done = jobs("train", tiny, *settings, "train.callbacks=[{type: own.Partitioned}]", cwd=place, ranks=2, code=0)
     assert "parameters of the test: all in parts" in done.out
 
 

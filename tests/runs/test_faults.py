@@ -185,8 +185,7 @@ def test_a_fault_has_one_exit_code(rows, command, tiny, overrides, code, words):
 def test_a_slip_in_a_step_of_own_code_has_one_exit_code(rows, command, tiny):
     """It is 5 in a dry run as in a training, which shows the traceback."""
     for verb, words in (("check --dry-run", "own_rows.Slips fails in the training step: "), ("train", "Traceback")):
-        outcome = command(*verb.split(), tiny, "model.module.type=own_rows.Slips", cwd=rows.cwd)
-        assert outcome.code == 5, outcome
+        outcome = command(*verb.split(), tiny, "model.module.type=own_rows.Slips", cwd=rows.cwd, code=5)
         assert words in outcome.err
 
 
@@ -242,8 +241,9 @@ def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_pat
 def test_a_launch_prints_its_config_and_its_folder_once(command, tiny, place):
     """Restarts repeat neither; the folder is the last line, after the reason of the end."""
     killed = "train.callbacks=[{type: own.Killed, params: {epoch: 1, batch: 0}}]"
-    outcome = command("train", tiny, "--show-config", "engine.max_restarts=1", killed, cwd=place, main="forks:main")
-    assert outcome.code == 5, outcome
+    outcome = command(
+        "train", tiny, "--show-config", "engine.max_restarts=1", killed, cwd=place, main="forks:main", code=5
+    )
     assert outcome.err.count("restart 1 of 1: ") == 1
     assert outcome.out.count("seed: 7\n") == 1
     assert outcome.out.count("Artifact storage path: ") == 1

@@ -28,9 +28,7 @@ BASE = ROOT / "configs" / "base.yaml"
 def base(store, place):
     """`configs/base.yaml` for two epochs, in a fresh process."""
     often = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.2"}
-    outcome = real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place, **often)
-    assert outcome.code == 0, outcome
-    return outcome
+    return real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place, **often, code=0)
 
 
 PICTURES = [
@@ -119,8 +117,7 @@ def test_a_saved_config_is_the_config(base, command, place):
 
 def test_a_saved_config_trains_to_the_same_bits(base, command, place, tracked):
     """The same run again from its `cfg.yaml`: a new run with identical metrics and identical weights."""
-    again = command("train", base.folder / "cfg.yaml", cwd=place)
-    assert again.code == 0, again
+    again = command("train", base.folder / "cfg.yaml", cwd=place, code=0)
     assert again.folder != base.folder
     assert tracked(again.folder).series() == tracked(base.folder).series()
     for name in ("last.ckpt", "best.ckpt"):
@@ -218,8 +215,7 @@ def predict(command, place):
     """`predict(run, files)` gives the rows that `deeplightning predict` prints."""
 
     def run(folder, files):
-        predicted = command("predict", folder, *files, cwd=place)
-        assert predicted.code == 0, predicted
+        predicted = command("predict", folder, *files, cwd=place, code=0)
         return list(csv.DictReader(predicted.out.splitlines()))
 
     return run
@@ -312,8 +308,7 @@ def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, trac
     """The text of the project's beginning trains with `engine.gpus=null`, tracked under the experiment Default."""
     (tmp_path / "seed.yaml").write_text(SEED)
     overrides = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.num_epochs=4"]
-    done = command("train", tmp_path / "seed.yaml", *overrides, cwd=place)
-    assert done.code == 0, done
+    done = command("train", tmp_path / "seed.yaml", *overrides, cwd=place, code=0)
     assert "SimpleCNN: 28,938 parameters (0.029 M)" in done.out
     assert "warning: engine.backend: deepspeed_stage_3" in done.err
     run = tracked(done.folder)
@@ -341,8 +336,7 @@ def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, stor
     expected = tracked(train("train.num_epochs=2", ranks=1).folder).metrics["val_loss"]
     assert tracked(done.folder).metrics["val_loss"] == pytest.approx(expected, abs=1e-3)
 
-    exported = jobs("export", done.folder, cwd=place)
-    assert exported.code == 0, exported
+    jobs("export", done.folder, cwd=place, code=0)
     picture = ROOT / "examples" / "digits" / "3.png"
     (predicted,) = csv.DictReader(jobs("predict", done.folder, picture, cwd=place).out.splitlines())
     with served(done.folder, tmp_path) as address:

@@ -274,8 +274,8 @@ def test_the_last_batches_of_a_plain_loader_weigh_their_samples(task, stream, co
         *("~model.optimizer", "model.optimizer={type: torch.optim.SGD, params: {lr: 0.1}}"),
         *("train.accumulator_factor=4", "train.num_epochs=1"),
         cwd=mine,
+        code=0,
     )
-    assert outcome.code == 0, outcome
     found = weights(outcome.folder / "last.ckpt")
     prefix = "" if task == "mine.Plain" else "network."
     expected = sums_of_own_loader(own, [[*range(40)], [*range(40, 80)], [*range(80, 95)]])
@@ -311,8 +311,8 @@ def test_a_set_that_cannot_be_split_evenly_is_reported(command, tiny, mine):
         *("model.module={type: mine.Plain}", "train.num_epochs=1", "engine.processes=2", "engine.backend=ddp"),
         cwd=mine,
         ranks=2,
+        code=0,
     )
-    assert outcome.code == 0, outcome
     told = "".join(each.err for each in outcome.ranks)
     assert told.count("3 samples cannot be split") == 1
 

@@ -30,8 +30,7 @@ def run_in(store: Path) -> Path:
 def test_a_run_outlives_the_reader_of_its_stdout(how, command, tiny, place, tmp_path):
     """It ends with the training's exit code; a closed stdout is /dev/null."""
     words = ("train", tiny, f"logger.params.tracking_uri='{tmp_path}'", "logger.progress=bar")
-    outcome = command(*words, cwd=place, main=f"lost:{how}")
-    assert outcome.code == 0, outcome
+    command(*words, cwd=place, main=f"lost:{how}", code=0)
     assert (run_in(tmp_path) / "last.ckpt").is_file()
 
 
@@ -162,8 +161,7 @@ def test_sigterm_that_a_library_swallows_ends_all_the_same(command, tiny, tmp_pa
     (tmp_path / "swallows.py").write_text(SWALLOWS)
     uri = f"logger.params.tracking_uri='{tmp_path}/runs'"
     (tmp_path / "own.py").write_text("")
-    outcome = command("train", tiny, uri, "model.module.type=swallows.Task", cwd=tmp_path)
-    assert outcome.code == 143, outcome
+    outcome = command("train", tiny, uri, "model.module.type=swallows.Task", cwd=tmp_path, code=143)
     assert outcome.err.splitlines()[-1] == TERMINATED
     assert "Traceback" not in outcome.err
 
@@ -187,8 +185,7 @@ def test_a_file_that_a_callback_leaves_open_is_written_at_the_end(tiny, tmp_path
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "leaves.py").write_text(LEAVES_OPEN)
     uri = f"logger.params.tracking_uri='{tmp_path}/runs'"
-    outcome = real("train", tiny, uri, "train.callbacks=[{type: leaves.Notes}]", cwd=tmp_path)
-    assert outcome.code == 0, outcome
+    real("train", tiny, uri, "train.callbacks=[{type: leaves.Notes}]", cwd=tmp_path, code=0)
     assert (tmp_path / "notes.txt").read_text() == f"{gc.get_threshold()} True"
 
 

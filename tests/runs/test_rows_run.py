@@ -207,8 +207,7 @@ def test_losses_of_a_nested_package_train_over_two_processes(trained, tracked):
 def test_own_modules_are_found_by_processes_that_are_started_anew(tiny, own):
     """As a person starts two processes, by one command."""
     loss = "model.loss={type: losses.of_mine.custom.MyLoss}"
-    done = real("train", tiny, NETWORK, loss, "engine.processes=2", "train.num_epochs=1", cwd=own)
-    assert done.code == 0, done
+    real("train", tiny, NETWORK, loss, "engine.processes=2", "train.num_epochs=1", cwd=own, code=0)
 
 
 @pytest.mark.parametrize(("find", "code"), [("true", 0), ("false", 1)])

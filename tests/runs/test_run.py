@@ -191,8 +191,7 @@ def test_a_signal_ends_the_run_politely_and_it_goes_on_bit_for_bit(
     running.says("waits")
     running.signal(number)
     go.touch()
-    killed = running.end()
-    assert killed.code == code, killed
+    killed = running.end(code=code)
     assert "Traceback" not in killed.err
     run = tracked(killed.folder)
     assert (run.status, run.tags["failure"]) == ("KILLED", f"Interrupted: interrupted by {signal.Signals(number).name}")

@@ -415,20 +415,17 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
     running.says("waits")
     server.die()
     (here / "go").touch()
-    done = running.end()
-    assert done.code == 0, done
+    done = running.end(code=0)
     assert "deeplightning runs --sync" in done.err
 
     asked = ("runs", "--sync", "--tracking-uri", server.address)
-    refused = command(*asked, cwd=here, **state)
-    assert refused.code == 3, refused
+    refused = command(*asked, cwd=here, **state, code=3)
     assert "What was left unsent stays" in refused.err
     with pytest.raises(SetupError):
         list(sync(server.address))
     assert len(claimed(server.address)) == 1
     server.start()
-    told = command(*asked, cwd=here, **state)
-    assert told.code == 0, told
+    told = command(*asked, cwd=here, **state, code=0)
     assert "points sent" in told.out
     run = client(server.address).search_runs(["0"])[0]
     assert run.info.status == "FINISHED"
@@ -443,8 +440,7 @@ def test_the_server_has_all_files_of_a_run_and_a_run_is_found_there(command, tin
     here = tmp_path / "here"
     here.mkdir()
     asked = ("stages=[train,test]", "train.export=true", f"logger.params.tracking_uri={server.address}")
-    trained = command("train", tiny, *asked, cwd=here)
-    assert trained.code == 0, trained
+    trained = command("train", tiny, *asked, cwd=here, code=0)
     assert trained.folder.is_relative_to(here / "runs")
     (kept,) = (tmp_path / "kept" / "0").glob("*/artifacts")
     there, local = (
@@ -456,8 +452,7 @@ def test_the_server_has_all_files_of_a_run_and_a_run_is_found_there(command, tin
 
     shutil.rmtree(here / "runs")
     digit = Path(__file__).parents[2] / "examples" / "digits" / "3.png"
-    told = command("predict", kept.parent.name, digit, cwd=here, MLFLOW_TRACKING_URI=server.address)
-    assert told.code == 0, told
+    told = command("predict", kept.parent.name, digit, cwd=here, MLFLOW_TRACKING_URI=server.address, code=0)
     assert told.out.splitlines()[1].startswith(f"{digit},")
 
 
@@ -491,8 +486,7 @@ def test_runs_settles_a_killed_run_by_itself(folder, command, place):
         told = command("runs", "--tracking-uri", folder, cwd=place, DEEPLIGHTNING_TRACKING_WAIT="0.5")
     assert (told.code, told.out.split()[:2]) == (0, [run_id, "RUNNING"]), told
     assert "What was left unsent stays" in told.err
-    told = command("runs", "--tracking-uri", folder, cwd=place)
-    assert told.code == 0
+    told = command("runs", "--tracking-uri", folder, cwd=place, code=0)
     assert told.out.split()[:2] == [run_id, "FAILED"]
     assert told.err == f"{run_id}  400 points sent{KILLED}\n"
     assert command("runs", "--tracking-uri", folder, cwd=place).err == ""
