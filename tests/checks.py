@@ -73,16 +73,15 @@ train: {num_epochs: 1}
 """
 
 
-def write_mnist(root: Path, images: Any, labels: Any, cut: int | None = None) -> Path:
-    """Write the same images (N, 28, 28) and labels (N,) of bytes as both parts of an MNIST below `root`; a file of
-    images has no more than its first `cut` bytes."""
+def write_mnist(root: Path, images: Any, labels: Any) -> Path:
+    """Write the same images (N, 28, 28) and labels (N,) of bytes as both parts of an MNIST below `root`."""
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
         for name, array in (("images-idx3", images), ("labels-idx1", labels)):
             shape = b"".join(size.to_bytes(4, "big") for size in array.shape)
             content = bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()
-            (raw / f"{part}-{name}-ubyte").write_bytes(content[: cut if array.ndim == 3 else None])
+            (raw / f"{part}-{name}-ubyte").write_bytes(content)
     return root
 
 

@@ -478,6 +478,7 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
     [
         (IMAGES, lambda data: data[:-1], "damaged or no IDX file of bytes in 3"),
         (IMAGES, lambda data: data[:9], "damaged or no IDX file"),
+        (IMAGES, lambda data: b"", "damaged or no IDX file"),
         (LABELS, lambda data: data[:4] + bytes([0, 0, 0, 0]), "is empty, damaged or no IDX file"),
         (LABELS, lambda data: data[:-1] + b"\x0b", "label 11 of sample 99 is outside the 10 classes, 0 to 9"),
         (LABELS, lambda data: data[:7] + bytes([99]) + data[8:-1], "holds 100 images, but .* 99 labels"),
