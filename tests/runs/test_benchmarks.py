@@ -1,14 +1,11 @@
 """The benchmarks measure what they say: mutations are made where they claim, they are wrong for certain, and answers
 are judged as the documentation has it. What is timed is not run here."""
 
-import argparse
 import asyncio
 import dataclasses
-import gzip
 import http.server
 import importlib.util
 import inspect
-import io
 import json
 import re
 import shutil
@@ -20,8 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checks import load
-from PIL import Image
 
 from deeplightning.callbacks import random_state
 from deeplightning.config.target import find
@@ -140,13 +135,6 @@ def test_an_answer_is_judged_by_code_line_and_word():
     assert scoring.score(plain, answer()) == score(True, False, None, 0)
 
 
-def test_what_check_prints_is_read_back():
-    """Places, messages and suggestions of the machine-readable output; anything else counts as nothing told."""
-    out = '{"faults": [{"file": "a.yaml", "line": 3, "message": "unknown key", "suggestion": "lr"}]}'
-    assert scoring.read(2, out, "").told == (scoring.Told("a.yaml:3", "unknown key", "lr"),)
-    assert scoring.read(1, "Traceback", "") == scoring.Answer(1, (), "Traceback")
-
-
 @pytest.mark.slow
 def test_shipped_configs_pass_and_planted_faults_are_told(maker):
     """Through the command itself: no fault in any config as it ships, and a small sample of mutations told in its
@@ -257,17 +245,6 @@ def test_what_a_step_holds_is_known_for_each_parameter(engine):
     assert found["computed in"] == "bfloat16"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", engines.ENGINES)
-def test_the_config_of_each_engine_is_right(engine, monkeypatch, tmp_path):
-    """There is no fault in it, and each optimizer step sees 64 samples."""
-    monkeypatch.chdir(ROOT / "benchmarks")
-    (tmp_path / "config.yaml").write_text(engines.config(engine, tmp_path))
-    cfg = load(str(tmp_path / "config.yaml"))
-    assert cfg.engine.backend == (None if engine == "null" else engine)
-    assert cfg.data.batch_size * cfg.engine.processes == 64
-
-
 # ---- training
 
 TORCH = {
@@ -322,45 +299,11 @@ def test_the_seconds_of_a_step_leave_out_what_lies_between_epochs():
     assert took(1.0, 2.0).start_wall == 1.0
 
 
-def test_programs_take_turns():
-    """Each round begins with the next program, and ratios are of the same round."""
-    calls = []
-    programs = {name: lambda number, name=name: calls.append((number, name)) or took(1.0) for name in "abc"}
-    taken = timed.in_turn(programs, 4)
-    assert "".join(name for _, name in calls) == "abcbcacababc"
-    assert [number for number, _ in calls] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert {name: len(some) for name, some in taken.items()} == dict.fromkeys("abc", 4)
-    assert timed.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
-
-
 def test_a_bound_without_a_figure_is_not_kept():
     assert training.Bound("a", 0.75, 0.75).row() == ["a", "≤ 0.75", "0.750", "kept"]
     assert training.Bound("a", 0.7501, 0.75).row()[-1] == "NOT kept"
     assert training.Bound("a", None, 0.75).row()[2:] == ["not measured", "NOT kept"]
     assert training.Bound("a", 0.87, 0.88, at_least=True).row()[1:] == ["≥ 0.88", "0.870", "NOT kept"]
-
-
-def test_pictures_are_written_as_mnist_is(tmp_path):
-    """Made ones are read again from their own files, packed or not."""
-    timed.make_mnist(tmp_path / "made")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "made/MNIST/raw").iterdir()}
-    assert {name: len(data) for name, data in files.items()} == {
-        "train-images-idx3-ubyte": 16 + 10_000 * 784,
-        "train-labels-idx1-ubyte": 8 + 10_000,
-        "t10k-images-idx3-ubyte": 16 + 100 * 784,
-        "t10k-labels-idx1-ubyte": 8 + 100,
-    }
-    packed = tmp_path / "packed"
-    packed.mkdir()
-    for kind in ("images-idx3", "labels-idx1"):
-        (packed / f"t10k-{kind}-ubyte.gz").write_bytes(gzip.compress(files[f"train-{kind}-ubyte"], 1))
-    timed.make_mnist(tmp_path / "again", packed)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "again/MNIST/raw").iterdir()} == files
-    with pytest.raises(FileNotFoundError, match="holds no train-images"):
-        timed.make_mnist(tmp_path / "none", tmp_path / "nothing")
-    (packed / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(files["t10k-labels-idx1-ubyte"], 1))
-    with pytest.raises(ValueError, match="100 pictures are too few"):
-        timed.make_mnist(tmp_path / "few", packed)
 
 
 def test_scripts_get_the_split_the_order_and_the_weights_of_a_run():
@@ -383,20 +326,6 @@ def test_scripts_get_the_split_the_order_and_the_weights_of_a_run():
         assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert sum(parameter.numel() for parameter in ours.parameters()) == 102_130
     assert sum(parameter.numel() for parameter in train_network.Two().parameters()) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", [[], training.OFF, ["logger.progress=bar"], ["engine.precision=bf16"]])
-@pytest.mark.parametrize("network", [training.SMALL32, training.RESNET18, "train_network.Two"])
-def test_the_config_of_each_training_is_right(network, overrides, monkeypatch, tmp_path):
-    """There is no fault in it, and points are logged every ten steps."""
-    monkeypatch.chdir(timed.PEERS)
-    module = training.PIXELS if network.endswith("Two") else training.COLOURS
-    job = training.Job(tmp_path, module, "", network, 10, seed=4)
-    (tmp_path / "config.yaml").write_text(training.config_of(job, tmp_path))
-    cfg = load(str(tmp_path / "config.yaml"), overrides)
-    assert (cfg.seed, cfg.data.batch_size, cfg.train.num_epochs, cfg.logger.log_every_n_steps) == (4, 64, 3, 10)
-    assert cfg.data.root == str(tmp_path)
 
 
 @pytest.mark.slow
@@ -436,21 +365,6 @@ def test_each_program_learns_the_same(command, store, tmp_path, monkeypatch, cap
 # ---- the prediction server
 
 
-@pytest.mark.parametrize(
-    ("name", "format", "size", "low", "high"),
-    [("resnet18", "JPEG", (256, 256), 16_000, 20_000), ("small", "PNG", (28, 28), 600, 850)],
-)
-def test_the_pictures_that_are_served_are_as_they_are_described(name, format, size, low, high):
-    """Ten different files, the same each time, of the size that the tables are headed with."""
-    files = servers.pictures(name)
-    assert files == servers.pictures(name)
-    assert len(set(files)) == 10
-    for file in files:
-        with Image.open(io.BytesIO(file)) as picture:
-            assert (picture.format, picture.size) == (format, size)
-        assert low < len(file) < high
-
-
 @pytest.mark.slow
 def test_a_run_made_for_measuring_tells_its_pictures_apart(tmp_path):
     """Picture i has class i by the bundle, and class 9 - i by the other bundle, each with nine tenths or more; the
@@ -488,15 +402,6 @@ def test_peers_read_texts_and_rows_as_ours_does(name, tmp_path):
             theirs = model(read(content)[None]).softmax(1)[0]
         assert ours.argmax() == number
         assert torch.allclose(torch.from_numpy(ours), theirs, atol=1e-4)
-
-
-def test_requests_are_what_a_row_of_the_table_says():
-    """Rows and texts are sent as JSON, `-close` asks to close the connection, and a large picture has its full size."""
-    assert b"Content-Type: application/json" in servers.requests_of("tables", "/predict", servers.form)[0]
-    closed, kept = (servers.requests_of(name, "/predict", servers.form)[3] for name in ("small-close", "small"))
-    assert closed.replace(b"\r\nConnection: close", b"") == kept
-    with Image.open(io.BytesIO(servers.pictures("resnet18-1mp")[0])) as picture:
-        assert picture.size == (1155, 866)
 
 
 def test_further_rows_are_judged_by_the_best_peer():
@@ -556,21 +461,6 @@ def test_bounds_are_judged_by_medians_of_all_rounds():
     ours.append(turn(4.0, failed=1))
     *_, wrong = serve.bounds("resnet18", found, [serve.OURS], [32])
     assert (wrong.figure, wrong.kept) == (3, False)  # one of each load
-
-
-def test_on_a_gpu_ours_and_litserve_are_told_to_use_it():
-    """Ours by --device, in fp32 and fp16, and /info must say so; LitServe by accelerator=auto. On the CPU both stay
-    there."""
-    for device, on, accelerator in (("cuda:1", "cuda", "auto"), ("cpu", "cpu", "cpu")):
-        kinds = serve.kinds("python", device)
-        ours = kinds[serve.OURS].command(Path("run"), 1)
-        assert ours[-2:] == ["--device", device]
-        assert kinds[serve.FP16].command(Path("run"), 1) == [*ours, "--precision", "fp16"]
-        assert kinds[serve.OURS].device == kinds[serve.FP16].device == on
-        assert kinds["litserve batch 16"].command(Path("run"), 1)[-2:] == [accelerator, "16"]
-    for text in ("gpu", "auto", "cuda:x"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            serve.device(text)
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
@@ -635,11 +525,6 @@ def test_the_load_checks_every_answer(asked, met, stub, tmp_path):
     assert load.example.startswith({"wrong": "200", "refused": "429"}.get(met, ""))
 
 
-def test_batches_are_read_from_the_histogram(stub):
-    """The sums of what was observed and how often, whatever the labels."""
-    assert serve.batches_of(OfTheStub(stub[0])) == (12, 4)
-
-
 @pytest.mark.parametrize(
     ("picture", "status", "fault"), [(3, 200, None), (7, 200, "picture "), (8, 429, None), (9, None, "EOFError ")]
 )
@@ -658,13 +543,3 @@ def test_clients_of_the_soak_tell_right_answers_from_faults(picture, status, fau
     assert load.answered == len(load.seconds) == (load.statuses["good", 200] if picture == 3 else 0)
     assert bool(load.faults) == bool(fault)
     assert all(each.what.startswith(fault) and each.sent is not None for each in load.faults)
-
-
-def test_malformed_requests_of_the_soak_are_refused_by_our_server(tmp_path):
-    """Each for what is wrong with it, and the server that the command starts answers all ten pictures afterwards."""
-    run = servers.make_run("small", tmp_path)
-    with soak.own_server(argparse.Namespace(model="small"), tmp_path, run) as (server, target):
-        refused = [server.ask(request)[0] for request in soak.malformed(target.requests)]
-        answers = [server.ask(request)[1] for request in target.requests]
-    assert refused == [415, 415, 400, 400, 400, 415, 400, 400, 400, 415, 400, 404, 405, 400, 400]
-    assert [soak.CLASS.search(answer.encode())[1] for answer in answers] == [b"%d" % number for number in range(10)]
