@@ -94,16 +94,6 @@ def in_store(store, run_id):
     return MlflowClient(attach(locate(store))).get_run(run_id)
 
 
-def test_importing_the_package_is_cheap():
-    """`import deeplightning.tracking` and finding a run by its folder import no torch, Lightning or MLflow."""
-    code = (
-        "import sys, deeplightning.tracking; deeplightning.tracking.resolve_run('.');"
-        "print([name for name in ('torch', 'pytorch_lightning', 'mlflow') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_making_a_logger_does_nothing(tmp_path):
     """No folder, no run, before the first use; asking for the store's folder, finishing and pickling are no use."""
     logger = MLflowLogger(tracking_uri=tmp_path / "mlruns")
