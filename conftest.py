@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -156,6 +157,30 @@ def job(request: pytest.FixtureRequest, command: Commands, tiny: Path, place: Pa
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a run that tells red, green and blue pictures apart."""
+    from served import colour_run
+
+    return colour_run(tmp_path_factory.mktemp("a run"))
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Any]:
+    """`serving(folder, argument, …)` starts the prediction server of a run, which is killed after the test."""
+    from served import Server
+
+    servers: list[Server] = []
+
+    def started(folder: Path, *arguments: str, **options: Any) -> Server:
+        servers.append(Server(folder, tmp_path / f"errors {len(servers)}", *arguments, **options))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.stop(signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

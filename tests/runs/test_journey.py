@@ -17,6 +17,7 @@ from conftest import digest
 from PIL import Image
 from served import Server
 from sklearn.datasets import load_digits
+from tiny import SEED
 
 from deeplightning.config.tree import parse, plain
 
@@ -258,28 +259,6 @@ def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
     refused = command("predict", own.folder, *files, cwd=place)
     assert (refused.code, refused.out) == (3, "")
     assert all(str(file) in refused.err for file in files)
-
-
-SEED = """\
-data:
-  root: /data
-  dataset: MNIST
-  module: {type: deeplightning.data.mnist.MNIST}
-  num_workers: 4
-  batch_size: 256                  # per process
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.01, weight_decay: 0.01, momentum: 0.9}}
-  scheduler: {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.99}, call: {interval: epoch, frequency: 1}}
-  loss: {type: torch.nn.CrossEntropyLoss, params: }
-engine: {backend: deepspeed_stage_3, gpus: [0, 1], num_nodes: 1, precision: 32}
-train: {num_epochs: 10, val_every_n_epoch: 1, accumulator_epoch: 0, accumulator_factor: 1, resume_ckpt: null}
-logger:
-  type: pytorch_lightning.loggers.MLFlowLogger
-  params: {experiment_name: Default, tracking_uri: mlruns}
-  log_every_n_steps: 10
-"""  # noqa: E501
 
 
 def write_idx(path, numbers):

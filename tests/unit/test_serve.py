@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
-from served import COLOURS, colour_run, encoded, negative_run, picture, probabilities
+from served import COLOURS, encoded, negative_run, picture, probabilities
 from werkzeug.datastructures import FileStorage, MultiDict
 from werkzeug.test import Client, encode_multipart
 
@@ -28,11 +28,6 @@ from serve.limits import Limits, Refusal
 from serve.log import Log, log_event
 from serve.prediction import Service
 from serve.uploads import arrays_from_json
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    return colour_run(tmp_path_factory.mktemp("a run"))
 
 
 @pytest.fixture(scope="module")
