@@ -305,9 +305,7 @@ def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, stor
 
     def train(*overrides, ranks=2):
         spread = [f"engine.processes={ranks}", f"data.batch_size={512 // ranks}"]
-        done = jobs("train", tmp_path / "seed.yaml", *settings, *spread, *overrides, cwd=place, ranks=ranks)
-        assert {0} == {each.code for each in done.ranks or [done]}, done
-        return done
+        return jobs("train", tmp_path / "seed.yaml", *settings, *spread, *overrides, cwd=place, ranks=ranks, code=0)
 
     first = train("train.num_epochs=1")
     assert "backend: deepspeed_stage_3" in (first.folder / "cfg.yaml").read_text()

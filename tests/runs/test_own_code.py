@@ -84,9 +84,7 @@ def done(command, tiny, place):
         "train.num_epochs=1",
         "logger.ranks=[0, 1]",
     )
-    outcome = command("train", tiny, *NAMES, *more, cwd=place, ranks=2)
-    assert {each.code for each in outcome.ranks} == {0}, outcome
-    return outcome
+    return command("train", tiny, *NAMES, *more, cwd=place, ranks=2, code=0)
 
 
 def test_own_files_come_before_installed_modules(done, tiny, place):

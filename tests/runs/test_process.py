@@ -40,8 +40,7 @@ def test_a_run_that_fails_and_one_of_two_ranks_keep_their_exit_codes_without_a_r
     failed = command(*words, "model.optimizer.params.lr=1e30", cwd=place, main="lost:stdout")
     assert (failed.code, failed.err.count("error")) == (5, 1), failed
     two = ("engine.processes=2", "engine.backend=ddp", "logger.ranks=[0, 1]")
-    outcome = command(*words, *two, cwd=place, ranks=2, main="lost:stdout")
-    assert {rank.code for rank in outcome.ranks} == {0}, outcome
+    command(*words, *two, cwd=place, ranks=2, main="lost:stdout", code=0)
 
 
 @pytest.mark.parametrize("words", ["explain CONFIG", "check CONFIG --format json", "--help"])

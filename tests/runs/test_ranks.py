@@ -204,8 +204,7 @@ def test_a_signal_to_one_process_ends_all_politely(number, code, start, tracked,
     running.says("waits")
     running.signal(number)
     go.touch()
-    killed = running.end()
-    assert {each.code for each in killed.ranks} == {code}, killed
+    killed = running.end(code=code)
     name = signal.Signals(number).name
     assert told(killed) == f"error: interrupted by {name}\n"
     run = tracked(killed.folder)
