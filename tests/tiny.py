@@ -139,13 +139,6 @@ class Guarded(Digits):
         self.token = token
 
 
-class Failing(Guarded):
-    """Says its password when it fails."""
-
-    def read(self):
-        raise RuntimeError(f"the server refused {self.token}")
-
-
 class Waits(pl.Callback):
     """Stops in the third batch of the second epoch, or in the validation after it, until a file is there."""
 
