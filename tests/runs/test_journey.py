@@ -4,7 +4,6 @@ import base64
 import csv
 import json
 import re
-import struct
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from checks import write_mnist
 from commands import real
 from conftest import digest
 from PIL import Image
@@ -261,26 +261,15 @@ def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
     assert all(str(file) in refused.err for file in files)
 
 
-def write_idx(path, numbers):
-    """An IDX file of bytes, as MNIST's are."""
-    header = struct.pack(f">HBB{numbers.ndim}I", 0, 8, numbers.ndim, *numbers.shape)
-    path.write_bytes(header + numbers.astype(np.uint8).tobytes())
-
-
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
     """scikit-learn's digits as MNIST's four files, 28 x 28."""
     from sklearn.datasets import load_digits
 
-    digits, root = load_digits(), tmp_path_factory.mktemp("mnist")
-    raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
+    digits = load_digits()
     images = np.kron(digits.images * 255 / 16, np.ones((1, 3, 3)))  # (N, 24, 24)
     images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
-    for name, part in (("train", slice(0, 1500)), ("t10k", slice(1500, None))):
-        write_idx(raw / f"{name}-images-idx3-ubyte", images[part])
-        write_idx(raw / f"{name}-labels-idx1-ubyte", digits.target[part])
-    return root
+    return write_mnist(tmp_path_factory.mktemp("mnist"), images, digits.target, 1500)
 
 
 def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, tracked, tmp_path):
