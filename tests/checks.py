@@ -74,8 +74,11 @@ train: {num_epochs: 1}
 
 
 def write_mnist(root: Path, images: Any, labels: Any, split: int | None = None) -> Path:
-    """Write images (N, H, W) and labels (N,), 0 to 255, as an MNIST below `root`: the first `split` train and the others
-    test; None: all do both."""
+    """Write images (N, H, W) and labels (N,), 0 to 255, as an MNIST below `root`.
+
+    Args:
+        split: so many train, the others test; None: all do both.
+    """
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part, rows in (("train", slice(split)), ("t10k", slice(split, None))):
