@@ -197,7 +197,7 @@ def test_a_process_that_hangs_is_named_at_the_time_limit(failing, tracked):
 
 
 def test_a_signal_to_one_process_ends_all_politely(start, tracked, tmp_path):
-    """All report the same signal, `last.ckpt` is saved, and the run is KILLED. test_run.py has one process and Ctrl-C."""
+    """All report the same signal, `last.ckpt` is saved, the run is KILLED. test_run.py has one process and Ctrl-C."""
     go = tmp_path / "go"
     running = start(f"train.callbacks=[{{type: own.Waits, params: {{until: '{go}'}}}}]")
     running.says("waits")
