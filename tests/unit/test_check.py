@@ -14,17 +14,7 @@ from checks import GOOD, load
 from deeplightning.checks import strategy
 from deeplightning.checks.examine import examine
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Each test has a working directory of its own, and leaves import roots and modules as they were."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("here")
 
 
 BY_SOURCE, BY_IMPORTING = (False,), (True,)

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -36,13 +35,10 @@ train: {num_epochs: 1}
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Each test has a working directory of its own, and leaves the import roots as they were."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def here(here):
+    """A working directory with a module of the user's."""
     write("def anything(*args, **kwargs): ...\n", "some_parts.py")
-    yield tmp_path
-    sys.modules.pop("some_parts", None)
+    return here
 
 
 def write(text: str, name: str = "c.yaml") -> str:
