@@ -103,6 +103,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
+@pytest.fixture
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No MLflow variable of the caller's, and a state folder of the test's own."""
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of the commands; nothing that was not asked for may appear in it."""
@@ -135,6 +143,20 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     commands("--help", cwd=commands.folder)  # returns once the server has imported all; no test waits for it
     yield commands
     commands.close()
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """`answer(words)`: the exit code of `deeplightning WORDS` in this process, its stdout and its stderr."""
+    from deeplightning.cli import cli
+    from deeplightning.cli.exit_codes import run_verb
+
+    def given(*words: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["deeplightning", *words])
+        return run_verb(cli), *capfd.readouterr()
+
+    return given
 
 
 @pytest.fixture(scope="session")

@@ -30,13 +30,7 @@ from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.unsent import Claim, _machine, claims, folder_of, is_elsewhere
 
-
-@pytest.fixture(autouse=True)
-def own_state(monkeypatch, tmp_path):
-    """No MLflow variable of the caller's, and a state folder of the test's own."""
-    for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ from serve.bundle import Bundle, BundleError
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
 SECONDS = 20  # of CPU time for one kind; the slowest takes 1 (November 2026)
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def corpus(name: str) -> list[Any]:
@@ -497,14 +498,6 @@ def finished_run(folder: Path) -> str:
     logger.log_metrics({"x": 1.0}, 0)
     logger.finalize("success")
     return logger.run_id
-
-
-@pytest.fixture(autouse=True)
-def own_state(monkeypatch, tmp_path):
-    """No MLflow variable of the caller's, and a state folder of the test's own."""
-    for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def left(store: Path, name: str, metrics: Path, run: Any) -> Path:
