@@ -14,14 +14,10 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from deeplightning.callbacks import random_state
 from deeplightning.config.target import find
-from deeplightning.data.samplers import BatchIndices
-from deeplightning.data.splits import deal
 
 # Behind all else, since a program there has the name of our package `serve`.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -57,47 +53,12 @@ def all_of_them(maker):
     return [mutation for seed in SEEDS for mutation in maker.make(seed)]
 
 
-def lines_of(mutation):
-    return [int(line.rpartition(":")[2]) for line in mutation.lines]
-
-
-def changed(mutation):
-    """The first line that is not as it was, from 1."""
-    before = (ROOT / mutation.file).read_text().splitlines()
-    after = mutation.text.splitlines()
-    pairs = enumerate(zip(before, after, strict=False), 1)
-    return next((n for n, (one, two) in pairs if one != two), min(len(before), len(after)) + 1)
-
-
 def test_a_seed_makes_the_same_300_mutations_each_time(maker):
     """And another seed makes others; no two of a seed are the same."""
     one, again, other = maker.make(3), maker.make(3), maker.make(4)
     assert one == again
     assert len(one) == len({(m.config, m.file, m.text) for m in one}) == sum(mutations.KINDS.values()) == 300
     assert len({m.text for m in one} & {m.text for m in other}) < 150
-
-
-@pytest.mark.slow
-def test_a_mutation_stands_where_it_says(all_of_them):
-    """What is put in place of something else stands in the line where it must be told, and that is the first line that
-    differs; what is removed or set is so for another reader of YAML."""
-    for mutation in all_of_them:
-        after = mutations.File(mutation.file, mutation.text)
-        text = mutation.text.splitlines()
-        assert mutation.lines
-        if mutation.kind in ("key", "class", "param", "type", "word", "target"):
-            assert lines_of(mutation) == [changed(mutation)], mutation
-        elif mutation.kind == "duplicate":
-            key = mutation.what.removesuffix(" twice").rpartition(".")[2]
-            (line,) = lines_of(mutation)
-            assert f"{key}:" in text[line - 1], mutation
-            assert (
-                len(text) > len((ROOT / mutation.file).read_text().splitlines()) or text[line - 1].count(f"{key}:") > 1
-            )
-        elif mutation.kind == "missing":
-            path = tuple(int(part) if part.isdigit() else part for part in mutation.what.split()[0].split("."))
-            assert path in mutations.File(mutation.file, (ROOT / mutation.file).read_text()).pairs
-            assert path not in after.pairs
 
 
 def test_a_typo_is_no_word_that_is_legal(all_of_them, monkeypatch):
@@ -304,28 +265,6 @@ def test_a_bound_without_a_figure_is_not_kept():
     assert training.Bound("a", 0.7501, 0.75).row()[-1] == "NOT kept"
     assert training.Bound("a", None, 0.75).row()[2:] == ["not measured", "NOT kept"]
     assert training.Bound("a", 0.87, 0.88, at_least=True).row()[1:] == ["≥ 0.88", "0.870", "NOT kept"]
-
-
-def test_scripts_get_the_split_the_order_and_the_weights_of_a_run():
-    """In a few lines of their own."""
-    import train_data
-    import train_network
-
-    labels = np.random.RandomState(1).randint(10, size=1003)
-    for seed in (0, 5):
-        held_out = deal(labels, 10, seed, 2) == 0
-        training_positions, validation = train_data.split(labels, seed)
-        assert training_positions.tolist() == np.flatnonzero(~held_out).tolist()
-        assert validation.tolist() == np.flatnonzero(held_out).tolist()
-        order, batches = train_data.Order(100, seed), BatchIndices(range(100), 8, shuffle=True, seed=seed)
-        for epoch in range(3):
-            batches.set_epoch(epoch)
-            assert list(order) == [position for batch in batches for position in batch]
-        random_state.seed_all(seed, 0)
-        ours, theirs = train_network.Small(), train_network.build("small", seed)
-        assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert sum(parameter.numel() for parameter in ours.parameters()) == 102_130
-    assert sum(parameter.numel() for parameter in train_network.Two().parameters()) == 2
 
 
 @pytest.mark.slow
