@@ -9,6 +9,8 @@ import gc
 import logging
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -89,6 +91,26 @@ def packed_code() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a test, an import root; what was imported from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No MLflow variable of the caller's, and a state folder of the test's own."""
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of the commands; nothing that was not asked for may appear in it."""
@@ -121,6 +143,20 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     commands("--help", cwd=commands.folder)  # returns once the server has imported all; no test waits for it
     yield commands
     commands.close()
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """`answer(words)`: the exit code of `deeplightning WORDS` in this process, its stdout and its stderr."""
+    from deeplightning.cli import cli
+    from deeplightning.cli.exit_codes import run_verb
+
+    def given(*words: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["deeplightning", *words])
+        return run_verb(cli), *capfd.readouterr()
+
+    return given
 
 
 @pytest.fixture(scope="session")
@@ -156,6 +192,30 @@ def job(request: pytest.FixtureRequest, command: Commands, tiny: Path, place: Pa
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a run that tells red, green and blue pictures apart."""
+    from served import colour_run
+
+    return colour_run(tmp_path_factory.mktemp("a run"))
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Any]:
+    """`serving(folder, argument, …)` starts the prediction server of a run, which is killed after the test."""
+    from served import Server
+
+    servers: list[Server] = []
+
+    def started(folder: Path, *arguments: str, **options: Any) -> Server:
+        servers.append(Server(folder, tmp_path / f"errors {len(servers)}", *arguments, **options))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.stop(signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

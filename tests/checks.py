@@ -73,16 +73,19 @@ train: {num_epochs: 1}
 """
 
 
-def write_mnist(root: Path, images: Any, labels: Any, cut: int | None = None) -> Path:
-    """Write the same images (N, 28, 28) and labels (N,) of bytes as both parts of an MNIST below `root`; a file of
-    images has no more than its first `cut` bytes."""
+def write_mnist(root: Path, images: Any, labels: Any, split: int | None = None) -> Path:
+    """Write images (N, H, W) and labels (N,), 0 to 255, as an MNIST below `root`.
+
+    Args:
+        split: so many train, the others test; None: all do both.
+    """
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for part in ("train", "t10k"):
-        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+    for part, rows in (("train", slice(split)), ("t10k", slice(split, None))):
+        for name, array in (("images-idx3", images[rows]), ("labels-idx1", labels[rows])):
             shape = b"".join(size.to_bytes(4, "big") for size in array.shape)
-            content = bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()
-            (raw / f"{part}-{name}-ubyte").write_bytes(content[: cut if array.ndim == 3 else None])
+            content = bytes([0, 0, 8, array.ndim]) + shape + array.astype("uint8").tobytes()
+            (raw / f"{part}-{name}-ubyte").write_bytes(content)
     return root
 
 

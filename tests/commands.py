@@ -141,8 +141,8 @@ class Running:
         self._wait(lambda: all(rank._read("pid") for rank in self.ranks), "its start")
         return [int(rank._read("pid")) for rank in self.ranks if not rank._read("code")]
 
-    def end(self) -> Outcome:
-        """Wait until all its processes have ended."""
+    def end(self, code: int | None = None) -> Outcome:
+        """Wait until all its processes have ended; `code` is the exit code that all of them must have."""
         self._wait(lambda: all(rank._read("code") for rank in self.ranks), "its end")
         ended = [Outcome(int(rank._read("code")), rank._read("out"), rank._read("err")) for rank in self.ranks]
         missing = re.fullmatch(r"error: `(\w+)` is a plug-in: pip install .*\n", ended[0].err)
@@ -152,6 +152,7 @@ class Running:
             pytest.skip(f"the plug-in `{missing[1]}` is not installed")
         if len(ended) > 1:
             ended[0].ranks = ended
+        assert code is None or {code} == {each.code for each in ended}, ended[0]
         return ended[0]
 
 
@@ -196,9 +197,7 @@ class Commands:
 
     def __call__(self, *arguments: object, cwd: Path, code: int | None = None, **options: Any) -> Outcome:
         """Run a command; `code` is the exit code that all of its processes must have."""
-        outcome = self.start(*arguments, cwd=cwd, **options).end()
-        assert code is None or {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
-        return outcome
+        return self.start(*arguments, cwd=cwd, **options).end(code)
 
     def close(self) -> None:
         self._orders.close()
@@ -252,10 +251,13 @@ def read_terminal(leader: int) -> bytes:
     return shown
 
 
-def real(*arguments: object, cwd: Path, limit: float = LIMIT_SECONDS, **variables: str) -> Outcome:
+def real(
+    *arguments: object, cwd: Path, code: int | None = None, limit: float = LIMIT_SECONDS, **variables: str
+) -> Outcome:
     """Run a command in a new process, as a person starts it.
 
     Args:
+        code: the exit code that it must have.
         limit: seconds after which it and every process that it has started are killed.
 
     Raises:
@@ -267,18 +269,19 @@ def real(*arguments: object, cwd: Path, limit: float = LIMIT_SECONDS, **variable
         env = environment(**variables)
         child = subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, start_new_session=True)
         try:
-            code = child.wait(limit)
+            ended: int | None = child.wait(limit)
         except BaseException as stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             if not isinstance(stopped, subprocess.TimeoutExpired):
                 raise
-            code = None
+            ended = None
         for file in (out, err):
             file.seek(0)
-        outcome = Outcome(-1 if code is None else code, out.read(), err.read())
-    assert code is not None, f"not ended after {limit:.0f} s: {outcome}"
+        outcome = Outcome(-1 if ended is None else ended, out.read(), err.read())
+    assert ended is not None, f"not ended after {limit:.0f} s: {outcome}"
+    assert code in (None, ended), outcome
     return outcome
 
 

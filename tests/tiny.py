@@ -24,6 +24,29 @@ logger:
   pictures: null
 """
 
+SEED = """\
+data:
+  root: /data
+  dataset: MNIST
+  module: {type: deeplightning.data.mnist.MNIST}
+  num_workers: 4
+  batch_size: 256                  # per process
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.01, weight_decay: 0.01, momentum: 0.9}}
+  scheduler:
+    {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.99}, call: {interval: epoch, frequency: 1}}
+  loss: {type: torch.nn.CrossEntropyLoss, params: }
+engine: {backend: deepspeed_stage_3, gpus: [0, 1], num_nodes: 1, precision: 32}
+train: {num_epochs: 10, val_every_n_epoch: 1, accumulator_epoch: 0, accumulator_factor: 1, resume_ckpt: null}
+logger:
+  type: pytorch_lightning.loggers.MLFlowLogger
+  params: {experiment_name: Default, tracking_uri: mlruns}
+  log_every_n_steps: 10
+"""
+"""The first configuration of the project, as it was printed."""
+
 PAIRS = """\
 import pytorch_lightning as pl
 import torch
@@ -114,13 +137,6 @@ class Guarded(Digits):
     def __init__(self, cfg, token, **params):
         super().__init__(cfg, **params)
         self.token = token
-
-
-class Failing(Guarded):
-    """Says its password when it fails."""
-
-    def read(self):
-        raise RuntimeError(f"the server refused {self.token}")
 
 
 class Waits(pl.Callback):

@@ -159,10 +159,8 @@ def test_a_run_that_is_stopped_while_it_validates_averages_resumes_from_the_weig
     running.says("waits")
     running.signal(signal.SIGINT)
     until.touch()
-    stopped = running.end()
-    assert stopped.code == 130, stopped
-    resumed = command("train", tiny, *settings, f"train.resume_ckpt='{stopped.folder}'", cwd=place)
-    assert resumed.code == 0, resumed
+    stopped = running.end(code=130)
+    resumed = command("train", tiny, *settings, f"train.resume_ckpt='{stopped.folder}'", cwd=place, code=0)
     assert_ends_like(resumed, whole, tracked)
 
 

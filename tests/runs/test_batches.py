@@ -333,8 +333,7 @@ def test_two_processes_weigh_samples_as_one_does(command, here):
     """Two processes with batches of 4 learn what one learns with batches of 8, whatever their weights add up to."""
     data = "data.module={type: parts.weighted}"
     one = command("train", "c.yaml", data, cwd=here, code=0)
-    two = command("train", "c.yaml", data, "data.batch_size=4", "engine.processes=2", cwd=here, ranks=2)
-    assert [rank.code for rank in two.ranks] == [0, 0], two
+    two = command("train", "c.yaml", data, "data.batch_size=4", "engine.processes=2", cwd=here, ranks=2, code=0)
     first, second = (checkpoint_weights(each.folder / "last.ckpt") for each in (one, two))
     for name in ("network.weight", "network.bias"):
         torch.testing.assert_close(second[name], first[name], rtol=1e-5, atol=1e-6)

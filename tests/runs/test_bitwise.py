@@ -113,8 +113,7 @@ def test_weights_are_those_of_the_script_bit_for_bit(
     config = tmp_path / "config.yaml"
     config.write_text(text)
     (tmp_path / "own.py").write_text(OWN)
-    outcome = command("train", config, *options, cwd=tmp_path)
-    assert outcome.code == 0, outcome
+    outcome = command("train", config, *options, cwd=tmp_path, code=0)
     ours = {name: value for name, value in weights(outcome.folder / "last.ckpt").items() if name.startswith("network.")}
     theirs = by_hand(files, labels, mode, seed)
     assert list(ours) == [f"network.{name}" for name in theirs]

@@ -1,7 +1,6 @@
 """Settings that do not go together are told with both keys and a remedy: `deeplightning.checks.combinations`."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -95,14 +94,9 @@ OTHER_FAULTS = {"engine.gpus", "engine.backend"}  # the machine has no GPU, and 
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def here(here):
     Path("some_parts.py").write_text(PARTS)
     Path("c.yaml").write_text(BASE)
-    sys.modules.pop("some_parts", None)
-    yield
-    sys.modules.pop("some_parts", None)
 
 
 @pytest.mark.parametrize(("rule", "overrides"), list(zip(RULES, BREAKING, strict=True)), ids=[r.when for r in RULES])

@@ -476,8 +476,7 @@ def compiled_run(tiny, tmp_path, monkeypatch):
 
     def run(*overrides):
         words = ("train", tiny, "train.callbacks=[{type: notes.Notes}]", *overrides)
-        outcome = real(*words, cwd=tmp_path, limit=600, XDG_CACHE_HOME=str(tmp_path / "cache"))
-        assert outcome.code == 0, outcome
+        outcome = real(*words, cwd=tmp_path, limit=600, XDG_CACHE_HOME=str(tmp_path / "cache"), code=0)
         return outcome, json.loads((tmp_path / "notes-0.json").read_text())
 
     return run

@@ -7,7 +7,6 @@ import http.server
 import os
 import pickle
 import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchvision
+from checks import write_mnist
 from modules import data_config, on_rank
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -57,21 +57,11 @@ def gathered(loader) -> dict[str, torch.Tensor]:
     return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
 
-def write_idx(path: Path, array: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
-
-
 @pytest.fixture
 def mnist_root(tmp_path):
     """An MNIST folder of 400 and 100 digits, 8x8."""
     digits = load_digits()
-    pixels = np.rint(digits.images * 15.9375)
-    for name, part in (("train", slice(0, 400)), ("t10k", slice(400, 500))):
-        write_idx(tmp_path / "MNIST" / "raw" / f"{name}-images-idx3-ubyte", pixels[part])
-        write_idx(tmp_path / "MNIST" / "raw" / f"{name}-labels-idx1-ubyte", digits.target[part])
-    return tmp_path
+    return write_mnist(tmp_path, np.rint(digits.images[:500] * 15.9375), digits.target[:500], 400)
 
 
 CLASSES = ["a cat", "dog", "zebra fish"]
@@ -478,6 +468,7 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
     [
         (IMAGES, lambda data: data[:-1], "damaged or no IDX file of bytes in 3"),
         (IMAGES, lambda data: data[:9], "damaged or no IDX file"),
+        (IMAGES, lambda data: b"", "damaged or no IDX file"),
         (LABELS, lambda data: data[:4] + bytes([0, 0, 0, 0]), "is empty, damaged or no IDX file"),
         (LABELS, lambda data: data[:-1] + b"\x0b", "label 11 of sample 99 is outside the 10 classes, 0 to 9"),
         (LABELS, lambda data: data[:7] + bytes([99]) + data[8:-1], "holds 100 images, but .* 99 labels"),

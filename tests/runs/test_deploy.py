@@ -71,9 +71,7 @@ def own(tmp_path_factory):
 def forked(command, tiny, own):
     """How the training of that network ended."""
     network = "model.network={type: forks.Forks}"
-    outcome = command("train", tiny, "~model.network", network, "train.export=true", cwd=own)
-    assert outcome.code == 0, outcome
-    return outcome
+    return command("train", tiny, "~model.network", network, "train.export=true", cwd=own, code=0)
 
 
 def flags(run, overrides=()):
@@ -279,8 +277,9 @@ def test_training_says_that_a_network_cannot_be_exported(forked):
 
 def test_other_faults_of_an_export_fail_the_run(command, tiny, own):
     """A network that answers otherwise when it is exported: exit 4, nothing is said of torch."""
-    outcome = command("train", tiny, "~model.network", "model.network={type: forks.Liar}", "train.export=true", cwd=own)
-    assert outcome.code == 4, outcome
+    outcome = command(
+        "train", tiny, "~model.network", "model.network={type: forks.Liar}", "train.export=true", cwd=own, code=4
+    )
     assert "answers otherwise than the checkpoint" in outcome.err
     assert "torch" not in outcome.err
 
@@ -288,8 +287,7 @@ def test_other_faults_of_an_export_fail_the_run(command, tiny, own):
 def test_a_network_of_ones_own_needs_leave_elsewhere(forked, own, command, tmp_path):
     """On a machine where the run was not made it is not imported without `--allow`: exit 4, naming root, key and
     option."""
-    outcome = command("serve", forked.folder, cwd=own, XDG_STATE_HOME=str(tmp_path))
-    assert outcome.code == 4, outcome
+    outcome = command("serve", forked.folder, cwd=own, XDG_STATE_HOME=str(tmp_path), code=4)
     assert "model.network.type: to serve this run, forks.Forks would be imported" in outcome.err
     assert "If you trust it: --allow forks" in outcome.err
 
@@ -318,8 +316,7 @@ def test_answers_over_http_are_those_of_predict(by, run, forked, own, command):
     """Ten digits over HTTP get the class, label and probability of `deeplightning predict`, to 1e-5. Without a GPU, one
     line says that the CPU answers."""
     folder = forked.folder if by == "torch" else run.path
-    predicted = command("predict", folder, *DIGITS, cwd=own)
-    assert predicted.code == 0, predicted
+    predicted = command("predict", folder, *DIGITS, cwd=own, code=0)
     with served(command, folder, own, *(["--allow", "forks"] if by == "torch" else [])) as (address, said):
         answers = [asked(address, path) for path in DIGITS]
     for row, answer in zip(csv.DictReader(predicted.out.splitlines()), answers, strict=True):
@@ -395,8 +392,7 @@ def test_what_torch_cannot_serve_is_refused(forked, own, command, options, code,
     """Models of bundles alone name the key and why there is no bundle; a GPU that is not there the remedy."""
     if code == 3 and torch.cuda.device_count():
         pytest.skip("there is a GPU")
-    outcome = command("serve", forked.folder, *options, "--allow=forks", "--port=0", cwd=own)
-    assert outcome.code == code, outcome
+    outcome = command("serve", forked.folder, *options, "--allow=forks", "--port=0", cwd=own, code=code)
     assert words in outcome.err
     assert code == 2 or re.search("no NVIDIA driver|no GPU is visible|built without CUDA", outcome.err)
 

@@ -191,7 +191,7 @@ class Refusing(torch.optim.SGD):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def here(here, monkeypatch):
     """A working directory with own code, in which nothing may appear; the data cannot be read."""
 
     def refuse(*_, **__):
@@ -200,13 +200,10 @@ def here(tmp_path, monkeypatch):
     import sklearn.datasets
 
     monkeypatch.setattr(sklearn.datasets, "load_digits", refuse)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "good.yaml").write_text(GOOD)
-    yield tmp_path
-    assert {path.name for path in tmp_path.iterdir()} <= {"own.py", "good.yaml", "__pycache__"}
-    sys.modules.pop("own", None)
+    (here / "own.py").write_text(OWN)
+    (here / "good.yaml").write_text(GOOD)
+    yield here
+    assert {path.name for path in here.iterdir()} <= {"own.py", "good.yaml", "__pycache__"}
 
 
 REFUSED = "model.optimizer={type: own.Refusing, params: {lr: 0.1}}"

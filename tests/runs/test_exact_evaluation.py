@@ -85,8 +85,7 @@ def folders(command, tiny, place, checkpoint, tmp_path_factory):
             for world, folder in made.items():
                 job = {"cwd": place, "ranks": world, "main": "test_exact_evaluation:judge"}
                 trained = [-size for size in WORLDS] if sizes == ENDS else []
-                outcome = command(tiny, folder, checkpoint, world, *sizes, *trained, **job)
-                assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
+                command(tiny, folder, checkpoint, world, *sizes, *trained, **job, code=0)
         return done[sizes]
 
     return run

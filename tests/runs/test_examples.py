@@ -123,8 +123,7 @@ def test_an_example_learns_what_it_should(name, command, store, tmp_path):
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run(script, cwd=tmp_path, env=env, check=True, timeout=60)
     overrides = [*example.overrides, f"logger.params.tracking_uri={store}"]
-    outcome = command("train", ROOT / "examples" / example.config, *overrides, cwd=tmp_path)
-    assert outcome.code == 0, outcome
+    outcome = command("train", ROOT / "examples" / example.config, *overrides, cwd=tmp_path, code=0)
     results = json.loads((outcome.folder / "test_results.json").read_text())
     for metric, (least, most) in example.metrics.items():
         assert least <= results[metric] <= most, results
@@ -137,8 +136,7 @@ def test_transfer_goes_on_from_what_was_learned(command, store, tmp_path):
 
     def train(config: str, *overrides: str) -> Path:
         told = [*overrides, "train.export=false", "logger.pictures=null", f"logger.params.tracking_uri={store}"]
-        outcome = command("train", folder / config, *told, cwd=tmp_path)
-        assert outcome.code == 0, outcome
+        outcome = command("train", folder / config, *told, cwd=tmp_path, code=0)
         return outcome.folder
 
     def loss(run: Path) -> float:

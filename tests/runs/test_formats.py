@@ -13,7 +13,6 @@ from torch import nn
 
 from deeplightning.export.bundle import FormatError, golden_inputs
 from deeplightning.export.formats import FORMATS, add_format
-from deeplightning.faults import SetupError
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from serve.bundle import Bundle
@@ -99,20 +98,6 @@ def test_a_network_that_a_format_cannot_express_leaves_the_bundle(network, words
     assert contents(folder) == before
     assert [path.name for path in folder.path.iterdir()] == ["bundle"]
     add_format(task, folder, "pt2")
-
-
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    """A full disk ends with exit code 3, and the bundle stays as it was."""
-    task, folder = exported(tmp_path, "table_regression")
-    before = contents(folder)
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("shutil.copyfile", full)
-    with pytest.raises(SetupError, match=r"cannot be written: .*No space left"):
-        add_format(task, folder, "pt2")
-    assert contents(folder) == before
 
 
 def test_a_run_has_the_formats_of_its_config(train, command, place):

@@ -20,6 +20,7 @@ from checks import write_mnist
 from conftest import weights
 from filelock import FileLock
 from gpu_runs import ENGINES, PRECISIONS, Runs, lacks, note, precision_of, spread
+from tiny import SEED
 
 GPUS = torch.cuda.device_count()
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,28 +240,6 @@ def test_every_task_trains_and_tests(task, engine, tmp_path):
     done = runs.train(*spread(engine, 1), *quick, *overrides, config=ROOT / "examples" / config)
     assert (done.folder / "test_results.json").is_file()
     assert stray(done.err) == []
-
-
-SEED = """\
-data:
-  root: /data
-  dataset: MNIST
-  module: {type: deeplightning.data.mnist.MNIST}
-  num_workers: 4
-  batch_size: 256                  # per process
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.01, weight_decay: 0.01, momentum: 0.9}}
-  scheduler: {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.99}, call: {interval: epoch, frequency: 1}}
-  loss: {type: torch.nn.CrossEntropyLoss, params: }
-engine: {backend: deepspeed_stage_3, gpus: [0, 1], num_nodes: 1, precision: 32}
-train: {num_epochs: 10, val_every_n_epoch: 1, accumulator_epoch: 0, accumulator_factor: 1, resume_ckpt: null}
-logger:
-  type: pytorch_lightning.loggers.MLFlowLogger
-  params: {experiment_name: Default, tracking_uri: mlruns}
-  log_every_n_steps: 10
-"""  # noqa: E501
 
 
 def write_squares(root, size=1000):

@@ -91,8 +91,7 @@ def learned(tiny, tmp_path):
     def run(*overrides):
         given = ["engine.gpus=1", "train.callbacks=[{type: notes.Notes}]", *overrides]
         cache = str(tmp_path / "cache")
-        outcome = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST, XDG_CACHE_HOME=cache)
-        assert outcome.code == 0, outcome
+        outcome = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST, XDG_CACHE_HOME=cache, code=0)
         return outcome, json.loads((tmp_path / "notes.json").read_text())
 
     return run
@@ -171,8 +170,7 @@ def test_a_network_that_cannot_be_recorded_is_refused(network, reason, tiny, tmp
     """Exit code 2, the reason, and what to set instead: an LSTM moves the weights that it is given."""
     (tmp_path / "layers.py").write_text(OWN)
     given = ["engine.gpus=1", "engine.compile=graphs", f"model.network={{type: layers.{network}}}"]
-    done = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST)
-    assert done.code == 2, done
+    done = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST, code=2)
     assert reason in done.err
     assert "engine.compile=reduce-overhead" in done.err
     assert "Traceback" not in done.err

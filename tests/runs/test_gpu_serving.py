@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from commands import environment
-from served import COLOURS, ROOT, Server, colour_run, gone, picture, probabilities, wait_until
+from served import COLOURS, ROOT, colour_run, gone, picture, probabilities, wait_until
 from test_quantize import brightest_channel, exported
 
 from deeplightning.export.fp16 import halve
@@ -60,19 +60,6 @@ def network(tmp_path_factory, provider):
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, provider):
     return colour_run(tmp_path_factory.mktemp("a run"))
-
-
-@pytest.fixture
-def start(tmp_path):
-    servers = []
-
-    def started(folder, *arguments):
-        servers.append(Server(folder, tmp_path / f"errors {len(servers)}", *arguments))
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.stop(signal.SIGKILL)
 
 
 def on_gpu(program, folder, **options):
@@ -123,9 +110,9 @@ def test_a_batch_beyond_the_arena_is_a_memory_error(network):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_server_answers_from_the_gpu(network, start, precision):
+def test_the_server_answers_from_the_gpu(network, serving, precision):
     """The first line and /info say so; forty clients at a time get right answers; SIGTERM ends all of it."""
-    server = start(network.path, "--device", "cuda:0", "--precision", precision, "--max-batch", "64")
+    server = serving(network.path, "--device", "cuda:0", "--precision", precision, "--max-batch", "64")
     assert "on cuda:0 (" in server.line
     info = server.ask("GET", "/info")[1]
     assert (info["device"], info["precision"], info["processes"]) == ("cuda:0", precision, 1)
@@ -142,9 +129,9 @@ def test_the_server_answers_from_the_gpu(network, start, precision):
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_probabilities_are_those_of_the_cpu(run_folder, start, device):
+def test_probabilities_are_those_of_the_cpu(run_folder, serving, device):
     """To the tolerance of the golden samples; `auto` takes the GPU as well, without a line about the CPU."""
-    server = start(run_folder.path, "--device", device)
+    server = serving(run_folder.path, "--device", device)
     assert server.ask("GET", "/info")[1]["device"].startswith("cuda:")
     assert server.events() == []
     for colour in COLOURS:
@@ -153,10 +140,10 @@ def test_probabilities_are_those_of_the_cpu(run_folder, start, device):
     assert server.ask("GET", "/info")[1]["processes"] == GPUS
 
 
-def test_a_changed_bundle_and_a_crash_are_survived(run_folder, start, tmp_path):
+def test_a_changed_bundle_and_a_crash_are_survived(run_folder, serving, tmp_path):
     """A new process takes the GPU over while the old one still holds it; a dead one is replaced."""
     folder = shutil.copytree(run_folder.path, tmp_path / "copy")
-    server = start(folder, "--device", "cuda:0")
+    server = serving(folder, "--device", "cuda:0")
     first = server.workers()[0]
     colour_run(Path(folder), ("rot", "green", "blue"))
     wait_until(lambda: "the model is reloaded" in server.events(), 60)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import environment, real
+from commands import environment
 from conftest import digest
 from gpu_runs import Cell, Runs, note, spread
 
@@ -20,7 +20,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import gpu
 import gpu_rows
-import gpu_wheels
 from gpu_rows import PLAIN, RAW, SELF, Row
 from timed import Took
 
@@ -64,25 +63,6 @@ def test_the_suite_runs_the_files_that_have_a_test_for_it():
     assert "tests/runs/test_fuzz.py" not in command
     assert command[command.index("-m", 2) + 1] == "gpu or device"
     assert command[-1] == "-x"
-
-
-def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
-    """A line says what is left out; where all of it needs the package, exit code 3 and how to get it."""
-    monkeypatch.setattr(gpu, "OPTIONAL", {"no_such_package": "the rows of it"})
-    gpu.say_what_is_left_out()
-    assert capsys.readouterr().out == "left out, since no_such_package is not installed: the rows of it\n"
-    monkeypatch.setattr(gpu, "NEEDED", [*gpu.NEEDED, "no_such_package"])
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    with pytest.raises(SystemExit) as ended:
-        gpu.main()
-    assert ended.value.code == 3
-    assert capsys.readouterr().err == "Not installed: no_such_package. tools/gpu_wheels.sh makes a folder with them.\n"
-
-
-def test_a_run_that_does_not_end_is_killed(tiny, place):
-    """With every process that it has started; the failure says after how many seconds."""
-    with pytest.raises(AssertionError, match="not ended after 0 s"):
-        real("train", tiny, cwd=place, limit=0.2)
 
 
 # ---- the table
@@ -201,40 +181,7 @@ def test_speed_and_memory_are_measured_on_a_cpu(tmp_path):
 # ---- the page
 
 
-def test_the_page_keeps_what_is_not_measured(tmp_path):
-    """Only the part between the marks is replaced, by the device, the versions and the tables."""
-    bench = gpu_rows.Bench(gpu_rows.TINY, "cpu", tmp_path)
-    bench.say("speed", "Speed", "A note.", "| a |")
-    text = gpu.page(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nbehind\n", bench)
-    assert text.startswith(f"before\n{gpu.BEGIN}\n\nMeasured on ")
-    assert text.endswith(f"| a |\n\n{gpu.END}\nbehind\n")
-    assert "old" not in text
-    assert "## Speed\n\nA note." in text
-    assert gpu.page(gpu.PAGE.read_text(), bench) != gpu.PAGE.read_text()
-
-
 # ---- wheels for a machine without a network
-
-
-def test_the_wheels_are_what_a_gpu_machine_lacks():
-    """What the suite needs, without torch, torchvision, Lightning, numpy and what is too large."""
-    names = {gpu_wheels.name_of(line) for line in gpu_wheels.requirements(["deepspeed"])}
-    modules = {name.replace("yaml", "pyyaml").replace("mlflow", "mlflow-skinny") for name in gpu.NEEDED}
-    assert modules - names == {"torch", "torchvision", "pytorch_lightning"}
-    assert {"deepspeed", "pytest-xdist", "flask", "griffelib", "httptools"} <= names
-    assert not names & {*gpu_wheels.THERE, *gpu_wheels.LEFT_OUT}
-
-
-def test_a_folder_of_wheels_that_is_too_large_or_not_empty_is_refused(tmp_path):
-    """With its size and the largest files; a second start does not mix two sets of wheels."""
-    (tmp_path / "large.whl").write_bytes(bytes(900_000))
-    (tmp_path / "small.whl").write_bytes(bytes(10))
-    assert gpu_wheels.check_size(tmp_path) == 900_010
-    with pytest.raises(gpu_wheels.NotMade, match=r"0\.9 MB, more than 0 MB.*(?s:.)*0\.9 MB  large\.whl"):
-        gpu_wheels.check_size(tmp_path, limit=400_000)
-    with pytest.raises(gpu_wheels.NotMade, match="is not an empty folder"):
-        gpu_wheels.make(tmp_path, "3.12", [])
-    assert len([*tmp_path.iterdir()]) == 2
 
 
 @pytest.mark.parametrize(

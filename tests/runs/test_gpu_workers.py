@@ -50,11 +50,6 @@ sys.exit(program.main(sys.argv[1:]))
 '''
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    return colour_run(tmp_path_factory.mktemp("a run"))
-
-
 @pytest.fixture
 def pretend(tmp_path):
     """Starts servers on pretended GPUs; `fails` says which cannot be used."""

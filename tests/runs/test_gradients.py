@@ -123,8 +123,7 @@ def test_processes_together_have_the_gradient_of_one(spread, whole, clip, comman
     settings = [*THREE_LOSSES, "data.module.params.limit=145", f"train.gradient_clip={clip}"]
     writes = f"train.callbacks=[{{type: own.Gradients, params: {{file: '{tmp_path / 'gradients.pt'}'}}}}]"
     ranks = 3 if "processes=3" in spread else 2
-    outcome = command("train", tiny, *settings, *spread.split(), writes, cwd=place, ranks=ranks)
-    assert {0} == {each.code for each in outcome.ranks}, outcome
+    command("train", tiny, *settings, *spread.split(), writes, cwd=place, ranks=ranks, code=0)
     expected = fit(*settings, whole)
     assert len(expected.data.dataset("train")) == 129
     assert_close(torch.load(tmp_path / "gradients.pt"), expected.seen.gradients)

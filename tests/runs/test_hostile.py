@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from clock import slowness
 from PIL import Image
@@ -162,24 +161,13 @@ HTTP = {
     "very many trailers": Case(
         lambda: [CHUNKED + b"0\r\n", *[b"".join(b"X-%d: y\r\n" % n for n in range(5000))] * 20], (431,)
     ),
-    "NUL in the path": wire(b"GET /he\0alth HTTP/1.1\r\n\r\n", 400),
-    "blank in the path": wire(b"GET /he alth HTTP/1.1\r\n\r\n", 400),
     "very long query": wire(head(f"POST /predict?top_k={'9' * 60_000} HTTP/1.1", "Content-Length: 1") + b"x", 400),
-    "GET on predict": wire(head("GET /predict HTTP/1.1"), 405),
-    "CONNECT": wire(head("CONNECT example.org:443 HTTP/1.1"), 404),
-    "HTTP/0.9": wire(b"GET /nothing\r\n\r\n", 400),
-    "HTTP/3.7": wire(head("GET / HTTP/3.7"), 505),
-    "websocket with frames": wire(
-        head("GET /predict HTTP/1.1", "Connection: Upgrade", "Upgrade: websocket") + b"\x81\x85" * 100,
-        405,
-    ),
     "binary garbage": wire(random.Random(0).randbytes(10_000), 400),
     "refusals for who has sent all": wire(head("GET /nothing HTTP/1.1") * 3, 404, 404, 404, None, ends=True),
     "picture of who has sent all": body(
         lambda: picture("green", "JPEG", (400, 400)), 200, None, label="green", ends=True
     ),
     "half a picture of who has sent all": wire(WHOLE[:-20], None, ends=True),
-    "id of 60 kB": wire(post(b"hello", "X-Request-ID: " + "x" * 60_000), 415),
     "17 pipelined refusals": wire(head("GET /nothing HTTP/1.1") * 17, *[404] * 16),
 } | cut_requests()
 
@@ -206,10 +194,6 @@ def named(disposition: str | bytes, **options: Any) -> Case:
 
 FORMS = {
     "form with a boundary of 60 kB": form(part(GOOD, FILE), kind=f"multipart/form-data; boundary={'x' * 60_000}"),
-    "form with a boundary beyond ASCII": form(part(GOOD, FILE), kind="multipart/form-data; boundary=\xff\xfe"),
-    "form cut in a header": form(b'--x\r\nContent-Disposition: form-data; name="im', end=b""),
-    "form of headers only": form(b"--x\r\n" + FILE.encode() + b"\r\n\r\n", end=b""),
-    "form without body": form(end=b""),
     "form in a form": form(part(part(GOOD, FILE) + b"--y--", "Content-Type: multipart/mixed; boundary=y", FILE)),
     "form in a form, same boundary": form(part(part(GOOD, FILE), FILE), expected=400),
     "form of 10,000 parts": form(part(b"", FILE) * 10_000, expected=413),
@@ -228,7 +212,6 @@ FORMS = {
         cpu_ms=200,
         why="the form's parser reads half a megabyte of them",
     ),
-    "field with an empty name": named('Content-Disposition: form-data; name=""; filename="a.png"'),
     "field of another disposition": named(
         'Content-Disposition: attachment; name="image"; filename="a.png"', expected=200, label="green"
     ),
@@ -241,14 +224,8 @@ FORMS = {
     "path in the file name": named(
         'Content-Disposition: form-data; name="image"; filename="../../../etc/passwd"', expected=200, label="green"
     ),
-    "path of Windows in the file name": named(
-        r'Content-Disposition: form-data; name="image"; filename="C:\\con\..\a.png"', expected=200, label="green"
-    ),
     "NUL in the file name": named(
         b'Content-Disposition: form-data; name="image"; filename="a\0.png"', expected=200, label="green"
-    ),
-    "commands in the file name": named(
-        'Content-Disposition: form-data; name="image"; filename="$(id);`id`|.png"', expected=200, label="green"
     ),
     "file name of 1 MB": named(
         f'Content-Disposition: form-data; name="image"; filename="{"x" * 1_000_000}"', expected=413
@@ -284,29 +261,17 @@ LONG = "15 MB are decoded by one JSON parser and then as base64, whatever is in 
 
 BODIES = {
     "no body": body(lambda: b"", 400),
-    "text named .jpg": form(
-        part(b"hello, I am text", FILE.replace("a.png", "a.jpg"), "Content-Type: image/jpeg"), expected=415
-    ),
     "unknown picture type": body(lambda: GOOD, 200, kind="image/x-nothing", label="green"),
     "URL-encoded": body(lambda: b"image=a.png&" * 10_000, 415, kind="application/x-www-form-urlencoded"),
     "type of 60 kB": body(lambda: GOOD, 400, kind="x" * 60_000),
     "type with 5,000 parameters": body(lambda: GOOD, 400, kind="text/x" + ";a=b" * 5_000),
-    "SVG with entities": body(
-        lambda: b'<!DOCTYPE svg [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;&a;">]><svg>&b;</svg>', 415, kind="image/svg+xml"
-    ),
     "noise as picture": body(lambda: random.Random(1).randbytes(1_000_000), 415),
-    "JSON without body": json_of(b""),
     "JSON in another encoding": json_of(in_json(GOOD).decode().encode("utf-16"), 200, label="green"),
-    "JSON of depth 1,000,000": json_of(b"[" * 1_000_000),
     "JSON of objects of depth 200,000": json_of(b'{"a":' * 200_000),
     "JSON of 1,000,000 parts": json_of(lambda: b"[" + b"0," * 1_000_000 + b"0]"),
     "JSON of 300 pictures": json_of(lambda: json.dumps({"images": [encoded(GOOD)] * 300}).encode(), 413),
-    "JSON with a key twice": json_of(f'{{"image": "{encoded(picture("red"))}", "image": "{encoded(GOOD)}"}}'.encode()),
     "JSON with a huge number": json_of(b'{"image": ' + b"9" * 1_000_000 + b"}"),
-    "JSON with a huge exponent": json_of(b'{"image": 1e999999999}'),
     "JSON with a long fraction": json_of(b'{"image": 0.' + b"1" * 1_000_000 + b"}"),
-    "JSON with a surrogate in UTF-8": json_of(b'{"image": "\xed\xa0\x80"}'),
-    "base64 with padding inside": json_of(b'{"image": "AA==AAAA"}'),
     "base64 of base64": json_of(in_json(encoded(GOOD).encode()), 415),
     "data URL without end": json_of(lambda: b'{"image": "' + b"data:" * 200_000 + b'"}'),
     "base64 with 5,000,000 blanks": json_of(
@@ -425,20 +390,6 @@ def many_texts(kind: bytes, text: str, number: int) -> bytes:
     return png(*[(kind, b"key %d" % n + between + packed) for n in range(number)])
 
 
-def cut_pictures() -> dict[str, Case]:
-    """Files of every format that end at many points."""
-    cases = {}
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8))
-    for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF"):
-        file = io.BytesIO()
-        noise.save(file, kind)
-        data = file.getvalue()
-        for share in (1, 10, 50, 90):
-            end = len(data) * share // 100
-            cases[f"{kind} cut at {share} %"] = Case(lambda data=data[:end]: [post(data)], (REFUSED,))
-    return cases
-
-
 REFUSED = 4000
 """Status 400 or 415: whether a part of a file is damaged or none is Pillow's choice."""
 
@@ -448,7 +399,6 @@ STRIPS = "Pillow makes an object of every strip, with 4 bytes of the file for ea
 PICTURES = {
     "60,000 x 60,000 pixels in 100 kB": body(lambda: png(size=(60_000, 60_000), data=gigabyte()[:100_000]), 413),
     "2^31 x 2^31 pixels": body(lambda: png(size=(2**31 - 1, 2**31 - 1)), 413),
-    "50,000,001 x 1 pixels": body(lambda: png(size=(50_000_001, 1)), 413),
     "no pixels": body(lambda: png(size=(0, 0)), REFUSED),
     "no rows": body(lambda: png(size=(8, 0)), REFUSED),
     "BMP without pixels": body(lambda: changed(picture(kind="BMP"), 18, struct.pack("<ii", 0, 0)), REFUSED),
@@ -456,10 +406,6 @@ PICTURES = {
     "BMP of 60,000 x 60,000": body(lambda: changed(picture(kind="BMP"), 18, struct.pack("<ii", 60_000, 60_000)), 413),
     "GIF of 65,535 x 65,535": body(lambda: changed(picture(kind="GIF"), 6, b"\xff" * 4), 413),
     "GIF without pixels": body(lambda: changed(picture(kind="GIF"), 6, b"\0" * 4), 200, label="red"),
-    "PPM of 10^9 rows": body(lambda: b"P6 9 999999999 255\n", 413),
-    "PPM without pixels": body(lambda: b"P6 0 0 255\n", REFUSED),
-    "PPM of negative size": body(lambda: b"P6 -9 -9 255\n", REFUSED),
-    "PPM of long numbers": body(lambda: b"P6 " + b"9" * 100_000, REFUSED),
     "PPM of 1 MB of remark": body(lambda: b"P6\n#" + b"x" * 1_000_000 + b"\n8 8 255\n" + b"\0" * 192, 400),
     "PPM of a maximum of 0": body(lambda: b"P6 8 8 0\n" + b"\0" * 192, REFUSED),
     "PPM in letters": body(lambda: b"P3 8 8 255\n" + b"x " * 192, REFUSED),
@@ -520,7 +466,6 @@ PICTURES = {
     "ICC pieces that lie": body(lambda: jpeg_with(*[(0xE2, b"ICC_PROFILE\0\xff\1")] * 1000), 200, label="green"),
     "JPEG of 65,500 x 65,500": body(lambda: jpeg_of_size(65_500, 65_500), 413),
     "JPEG without rows": body(lambda: jpeg_of_size(8, 0), REFUSED),
-    "JPEG of markers only": body(lambda: b"\xff\xd8" + b"\xff" * 100_000, REFUSED),
     "JPEG segment without length": body(lambda: b"\xff\xd8\xff\xe0\0\0" + b"\0" * 100, REFUSED),
     "GIF of 5,000 frames": body(lambda: gif_of_frames(5000), 200, label="green"),
     "GIF of 200,000 remarks": body(lambda: gif_with(b"\x21\xfe\x01x\0" * 200_000), 400),
@@ -558,13 +503,11 @@ PICTURES = {
         lambda: changed(picture("green", "AVIF", (64, 64)), 200, random.Random(5).randbytes(60)), REFUSED
     ),
     "AVIF of endless boxes": body(lambda: b"\0\0\0\x1cftypavif" + b"\0" * 16 + b"\0\0\0\x08free" * 50_000, REFUSED),
-    "icon": body(lambda: flat((8, 8), "RGB", "ICO"), 415),
-    "picture and a program": body(lambda: GOOD + b"MZ" + b"\0" * 100_000, 200, label="green"),
     "49 megapixels": body(lambda: flat((7000, 7000), "LA", "PNG"), 413),
     "24 megapixels": body(
         lambda: flat((6000, 4000), "LA", "PNG"), 200, label="red", cpu_ms=3000, memory_mb=900, why=PIXELS
     ),
-} | cut_pictures()
+}
 
 
 QUERIES = {

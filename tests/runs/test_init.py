@@ -112,18 +112,15 @@ def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, d
     if data is not None:
         data(tmp_path / "my data")
         words = ["--data", "my data"]
-    begun = command("init", "a new project", "--kind", kind, *words, cwd=tmp_path)
-    assert begun.code == 0, begun
+    begun = command("init", "a new project", "--kind", kind, *words, cwd=tmp_path, code=0)
     assert ("guessed " in begun.out) == (data is not None or kind in TABLES)
     assert begun.out.endswith("next       cd 'a new project' && deeplightning train\n")
     project = tmp_path / "a new project"
     assert {"config.yaml", "README.md", ".gitignore"} <= {path.name for path in project.iterdir()}
-    checked = command("check", "--dry-run", cwd=project)
-    assert checked.code == 0, checked
+    checked = command("check", "--dry-run", cwd=project, code=0)
     known = ("engine.gpus: auto", "unchecked: engine.gpus: tried in one process")  # the second without the plug-in
     assert [line for line in checked.err.splitlines() if not line.startswith(known)] == []
-    trained = command("train", "train.num_epochs=1", *(SHORT[kind] if data is None else []), cwd=project)
-    assert trained.code == 0, trained
+    trained = command("train", "train.num_epochs=1", *(SHORT[kind] if data is None else []), cwd=project, code=0)
     assert (trained.folder / "bundle" / "bundle.json").is_file()
     assert trained.folder.is_relative_to(project)
     readme = (project / "README.md").read_text()
@@ -140,7 +137,6 @@ def test_every_kind_is_in_the_help(command, tmp_path):
     """Whoever asks for help sees what there is; an unknown kind is exit code 2."""
     said = command("init", "--help", cwd=tmp_path).out
     assert [kind for kind in KINDS if kind not in said] == []
-    refused = command("init", "--kind", "imges", cwd=tmp_path)
-    assert refused.code == 2
+    refused = command("init", "--kind", "imges", cwd=tmp_path, code=2)
     assert "Did you mean images?" in refused.err
     assert [*Path(tmp_path).iterdir()] == []

@@ -4,7 +4,6 @@ import base64
 import csv
 import json
 import re
-import struct
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from checks import write_mnist
 from commands import real
 from conftest import digest
 from PIL import Image
 from served import Server
 from sklearn.datasets import load_digits
+from tiny import SEED
 
 from deeplightning.config.tree import parse, plain
 
@@ -28,9 +29,7 @@ BASE = ROOT / "configs" / "base.yaml"
 def base(store, place):
     """`configs/base.yaml` for two epochs, in a fresh process."""
     often = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.2"}
-    outcome = real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place, **often)
-    assert outcome.code == 0, outcome
-    return outcome
+    return real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place, **often, code=0)
 
 
 PICTURES = [
@@ -119,8 +118,7 @@ def test_a_saved_config_is_the_config(base, command, place):
 
 def test_a_saved_config_trains_to_the_same_bits(base, command, place, tracked):
     """The same run again from its `cfg.yaml`: a new run with identical metrics and identical weights."""
-    again = command("train", base.folder / "cfg.yaml", cwd=place)
-    assert again.code == 0, again
+    again = command("train", base.folder / "cfg.yaml", cwd=place, code=0)
     assert again.folder != base.folder
     assert tracked(again.folder).series() == tracked(base.folder).series()
     for name in ("last.ckpt", "best.ckpt"):
@@ -218,8 +216,7 @@ def predict(command, place):
     """`predict(run, files)` gives the rows that `deeplightning predict` prints."""
 
     def run(folder, files):
-        predicted = command("predict", folder, *files, cwd=place)
-        assert predicted.code == 0, predicted
+        predicted = command("predict", folder, *files, cwd=place, code=0)
         return list(csv.DictReader(predicted.out.splitlines()))
 
     return run
@@ -264,56 +261,22 @@ def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
     assert all(str(file) in refused.err for file in files)
 
 
-SEED = """\
-data:
-  root: /data
-  dataset: MNIST
-  module: {type: deeplightning.data.mnist.MNIST}
-  num_workers: 4
-  batch_size: 256                  # per process
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.01, weight_decay: 0.01, momentum: 0.9}}
-  scheduler: {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.99}, call: {interval: epoch, frequency: 1}}
-  loss: {type: torch.nn.CrossEntropyLoss, params: }
-engine: {backend: deepspeed_stage_3, gpus: [0, 1], num_nodes: 1, precision: 32}
-train: {num_epochs: 10, val_every_n_epoch: 1, accumulator_epoch: 0, accumulator_factor: 1, resume_ckpt: null}
-logger:
-  type: pytorch_lightning.loggers.MLFlowLogger
-  params: {experiment_name: Default, tracking_uri: mlruns}
-  log_every_n_steps: 10
-"""  # noqa: E501
-
-
-def write_idx(path, numbers):
-    """An IDX file of bytes, as MNIST's are."""
-    header = struct.pack(f">HBB{numbers.ndim}I", 0, 8, numbers.ndim, *numbers.shape)
-    path.write_bytes(header + numbers.astype(np.uint8).tobytes())
-
-
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
     """scikit-learn's digits as MNIST's four files, 28 x 28."""
     from sklearn.datasets import load_digits
 
-    digits, root = load_digits(), tmp_path_factory.mktemp("mnist")
-    raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
+    digits = load_digits()
     images = np.kron(digits.images * 255 / 16, np.ones((1, 3, 3)))  # (N, 24, 24)
     images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
-    for name, part in (("train", slice(0, 1500)), ("t10k", slice(1500, None))):
-        write_idx(raw / f"{name}-images-idx3-ubyte", images[part])
-        write_idx(raw / f"{name}-labels-idx1-ubyte", digits.target[part])
-    return root
+    return write_mnist(tmp_path_factory.mktemp("mnist"), images, digits.target, 1500)
 
 
 def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, tracked, tmp_path):
     """The text of the project's beginning trains with `engine.gpus=null`, tracked under the experiment Default."""
     (tmp_path / "seed.yaml").write_text(SEED)
     overrides = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.num_epochs=4"]
-    done = command("train", tmp_path / "seed.yaml", *overrides, cwd=place)
-    assert done.code == 0, done
+    done = command("train", tmp_path / "seed.yaml", *overrides, cwd=place, code=0)
     assert "SimpleCNN: 28,938 parameters (0.029 M)" in done.out
     assert "warning: engine.backend: deepspeed_stage_3" in done.err
     run = tracked(done.folder)
@@ -331,9 +294,7 @@ def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, stor
 
     def train(*overrides, ranks=2):
         spread = [f"engine.processes={ranks}", f"data.batch_size={512 // ranks}"]
-        done = jobs("train", tmp_path / "seed.yaml", *settings, *spread, *overrides, cwd=place, ranks=ranks)
-        assert {0} == {each.code for each in done.ranks or [done]}, done
-        return done
+        return jobs("train", tmp_path / "seed.yaml", *settings, *spread, *overrides, cwd=place, ranks=ranks, code=0)
 
     first = train("train.num_epochs=1")
     assert "backend: deepspeed_stage_3" in (first.folder / "cfg.yaml").read_text()
@@ -341,8 +302,7 @@ def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, stor
     expected = tracked(train("train.num_epochs=2", ranks=1).folder).metrics["val_loss"]
     assert tracked(done.folder).metrics["val_loss"] == pytest.approx(expected, abs=1e-3)
 
-    exported = jobs("export", done.folder, cwd=place)
-    assert exported.code == 0, exported
+    jobs("export", done.folder, cwd=place, code=0)
     picture = ROOT / "examples" / "digits" / "3.png"
     (predicted,) = csv.DictReader(jobs("predict", done.folder, picture, cwd=place).out.splitlines())
     with served(done.folder, tmp_path) as address:

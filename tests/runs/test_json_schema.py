@@ -108,13 +108,6 @@ def values(field: typing.Any, hint: typing.Any) -> list[typing.Any]:
     return found
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working directory of its own."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.slow
 def test_editor_and_loader_agree_on_every_key(here):
     """A value of each type at each key, a word that is not known, a number out of range, a key that is not known: where

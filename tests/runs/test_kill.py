@@ -47,8 +47,7 @@ def whole(start, store, folder):
     def run(processes):
         if processes not in known:
             begun = time.monotonic()
-            done = start(f"whole-{processes}", processes).end()
-            assert done.code == 0, done
+            start(f"whole-{processes}", processes).end(code=0)
             seconds = time.monotonic() - begun
             paths = [folder / f"whole-{processes}.{rank}" for rank in range(processes)]
             events = [path.read_text().splitlines() for path in paths]
@@ -99,8 +98,7 @@ def assert_ends_like_whole(start, store, whole, processes, kills, name):
             ended = start(name, processes, f"{victims}:{number}").end()
             assert ended.code != 0, ended
             told.append(own[number - 1])
-    done = start(name, processes).end()
-    assert done.code == 0, done
+    done = start(name, processes).end(code=0)
     assert end_of(store, name) == expected, (told, done)
     assert any(line.startswith("resumes") for line in done.out.splitlines())
 

@@ -67,9 +67,7 @@ def words(tiny):
 @pytest.fixture(scope="module")
 def first(command, words, place):
     """The first call, of which both runs go at the same time."""
-    outcome = command(*words, "--jobs", "2", cwd=place)
-    assert outcome.code == 0, outcome
-    return outcome
+    return command(*words, "--jobs", "2", cwd=place, code=0)
 
 
 def rows(outcome) -> list[dict[str, str]]:
@@ -95,16 +93,13 @@ def test_each_point_is_a_run_and_a_row(first):
 def test_the_same_command_repeats_nothing(first, command, words, place):
     """A larger grid runs its new points only; a wrong value is refused before any run."""
     before = rows(first)
-    again = command(*words, cwd=place)
-    assert again.code == 0
+    again = command(*words, cwd=place, code=0)
     assert "2 runs, 2 of them finished before" in again.out
     assert rows(again) == before
-    larger = command(*words[:-2], "data.batch_size=16,32,64", "--multirun", cwd=place)
-    assert larger.code == 0, larger
+    larger = command(*words[:-2], "data.batch_size=16,32,64", "--multirun", cwd=place, code=0)
     assert [row["folder"] for row in rows(larger)][:2] == [row["folder"] for row in before]
     assert rows(larger)[2]["state"] == "finished"
-    wrong = command(*words[:-2], "data.batch_size=16,many", "--multirun", cwd=place)
-    assert wrong.code == 2
+    wrong = command(*words[:-2], "data.batch_size=16,many", "--multirun", cwd=place, code=2)
     assert "data.batch_size: must be a whole number or null, not the text 'many'" in wrong.err
     assert command(*words[:-1], cwd=place).code == 2  # without --multirun a comma is text
 
@@ -114,8 +109,7 @@ def test_an_edit_does_not_reach_the_runs_that_follow(command, tiny, tmp_path):
     (tmp_path / "spoils.py").write_text(SPOILS)
     (tmp_path / "lately.py").write_text("VALUE = 1\n")
     settings = ("train.callbacks=[{type: spoils.Spoils}]", "logger.params.tracking_uri=mlruns", "seed=1,2")
-    outcome = command("train", tiny, *settings, "--multirun", cwd=tmp_path)
-    assert outcome.code == 0, outcome
+    outcome = command("train", tiny, *settings, "--multirun", cwd=tmp_path, code=0)
     assert (tmp_path / "lately.py").read_text() == "VALUE = 2\n"
     assert [row["state"] for row in rows(outcome)] == ["finished"] * 2
     assert not [*outcome.folder.glob(".sealed/*")]

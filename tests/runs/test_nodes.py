@@ -367,8 +367,7 @@ def runs_of(store):
 def test_torchrun_starts_all_processes_itself(by_torchrun, alone, store):
     """Two processes in all, one run; its weights are those of two processes that this command starts."""
     before = runs_of(store)
-    ended = by_torchrun(["--nproc-per-node", "2"], "--show-config").end()
-    assert ended.code == 0, ended
+    ended = by_torchrun(["--nproc-per-node", "2"], "--show-config").end(code=0)
     assert runs_of(store) - before == {ended.folder}
     assert "processes: 2" in ended.out
     assert "num_nodes: 1" in ended.out
@@ -499,8 +498,7 @@ def test_plan_says_what_would_start(variables, overrides, where, times, told, co
     """Processes, their variables, the command; in a task what Slurm's variables give. Nothing starts."""
     pytest.importorskip("deeplightning_plan")
     before = runs_of(store)
-    said = command("plan", tiny, *overrides, cwd=place, **variables)
-    assert said.code == 0, said
+    said = command("plan", tiny, *overrides, cwd=place, **variables, code=0)
     (start,) = yaml.safe_load(said.out)
     words = [sys.executable, "-m", "deeplightning", "train", str(tiny), *overrides]
     assert start == {"where": where, "times": times, "environment": told, "command": words}

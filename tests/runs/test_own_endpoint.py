@@ -58,9 +58,7 @@ def train(command, here):
     """`train(override, …)` trains it."""
 
     def run(*overrides):
-        done = command("train", "c.yaml", "logger.pictures=null", *overrides, cwd=here)
-        assert done.code == 0, done
-        return done
+        return command("train", "c.yaml", "logger.pictures=null", *overrides, cwd=here, code=0)
 
     return run
 
@@ -86,13 +84,11 @@ def test_a_plain_module_is_exported_and_answers_as_its_forward(command, train, h
     assert (card["task"], card["labels"]) == ("array_regression", ["output_0", "output_1", "output_2"])
     assert len(card["golden"]["arrays"]) == 16
     np.testing.assert_allclose(answered, expected, rtol=1e-5, atol=1e-6)
-    again = command("export", str(folder.path), cwd=here)
-    assert again.code == 0, again
+    command("export", str(folder.path), cwd=here, code=0)
     golden = json.loads(folder.bundle_card.read_text())["golden"]
     assert [golden[name] for name in ("arrays", "fp32")] == [card["golden"][name] for name in ("arrays", "fp32")]
     np.save(here / "rows.npy", arrays)
-    told = command("predict", str(folder.path), "rows.npy", "--out", "rows.csv", cwd=here)
-    assert told.code == 0, told
+    command("predict", str(folder.path), "rows.npy", "--out", "rows.csv", cwd=here, code=0)
     rows = np.genfromtxt(here / "rows.csv", delimiter=",", names=True, dtype=None, encoding="utf-8")
     found = np.stack([rows[f"predicted_output_{n}"] for n in range(3)], 1)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -117,8 +113,7 @@ def test_what_cannot_be_exported_is_one_note(command, train, here):
     done = train("model.module.params.several=true")
     words = "pairs.Task cannot be exported: forward gives tuple (float32 (2, 3), float32 (2, 4)), not a tensor"
     assert f"bundle     none: {words}" in done.out, done
-    refused = command("export", str(done.folder), cwd=here)
-    assert refused.code == 2, refused
+    refused = command("export", str(done.folder), cwd=here, code=2)
     (note,) = [line for line in refused.err.splitlines() if words in line]
     assert "`example_input_array`" in note
     assert "Traceback" not in refused.err

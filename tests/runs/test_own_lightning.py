@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import digest
 
 from deeplightning.callbacks.random_state import Generators
 from deeplightning.faults import CheckpointError
@@ -204,9 +203,7 @@ def run(project, command):
 
     def train(*overrides: str, code: int = 0, verb: str = "train", config: str = "config.yaml", ranks: int = 1):
         words = [config] if verb == "train" else []
-        outcome = command(verb, *words, *overrides, cwd=project, ranks=ranks, OWN_TOKEN=TOKEN)
-        assert {each.code for each in outcome.ranks or [outcome]} == {code}, outcome
-        return outcome
+        return command(verb, *words, *overrides, cwd=project, ranks=ranks, OWN_TOKEN=TOKEN, code=code)
 
     return train
 
@@ -279,16 +276,6 @@ def test_checkpoints_hold_plain_hyperparameters_that_lightning_loads(whole, proj
     assert Points.load_from_checkpoint(path).hparams.batch_size == 16
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=project, check=True, timeout=300)
-
-
-def test_a_run_resumes_with_the_weights_of_an_uninterrupted_one(whole, run, tmp_path):
-    """At an epoch's end, and test finds its weights."""
-    store = f"logger.params.tracking_uri={tmp_path}"
-    run(store, "train.num_epochs=2")
-    resumed = run(store, "train.resume_ckpt=auto")
-    assert "(step 10, epoch 2)" in resumed.out
-    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
-    assert run(str(resumed.folder), verb="test").code == 0
 
 
 def test_modules_that_take_the_config_save_what_is_plain(run, tmp_path):

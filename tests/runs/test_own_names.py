@@ -76,10 +76,8 @@ def test_names_of_any_form_are_shown_tracked_and_monitored(command, store, tmp_p
     """Slashes, a MetricCollection, `logger=False` and two optimizers by hand: in the line of an epoch, in the tracker,
     as monitors of checkpoints, early stopping and own callbacks, in the report."""
     write_pairs(tmp_path, store, OWN, SETTINGS)
-    checked = command("check", "c.yaml", cwd=tmp_path)
-    assert checked.code == 0, checked
-    done = command("train", "c.yaml", cwd=tmp_path)
-    assert done.code == 0, done
+    command("check", "c.yaml", cwd=tmp_path, code=0)
+    done = command("train", "c.yaml", cwd=tmp_path, code=0)
     (row,) = [line for line in done.out.splitlines() if line.startswith("epoch 2 of 2")]
     shown = [word for word in row.split() if "/" in word or word in ("hidden", "unseen")]
     assert shown[:6] == ["hidden", "train/half", "train/loss", "valid/acc", "valid/f1", "valid/loss"], done

@@ -1,16 +1,14 @@
-"""What the wheel and the source distribution hold, and that the command works from the wheel alone, without a clone."""
+"""What the wheel holds, and that the command works from the wheel alone, without a clone."""
 
 import os
 import posixpath
 import re
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,10 +22,9 @@ DATA = [
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with both."""
+    """A folder with the wheel."""
     folder = tmp_path_factory.mktemp("dist")
-    for builder in (WheelBuilder, SdistBuilder):
-        assert [*builder(str(ROOT)).build(directory=str(folder), versions=["standard"])]
+    assert [*WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])]
     return folder
 
 
@@ -71,15 +68,6 @@ def test_the_schema_that_a_shipped_config_names_is_in_the_wheel(built):
             (address,) = re.findall(r"^# yaml-language-server: \$schema=([^#\s]+)\S*$", text, re.MULTILINE)
             assert posixpath.normpath(posixpath.join(name, "..", address)) == "deeplightning/configs/schema.json"
     assert len(configs) > 20
-
-
-def test_the_source_distribution_has_what_the_wheel_is_made_from(built):
-    """Configs and examples are where they are in the clone; a wheel can be built from it, and its tests run."""
-    (path,) = built.glob("*.tar.gz")
-    with tarfile.open(path) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    others = {"pyproject.toml", "README.md", "LICENSE", "serve/page.html", "serve/docs.html", "conftest.py"}
-    assert {*DATA, *others} <= names
 
 
 @pytest.mark.parametrize("plugin", sorted(ROOT.glob("plugins/*")), ids=lambda folder: folder.name)

@@ -41,20 +41,6 @@ def server(place: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Any]:
-    """`serve(folder, argument, …)` starts a server, which ends with the test."""
-    servers: list[Server] = []
-
-    def started(folder: Path, *arguments: str, **variables: str) -> Server:
-        servers.append(Server(folder, tmp_path / f"errors {len(servers)}", *arguments, **variables))
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.stop()
-
-
-@pytest.fixture
 def open_page(browser: Browser) -> Iterator[Any]:
     """`open_page(url)` gives a Page."""
     pages: list[Page] = []
@@ -299,9 +285,9 @@ def test_it_may_stand_behind_a_prefix(open_page: Any, server: Server) -> None:
     assert fetched == {f"{PREFIX}/{name}" for name in ("", "info", "samples", "predict?show=input")}
 
 
-def test_a_server_that_is_gone_is_told(open_page: Any, serve: Any, place: Path) -> None:
+def test_a_server_that_is_gone_is_told(open_page: Any, serving: Any, place: Path) -> None:
     """No silence where nobody answers."""
-    server = serve(place / "colours")
+    server = serving(place / "colours")
     page = open_page(server.url)
     server.stop()
     page.give("drop", *((f"{colour}.png", "image/png", picture(colour)) for colour in ("red", "blue")))
@@ -310,10 +296,10 @@ def test_a_server_that_is_gone_is_told(open_page: Any, serve: Any, place: Path) 
     assert page.note() == "2 images: 0 answered, 2 not answered."
 
 
-def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, serve: Any, place: Path, server: Server) -> None:
+def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, serving: Any, place: Path, server: Server) -> None:
     """The field is there only where a key is needed; images wait for it; it is in no storage and no address."""
     assert open_page(server.url).evaluate("document.querySelector('#key').hidden")
-    secured = serve(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
+    secured = serving(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
     page = open_page(secured.url)
     assert not page.evaluate("document.querySelector('#key').hidden")
     page.give("drop", *((f"{colour}.png", "image/png", picture(colour)) for colour in ("red", "blue")))
@@ -331,9 +317,9 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, serve: Any, place: 
     assert not any("a-key-to-try" in url for url in asked)
 
 
-def test_a_picture_is_answered_with_a_picture(open_page: Any, serve: Any, place: Path, tmp_path: Path) -> None:
+def test_a_picture_is_answered_with_a_picture(open_page: Any, serving: Any, place: Path, tmp_path: Path) -> None:
     """A reconstruction stands beside what was given."""
-    server = serve(negative_run(place / "negative").path)
+    server = serving(negative_run(place / "negative").path)
     page = open_page(server.url)
     page.give("drop", ("red.png", "image/png", picture("red")))
     (answer,) = page.answers()
@@ -346,9 +332,9 @@ def test_a_picture_is_answered_with_a_picture(open_page: Any, serve: Any, place:
         assert np.all(np.abs(seen.astype(int) - colour) <= 1, axis=2).sum() > 10_000
 
 
-def test_a_picture_gets_several_labels(open_page: Any, serve: Any, place: Path) -> None:
+def test_a_picture_gets_several_labels(open_page: Any, serving: Any, place: Path) -> None:
     """Those that fit are the title, and bold in the list of all."""
-    server = serve(labelled_run(place / "labelled").path)
+    server = serving(labelled_run(place / "labelled").path)
     page = open_page(server.url)
     page.give("drop", ("red.png", "image/png", picture("red")))
     (answer,) = page.answers()
@@ -361,9 +347,9 @@ def test_a_picture_gets_several_labels(open_page: Any, serve: Any, place: Path) 
     assert page.evaluate("document.querySelector('#classes summary').textContent") == "3 labels"
 
 
-def test_a_picture_gets_its_mask(open_page: Any, serve: Any, place: Path, tmp_path: Path) -> None:
+def test_a_picture_gets_its_mask(open_page: Any, serving: Any, place: Path, tmp_path: Path) -> None:
     """The mask stands beside what was given, and a list says how much each class has, in the colour of the mask."""
-    server = serve(masked_run(place / "masked").path)
+    server = serving(masked_run(place / "masked").path)
     page = open_page(server.url)
     page.give("drop", ("green.png", "image/png", picture("green")))
     (answer,) = page.answers()
@@ -379,11 +365,11 @@ def test_a_picture_gets_its_mask(open_page: Any, serve: Any, place: Path, tmp_pa
     assert np.all(np.abs(seen.astype(int) - CLASS_COLOURS[1]) <= 1, axis=2).sum() > 5_000
 
 
-def test_texts_are_written_into_a_field(open_page: Any, serve: Any, place: Path) -> None:
+def test_texts_are_written_into_a_field(open_page: Any, serving: Any, place: Path) -> None:
     """A text is answered as the server answers any client; there is no place to drop pictures on."""
     from exported import WORDS, exported  # here, since it needs torch, and all else does without
 
-    server = serve(exported(place / "written", "text_classification")[1].path)
+    server = serving(exported(place / "written", "text_classification")[1].path)
     page = open_page(server.url)
     page.evaluate("until(() => !document.querySelector('#write').hidden)")
     assert page.evaluate("document.querySelector('#drop').hidden") is True
@@ -399,14 +385,14 @@ def test_texts_are_written_into_a_field(open_page: Any, serve: Any, place: Path)
     assert words in page.evaluate("document.querySelector('#model').textContent")
 
 
-def test_labels_of_markup_are_shown_as_text(open_page: Any, serve: Any, place: Path, tmp_path: Path) -> None:
+def test_labels_of_markup_are_shown_as_text(open_page: Any, serving: Any, place: Path, tmp_path: Path) -> None:
     """Labels that would run a script in a page that trusted them are words there, and nothing else is asked for."""
     labels = (
         "<img src=x onerror=\"document.title='pwned'\">",
         "</script><script>document.title='pwned'</script>",
         "&lt;b>",
     )
-    server = serve(colour_run(place / "markup", labels).path)
+    server = serving(colour_run(place / "markup", labels).path)
     page = open_page(server.url)
     title = page.evaluate("document.title")
     for number, colour in enumerate(COLOURS):
@@ -429,12 +415,12 @@ COMMANDS = "[...document.querySelectorAll('figure pre')].map((one) => one.textCo
     "kind", ["image_classification", "table_regression", "text_classification", "array_multilabel"]
 )
 def test_the_docs_show_each_address_with_a_command_that_works(
-    open_page: Any, serve: Any, place: Path, kind: str
+    open_page: Any, serving: Any, place: Path, kind: str
 ) -> None:
     """Addresses, parameters and statuses are those of `/openapi.json`; each command, run by a shell, is answered."""
     from exported import exported  # here, since it needs torch, and all else does without
 
-    server = serve(exported(place / kind, kind)[1].path)
+    server = serving(exported(place / kind, kind)[1].path)
     page = open_page(server.url, path="docs")
     described = server.ask("GET", "/openapi.json")[1]["paths"]
     routes = [f"{method.upper()} {path}" for path, methods in described.items() for method in methods]
@@ -474,13 +460,13 @@ def test_the_docs_work_by_keyboard_and_are_named(open_page: Any, server: Server)
 
 
 def test_the_docs_ask_for_a_key_and_stand_behind_a_prefix(
-    open_page: Any, serve: Any, place: Path, server: Server
+    open_page: Any, serving: Any, place: Path, server: Server
 ) -> None:
     """A wrong key is refused in words; with the right one all is shown, and commands name the variable, not the key.
     Commands have the address that the browser has."""
     page = open_page(server.url, PREFIX, "docs")
     assert f"{server.url}{PREFIX}/predict" in page.evaluate(COMMANDS)[0]
-    secured = serve(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
+    secured = serving(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
     page = open_page(secured.url, path="docs")
     assert page.evaluate("document.querySelectorAll('article').length") == 0
     page.evaluate("document.querySelector('#secret').focus()")

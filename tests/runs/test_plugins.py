@@ -139,16 +139,10 @@ def command(installed, monkeypatch):
 
 
 @pytest.fixture
-def called(installed, monkeypatch, capfd):
+def called(installed, monkeypatch, answer):
     """`called(words)` is the same in this process."""
     monkeypatch.syspath_prepend(str(installed))
-
-    def run(*words):
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["deeplightning", *words])
-        return run_verb(cli), *capfd.readouterr()
-
-    return run
+    return answer
 
 
 def test_an_installed_package_adds_a_verb(command, called):

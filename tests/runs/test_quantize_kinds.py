@@ -152,8 +152,7 @@ def test_a_run_of_a_table_is_quantized_on_its_own_rows(tmp_path, command, store,
     lines = [f"{a:.3f},{b:.3f},{3 * a - b:.3f},{a + b:.3f}" for a, b in random.normal(size=(300, 2))]
     (tmp_path / "a.csv").write_text("a,b,x,y\n" + "\n".join(lines))
     (tmp_path / "table.yaml").write_text(TABLE.replace("ROOT", str(tmp_path)).replace("STORE", f"'{store}'"))
-    outcome = command("train", tmp_path / "table.yaml", cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("train", tmp_path / "table.yaml", cwd=place, code=0)
     folder = RunFolder(outcome.folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_RISE_PERCENT", 50.0)  # a network of 16 numbers

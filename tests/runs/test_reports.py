@@ -43,9 +43,7 @@ logger: {params: {tracking_uri: STORE, system_metrics: false}, log_every_n_steps
 @pytest.fixture(scope="module")
 def run(command, place):
     (place / "c.yaml").write_text(CONFIG.replace("STORE", str(place / "runs")))
-    outcome = command("train", "c.yaml", "model.optimizer.params.momentum=0.5", cwd=place)
-    assert outcome.code == 0, outcome
-    return outcome
+    return command("train", "c.yaml", "model.optimizer.params.momentum=0.5", cwd=place, code=0)
 
 
 def test_a_run_leaves_its_pictures_and_its_report(run):
@@ -92,8 +90,7 @@ def test_a_foreign_run_is_left_as_it_is(run, command, place, tmp_path):
 
 def test_without_pictures_there_is_no_report(run, command, place):
     """`logger.pictures=null` draws nothing; `report` draws it later, from what the run has left."""
-    done = command("train", "c.yaml", "logger.pictures=null", "train.num_epochs=2", cwd=place)
-    assert done.code == 0, done
+    done = command("train", "c.yaml", "logger.pictures=null", "train.num_epochs=2", cwd=place, code=0)
     assert [path.name for path in done.folder.iterdir() if path.suffix in (".png", ".svg", ".html")] == []
     assert command("report", done.folder, cwd=place).code == 0
     assert (done.folder / "test_confusion_matrix.png").is_file()

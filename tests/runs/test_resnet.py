@@ -176,29 +176,3 @@ def test_a_network_of_torchvision_by_name(command, store, tmp_path):
     assert weights(run.folder / "last.ckpt")["network.classifier.3.weight"].shape == (10, 1024)
     faults = examine(config, [*shapes, "model.network={type: torchvision.ops.MLP, params: {x: 10}}"]).faults
     assert ("model.network.params.x", 2) in [(fault.key, fault.exit_code) for fault in faults]
-
-
-def test_a_missing_package_is_one_note(command, tiny, place):
-    """`check` and `train` say the same, with the install command: exit code 3."""
-    words = (
-        "there is no module timm to import (for `timm.create_model`). It is a package that is not installed here: "
-        "pip install timm"
-    )
-    network = "model.network={type: timm.create_model, params: {model_name: vit_tiny_patch16_224}}"
-    for verb in ("check", "train"):
-        outcome = command(verb, tiny, network, cwd=place)
-        assert (outcome.code, outcome.err.count("error: ")) == (3, 1), outcome
-        assert words in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("network", "words"),
-    [
-        ("torchvison.models.resnet18", "there is no module torchvison to import"),
-        ("torchvision.models.resnet19", "torchvision.models has no `resnet19`. Did you mean"),
-    ],
-)
-def test_a_misspelt_network_is_one_note(network, words, tiny):
-    """With the nearest name; exit code 2."""
-    (fault,) = examine(tiny, [f"model.network={{type: {network}}}"]).faults
-    assert (words in fault.message, fault.exit_code) == (True, 2)

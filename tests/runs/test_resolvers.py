@@ -1,6 +1,5 @@
 """`resolvers: {name: MODULE.FUNCTION}`: functions of the user's that references call."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,17 +23,11 @@ value = 5
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def here(here):
     """A working directory with a module of the user's; `imported` appears in it when that is imported."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
     Path("some_parts.py").write_text("def anything(*args, **kwargs): ...\n")
     Path("own_functions.py").write_text(OWN)
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+    return here
 
 
 NAMES = ("half", "sizes", "fails", "shouted", "thing", "endless")
@@ -157,6 +150,5 @@ def test_a_run_with_resolvers_trains_and_its_config_runs_again(train, command, p
     assert "loud: own.shouted\n" in saved
     assert "own.half" not in saved
     assert "ABCD-EFGH" not in done.out + done.err
-    again = command("train", done.folder / "cfg.yaml", cwd=place, TOKEN="abcd-efgh")
-    assert again.code == 0, again
+    again = command("train", done.folder / "cfg.yaml", cwd=place, TOKEN="abcd-efgh", code=0)
     assert (again.folder / "cfg.yaml").read_text() == saved

@@ -126,8 +126,7 @@ def undisturbed(command, tiny, here, tracked, tmp_path_factory):
     def run(processes, backend="null"):
         if (processes, backend) not in known:
             engine = [f"engine.processes={processes}", f"engine.backend={backend}", "engine.max_restarts=1"]
-            done = command("train", tiny, *engine, cwd=here, main=FORKED)
-            assert done.code == 0, done
+            done = command("train", tiny, *engine, cwd=here, main=FORKED, code=0)
             known[processes, backend] = digest(done.folder / "last.ckpt"), tracked(done.folder).series()
         return known[processes, backend]
 
@@ -150,8 +149,7 @@ def test_a_lost_process_is_started_again_as_often_as_allowed(
 ):
     """A line for each restart; one run, which ends undisturbed, or FAILED with the last checkpoint named."""
     victim = 1 if code == 0 else 0  # which speaks for the run
-    done = launch(at(victim, "kill", when), restarts=restarts).end()
-    assert done.code == code, done
+    done = launch(at(victim, "kill", when), restarts=restarts).end(code=code)
     told = restarts_of(done)
     assert len(told) == needed
     for number, line in enumerate(told, start=1):
@@ -186,8 +184,7 @@ HANG = "rank 0: timed out after 12 s (engine.params.timeout); resumes"
 def test_shards_are_there_again_and_a_process_that_hangs_is_lost(backend, what, words, launch, tracked, undisturbed):
     """Each process takes up its own pieces; at the time limit all end, one that stands still by force."""
     limit = [] if what == "kill" else ["engine.params.timeout=12"]
-    done = launch(f"engine.backend={backend}", *limit, at(1, what)).end()
-    assert done.code == 0, done
+    done = launch(f"engine.backend={backend}", *limit, at(1, what)).end(code=0)
     (line,) = restarts_of(done)
     assert line.startswith(f"restart 1 of 1: {words}"), done
     assert what != "sleep" or f"rank 1 is at losses.py:{SLEEPS}\n" in done.err
@@ -199,8 +196,7 @@ def test_an_edit_does_not_reach_a_restart(launch, tracked, undisturbed, here, tm
     code, config = here / "edited.py", tmp_path / "more.yaml"
     code.write_text(LOSSES)
     config.write_text("train: {callbacks: [{type: edited.At, params: {rank: 1, what: edit}}]}\n")
-    done = launch(config, EDITS=f"{code}{os.pathsep}{config}").end()
-    assert done.code == 0, done
+    done = launch(config, EDITS=f"{code}{os.pathsep}{config}").end(code=0)
     assert len(restarts_of(done)) == 1
     assert "this was edited" in code.read_text()
     assert "this was edited" in config.read_text()
@@ -212,8 +208,7 @@ def test_an_edit_does_not_reach_a_restart(launch, tracked, undisturbed, here, tm
 
 def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed):
     """A crash of its own, at the place where it was killed."""
-    done = launch(at(0, "crash"), processes=1).end()
-    assert done.code == 0, done
+    done = launch(at(0, "crash"), processes=1).end(code=0)
     assert "restart 1 of 1: rank 0: a worker was lost: the process was killed by SIGSEGV; resumes" in done.err
     assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(1)
 
@@ -228,8 +223,7 @@ def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed)
 )
 def test_what_would_happen_again_is_not_started_again(what, words, launch):
     """A fault of the code, a loss that is no number, an end without a word: told once, with its exit code."""
-    done = launch(at(0, what), processes=1).end()
-    assert done.code == 5, done
+    done = launch(at(0, what), processes=1).end(code=5)
     assert restarts_of(done) == []
     assert words in done.err
     assert len(re.findall("^error", done.err, re.MULTILINE)) == 1
@@ -241,8 +235,7 @@ def test_processes_that_cannot_all_be_started_do_not_stay(launch, tmp_path):
     refuses = tmp_path / "refuses"
     refuses.touch()
     launcher = "{type: deeplightning.launch.Local, params: {backoff: {base_s: 0.1}}}"
-    done = launch(f"engine.launcher={launcher}", at(1, "kill", "never"), REFUSES=str(refuses)).end()
-    assert done.code == 0, done
+    done = launch(f"engine.launcher={launcher}", at(1, "kill", "never"), REFUSES=str(refuses)).end(code=0)
     assert "engine.processes: Resource temporarily unavailable; tries again in 0.1 s" in done.err
 
 
@@ -260,8 +253,7 @@ def test_a_signal_to_the_launcher_ends_all_politely(number, code, processes, lau
     running.says("waits")
     running.signal(number)
     go.touch()
-    killed = running.end()
-    assert killed.code == code, killed
+    killed = running.end(code=code)
     assert restarts_of(killed) == []
     name = signal.Signals(number).name
     assert re.findall("^error.*", killed.err, re.MULTILINE)[0].endswith(f"interrupted by {name}")
@@ -279,8 +271,7 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(launch, tracked, un
     running.signal(signal.SIGKILL)
     assert running.end().code == -signal.SIGKILL
     go.touch()
-    done = launch(waits, named, "train.resume_ckpt=auto").end()
-    assert done.code == 0, done
+    done = launch(waits, named, "train.resume_ckpt=auto").end(code=0)
     assert f"run folder {done.folder}" in out
     assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2)
 
@@ -293,8 +284,7 @@ def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_p
     files = tmp_path / "files"
     files.mkdir()
     callbacks = f"{at(1, 'kill')[:-1]}, {{type: losses.Writes}}]"
-    done = launch("engine.setup_hook=losses.hook", "engine.env={FLAVOUR: bitter}", callbacks, FILES=str(files)).end()
-    assert done.code == 0, done
+    done = launch("engine.setup_hook=losses.hook", "engine.env={FLAVOUR: bitter}", callbacks, FILES=str(files)).end(0)
     said = {path.name: path.read_text() for path in files.glob("start *")}
     assert said == {f"start {start} of rank {rank}": "no group yet, bitter" for start in (0, 1) for rank in (0, 1)}
     for rank in (0, 1):
@@ -315,13 +305,11 @@ def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch
     dog = "{type: deeplightning.callbacks.watch.Watchdog, params: {seconds: 3}}"
     overrides = [f"{at(processes - 1, 'sleep')[:-1]}, {dog}]"]
     if processes == 1:
-        done = command("train", tiny, *overrides, cwd=here)
-        assert done.code == 5, done
+        done = command("train", tiny, *overrides, cwd=here, code=5)
         assert tracked(done.folder).status == "FAILED"
         assert re.search(r"^error .*no progress for 3 s$", done.err, re.MULTILINE)
     else:
-        done = launch(*overrides).end()
-        assert done.code == 0, done
+        done = launch(*overrides).end(code=0)
         (line,) = restarts_of(done)
         assert "no progress for 3 s; resumes" in line
     assert f"rank {processes - 1} is at losses.py:{SLEEPS}\n" in done.err
@@ -334,8 +322,7 @@ def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch
 def test_processes_that_nobody_has_forked(tiny, here, tracked, undisturbed, tmp_path):
     """`python -m deeplightning train`, with commands as its processes: killed once, started again, the same end."""
     arguments = ["engine.max_restarts=1", at(0, "kill")]
-    done = real("train", tiny, *arguments, cwd=here, TMPDIR=str(tmp_path), PIDS=str(tmp_path))
-    assert done.code == 0, done
+    done = real("train", tiny, *arguments, cwd=here, TMPDIR=str(tmp_path), PIDS=str(tmp_path), code=0)
     assert len(restarts_of(done)) == 1
     run = tracked(done.folder)
     assert run.status == "FINISHED"
@@ -365,16 +352,14 @@ HOOK = "engine.setup_hook={}".format
 )
 def test_a_launcher_that_is_told_wrong_and_a_hook_that_is_none_are_named(override, words, command, tiny, here):
     """Exit 2, the key, what is allowed and the nearest name; of a hook by `check` as well."""
-    failed = command("check" if "hook" in override else "train", tiny, override, cwd=here)
-    assert failed.code == 2, failed
+    failed = command("check" if "hook" in override else "train", tiny, override, cwd=here, code=2)
     assert words in failed.err
     assert override.partition("=")[0] in failed.err
 
 
 def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
     """Its place and the exception, and exit 5."""
-    failed = command("train", tiny, "engine.setup_hook=losses.fails", cwd=here)
-    assert failed.code == 5, failed
+    failed = command("train", tiny, "engine.setup_hook=losses.fails", cwd=here, code=5)
     assert "losses.py:" in failed.err.splitlines()[-1]
     assert "the device is not there" in failed.err
 
@@ -412,8 +397,7 @@ def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, 
     from mlflow.tracking import MlflowClient
 
     settings = [f"logger.params.experiment_name=opened-{resumed}", f"train.resume_ckpt={resumed}"]
-    done = launch("engine.setup_hook=losses.dies_early", *settings, processes=1).end()
-    assert done.code == 0, done
+    done = launch("engine.setup_hook=losses.dies_early", *settings, processes=1).end(code=0)
     assert len(restarts_of(done)) == 1
     client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
     runs = client.search_runs([client.get_experiment_by_name(f"opened-{resumed}").experiment_id])
@@ -431,8 +415,7 @@ def test_twenty_kills(launch, here, store, monkeypatch):
     wholes, events = {}, {}
     for processes in (1, 2):
         name = f"undisturbed-{processes}"
-        done = launch(*settings(name, processes), restarts=3, processes=processes, **variables(here, name)).end()
-        assert done.code == 0, done
+        done = launch(*settings(name, processes), restarts=3, processes=processes, **variables(here, name)).end(code=0)
         wholes[processes] = end_of(store, name)
         events[processes] = [(here / f"{name}.{rank}").read_text().splitlines() for rank in range(processes)]
     kinds = [WRITING, ("before replace",), ("in the validation",), ("at the end of epoch", "after the validation")]

@@ -55,9 +55,7 @@ def interrupt(command, tiny, place, tmp_path):
         running.says("waits")
         running.signal(number)
         until.touch()
-        stopped = running.end()
-        assert stopped.code == 128 + number, stopped
-        return stopped
+        return running.end(code=128 + number)
 
     return run
 
@@ -476,8 +474,7 @@ def test_a_run_that_has_gone_on_can_be_reproduced_tested_and_checked(command, pl
     (part.folder / "places.json").unlink()  # as where the disk was full between it and cfg.yaml
     done = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{part.folder}'")
     assert (done.folder / "places.json").exists()
-    again = command("reproduce", done.folder, cwd=place)
-    assert again.code == 0, again
+    again = command("reproduce", done.folder, cwd=place, code=0)
     assert again.folder != done.folder
     assert command("check", done.folder / "cfg.yaml", cwd=place).code == 0
     tested = command("test", done.folder, cwd=place)

@@ -40,8 +40,7 @@ def test_runs_are_listed_the_newest_first(ended, here, command, place):
 
 def test_a_run_is_reproduced(ended, command, place):
     """`reproduce` runs the saved config again and finds the same weights and results."""
-    outcome = command("reproduce", ended[0], cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("reproduce", ended[0], cwd=place, code=0)
     assert outcome.folder != ended[0]
     assert "the same weights and results" in outcome.err
 
@@ -51,8 +50,7 @@ def test_runs_are_found_by_status_name_and_metric(ended, here, command, place):
     first, second, failed = (folder.parent.name for folder in ended)
 
     def found(*options):
-        outcome = command("runs", "--tracking-uri", here, *options, cwd=place)
-        assert outcome.code == 0, outcome
+        outcome = command("runs", "--tracking-uri", here, *options, cwd=place, code=0)
         return {line.split()[0]: line for line in outcome.out.splitlines()}
 
     assert set(found("--status", "failed")) == set(found("--status", "failed", "--status", "killed")) == {failed}
@@ -83,8 +81,7 @@ def test_runs_are_found_by_status_name_and_metric(ended, here, command, place):
 )
 def test_options_that_mean_nothing_are_told(options, words, ended, here, command, place):
     """Exit code 2 and one line that says what to write."""
-    outcome = command("runs", "--tracking-uri", here, *options, cwd=place)
-    assert outcome.code == 2
+    outcome = command("runs", "--tracking-uri", here, *options, cwd=place, code=2)
     assert words in outcome.err
 
 
@@ -155,8 +152,7 @@ def test_a_store_cannot_have_any_other_folder_removed(command, place, tmp_path):
         (folder / "artifacts" / ("notes.txt" if name == unmarked else "cfg.yaml")).write_text("precious")
         planted(store, name, (store / "0" / name if name == linked else folder) / "artifacts")
     planted(store, held, failed)  # the folder of another run
-    outcome = command("runs", "--tracking-uri", store, "--clean", "--delete", cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("runs", "--tracking-uri", store, "--clean", "--delete", cwd=place, code=0)
     assert "6 runs deleted" in outcome.err
     for name, folder in folders.items():
         assert [path.read_text() for path in (folder / "artifacts").iterdir()] == ["precious"]
@@ -181,7 +177,6 @@ def test_runs_are_removed_only_when_told(ended, here, command, place):
 
 def test_a_store_that_is_not_there_is_not_made(command, place, tmp_path):
     """`runs` on nothing ends with 3 and creates nothing."""
-    outcome = command("runs", "--tracking-uri", tmp_path / "none", cwd=place)
-    assert outcome.code == 3
+    outcome = command("runs", "--tracking-uri", tmp_path / "none", cwd=place, code=3)
     assert "there are no runs" in outcome.err
     assert not (tmp_path / "none").exists()

@@ -65,22 +65,18 @@ def gone(command, tiny, tmp_path_factory):
         "train.num_epochs=1",
         "logger.params.tracking_uri=mlruns",
     )
-    outcome = command("train", tiny, *overrides, cwd=folder)
-    assert outcome.code == 0, outcome
-    return outcome
+    return command("train", tiny, *overrides, cwd=folder, code=0)
 
 
 def test_weights_are_used_without_parts_that_are_gone(gone, command, tmp_path):
     """A verb builds only what it needs; where that is gone, it says how to use the code that the run kept."""
     for verb, pictures in (("export", []), ("predict", [PICTURE])):
-        outcome = command(verb, gone.folder, *pictures, cwd=tmp_path)
-        assert outcome.code == 0, outcome
+        outcome = command(verb, gone.folder, *pictures, cwd=tmp_path, code=0)
         for key, name in LOST.items():
             said = f"{key}.type: there is no module losing to import (for `{name}`); {verb} does without"
             assert outcome.err.count(said) == 1, outcome
     for verb, needed in (("test", ("data.module", "model.loss.second")), ("predict", ("data.module",))):
-        outcome = command(verb, gone.folder, cwd=tmp_path)
-        assert outcome.code == 2, outcome
+        outcome = command(verb, gone.folder, cwd=tmp_path, code=2)
         for key in needed:
             assert f"{key}.type: there is no module losing" in outcome.err
         assert f"deeplightning {verb} {gone.folder} --code run uses it" in outcome.err, outcome
@@ -91,16 +87,13 @@ def test_the_code_that_a_run_kept_is_used_where_it_is_asked_for(gone, command, t
     kept = (gone.folder / "code.zip").read_bytes()
     (tmp_path / "losing.py").write_text("raise RuntimeError('another one')\n")
     for verb in ("test", "predict"):
-        outcome = command(verb, gone.folder, "--code", "run", cwd=tmp_path)
-        assert outcome.code == 0, outcome
+        outcome = command(verb, gone.folder, "--code", "run", cwd=tmp_path, code=0)
         assert f"the run's own code is used, from {gone.folder / 'code.zip'}: losing.py" in outcome.err
     assert (gone.folder / "code.zip").read_bytes() == kept
     state = {"XDG_STATE_HOME": str(tmp_path / "of another user")}
-    outcome = command("export", gone.folder, "--code", "run", cwd=tmp_path, **state)
-    assert outcome.code == 4, outcome
+    outcome = command("export", gone.folder, "--code", "run", cwd=tmp_path, **state, code=4)
     assert "If you trust it: --allow losing" in outcome.err
-    outcome = command("export", gone.folder, "--code", "run", "--allow", "losing", cwd=tmp_path, **state)
-    assert outcome.code == 0, outcome
+    outcome = command("export", gone.folder, "--code", "run", "--allow", "losing", cwd=tmp_path, **state, code=0)
 
 
 def test_a_key_that_is_no_more_does_not_keep_weights_from_use(gone, command, tmp_path):
@@ -113,8 +106,7 @@ def test_a_key_that_is_no_more_does_not_keep_weights_from_use(gone, command, tmp
         config = config.replace(f"\n{section}:\n", f"\n{section}:\n  colour: red\n")
     (folder / "cfg.yaml").write_text(config)
     note_own(folder / "cfg.yaml")
-    outcome = command("export", folder, cwd=tmp_path)
-    assert outcome.code == 0, outcome
+    outcome = command("export", folder, cwd=tmp_path, code=0)
     for section in ("serve", "train"):
         assert f"{section}.colour: unknown key; export does without" in outcome.err
 
@@ -160,8 +152,7 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
                 assert param.process_value(context, "last") == f"runs:/{other.id}"
     assert verbs == {"test", "predict", "export", "serve", "reproduce", "report", "diff"}
     client.delete(other.id, {"RUNNING"})
-    outcome = command("predict", "last", PICTURE, cwd=here)
-    assert outcome.code == 0, outcome
+    outcome = command("predict", "last", PICTURE, cwd=here, code=0)
     assert outcome.out.splitlines()[0] == "path,predicted_class,predicted_label,predicted_probability"
     outcome = command("diff", "last", gone.folder, "--exit-code", cwd=here)
     assert (outcome.code, outcome.out) == (0, ""), outcome
@@ -183,8 +174,7 @@ def album(tmp_path):
 def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
     """Those at any depth, as if each were named; `--out` writes a table or JSON lines; what is no picture is named."""
     files = sorted(map(str, album.rglob("*.PNG")))
-    named = command("predict", gone.folder, *files, cwd=tmp_path)
-    assert named.code == 0, named
+    named = command("predict", gone.folder, *files, cwd=tmp_path, code=0)
     rows = list(csv.DictReader(named.out.splitlines()))
     assert [row["path"] for row in rows] == files
 

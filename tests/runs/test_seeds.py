@@ -100,8 +100,9 @@ def test_the_same_command_repeats_nothing_and_more_seeds_are_added(group, train,
 def test_two_groups_are_compared_by_their_names(group, better, command, place, store):
     """In a table and sentences, and as JSON; runs are paired by their seeds, whose data were divided alike."""
     name = tracked(store, group.folder.parent.name)[0].tags["mlflow.runName"]
-    outcome = command("compare", name, "longer", "--metric", "test_acc", cwd=place, MLFLOW_TRACKING_URI=str(store))
-    assert outcome.code == 0, outcome
+    outcome = command(
+        "compare", name, "longer", "--metric", "test_acc", cwd=place, MLFLOW_TRACKING_URI=str(store), code=0
+    )
     assert outcome.out.splitlines()[1] == "B  longer (3 runs, seeds 7 to 9)"
     assert "B is better than A: test_acc of B is " in outcome.out
     assert "bootstrap over 3 pairs of runs with the same seed" in outcome.out
@@ -118,8 +119,7 @@ def test_runs_are_chosen_as_runs_chooses(better, command, place, store):
     """By filters, or by their ids; of a group that passes a filter each run counts once."""
     variables = {"MLFLOW_TRACKING_URI": str(store)}
     ids = ",".join(row["id"] for row in rows(better.folder)[:2])
-    outcome = command("compare", ids, "name=longer", "--by", "2", cwd=place, **variables)
-    assert outcome.code == 0, outcome
+    outcome = command("compare", ids, "name=longer", "--by", "2", cwd=place, **variables, code=0)
     assert f"A  {ids} (2 runs, seeds 7, 8)" in outcome.out
     assert "B  name=longer (3 runs, seeds 7 to 9)" in outcome.out
     assert "note: A and B share runs" in outcome.out
@@ -138,8 +138,7 @@ def test_runs_are_chosen_as_runs_chooses(better, command, place, store):
 def test_one_run_each_is_compared_by_its_answers(group, better, command, place):
     """And the reader learns what that cannot tell."""
     one, two = (rows(outcome.folder)[0]["folder"] for outcome in (group, better))
-    outcome = command("compare", one, two, "--metric", "test_acc", cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("compare", one, two, "--metric", "test_acc", cwd=place, code=0)
     assert "A and B have one seed each, and another seed may reverse the order" in outcome.out
     assert "on the 150 test samples" in outcome.out
     assert "McNemar's p = " in outcome.out
@@ -220,8 +219,7 @@ def test_a_deleted_parent_begins_the_group_anew(train, store):
 def test_without_a_tracker_the_group_has_a_folder(command, tiny, place, tmp_path):
     """With the same two tables, which `compare` takes."""
     logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}'}}}}"
-    outcome = command("train", tiny, logger, *SHORT, "--seeds", "2", cwd=tmp_path)
-    assert outcome.code == 0, outcome
+    outcome = command("train", tiny, logger, *SHORT, "--seeds", "2", cwd=tmp_path, code=0)
     assert outcome.folder.is_relative_to(tmp_path / "runs" / "seeds")
     assert rows(outcome.folder, "summary.csv")[0]["runs"] == "2"
     assert command("compare", outcome.folder, outcome.folder, cwd=tmp_path).code == 0

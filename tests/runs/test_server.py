@@ -3,7 +3,6 @@ and its clients."""
 
 import base64
 import concurrent.futures
-import contextlib
 import http.client
 import json
 import os
@@ -26,22 +25,9 @@ from serve.predict import main as ask
 from serve.worker import GRACE_SECONDS
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    return colour_run(tmp_path_factory.mktemp("a run"))
-
-
 @pytest.fixture
-def start(run_folder, tmp_path):
-    servers = []
-
-    def started(*arguments, folder=run_folder.path, **options):
-        servers.append(Server(folder, tmp_path / f"errors {len(servers)}", *map(str, arguments), **options))
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.stop(signal.SIGKILL)
+def start(run_folder, serving):
+    return lambda *arguments, folder=run_folder.path, **options: serving(folder, *map(str, arguments), **options)
 
 
 @pytest.fixture(scope="module")
@@ -320,26 +306,6 @@ def test_a_client_that_leaves_is_no_fault(server):
     wait_until(lambda: any(line["status"] == 499 for line in server.requests()))
     assert server.ask("POST", "/predict", picture())[0] == 200
     assert server.events() == []
-
-
-def raw(server, *parts):
-    """What comes back for these bytes, until the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        for part in parts:
-            connection.sendall(part)
-        with contextlib.suppress(ConnectionResetError):
-            return b"".join(iter(lambda: connection.recv(65536), b""))
-    return b""
-
-
-@pytest.mark.slow
-def test_slow_clients_are_cut_off(server):
-    """Ten seconds for the head, or a pause as long in the body, end in 408; who says nothing gets nothing."""
-    head = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "
-    body = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1"
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(lambda parts: raw(server, *parts)[:13], ([head], [body], [])))
-    assert found == [b"HTTP/1.1 408 ", b"HTTP/1.1 408 ", b""]
 
 
 def test_a_key_is_asked_for_and_kept_secret(start):

@@ -195,8 +195,7 @@ def test_a_changed_training_file_is_noticed(trained, command, text_config, place
 def test_what_does_not_fit_is_one_note(command, text_config, place, words, code, told):
     """Misspelt keys, a metric that is never logged, network and data that do not fit each other, and files that are
     not there; the config itself is right, and its step is tried."""
-    outcome = command(words[0], text_config, *words[1:], cwd=place)
-    assert outcome.code == code, outcome
+    outcome = command(words[0], text_config, *words[1:], cwd=place, code=code)
     assert told in outcome.out + outcome.err
     assert "Traceback" not in outcome.err
 

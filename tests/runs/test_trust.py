@@ -299,8 +299,7 @@ def test_a_link_out_of_a_foreign_run_is_not_followed(run, tmp_path, command):
         (copy.path / name).unlink(missing_ok=True)
         (copy.path / name).symlink_to(secret)
         for words in (["diff", run.path, copy.path], ["report", copy.path], ["export", copy.path]):
-            outcome = command(*words, cwd=tmp_path)
-            assert outcome.code == 4, outcome
+            outcome = command(*words, cwd=tmp_path, code=4)
             assert f"{name}: this link leads out of the folder of a run" in outcome.err
             assert "77.77" not in str(outcome)
     (copy.path / name).unlink()
@@ -355,15 +354,12 @@ def test_an_own_run_is_never_asked_about(train, place, command, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copied")
     for path in (folder, copy):
         for verb in ("export", "test", "predict"):
-            outcome = command(verb, path, cwd=place)
-            assert outcome.code == 0, outcome
+            outcome = command(verb, path, cwd=place, code=0)
             assert "not made here" not in outcome.err
     assert RunFolder(copy).bundle_card.is_file()
-    moved = command("export", copy, cwd=place, XDG_STATE_HOME=str(tmp_path / "another machine"))
-    assert moved.code == 4, moved
+    moved = command("export", copy, cwd=place, XDG_STATE_HOME=str(tmp_path / "another machine"), code=4)
     assert "model.network.type: to export this run, own.network would be imported" in moved.err
-    allowed = command("export", copy, "--allow=own", cwd=place, XDG_STATE_HOME=str(tmp_path / "another machine"))
-    assert allowed.code == 0, allowed
+    command("export", copy, "--allow=own", cwd=place, XDG_STATE_HOME=str(tmp_path / "another machine"), code=0)
 
 
 def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monkeypatch):
@@ -399,14 +395,11 @@ def test_a_foreign_run_of_known_classes_is_used_without_leave(run, tmp_path, com
     }
     copy = foreign(run, tmp_path / "copy", **marks)
     (tmp_path / "pwned.py").write_text("raise SystemExit('imported')")
-    exported = command("export", copy.path, cwd=tmp_path)
-    assert exported.code == 0, exported
+    command("export", copy.path, cwd=tmp_path, code=0)
     assert copy.bundle_weights.read_bytes() == run.bundle_weights.read_bytes()
-    tested = command("test", copy.path, cwd=tmp_path)
-    assert tested.code == 0, tested
+    tested = command("test", copy.path, cwd=tmp_path, code=0)
     assert tested.folder.is_relative_to(tmp_path / "mlruns")
-    named = command("predict", copy.path, DIGIT, cwd=tmp_path)
-    assert named.code == 0, named
+    command("predict", copy.path, DIGIT, cwd=tmp_path, code=0)
     trained_task(copy)
     assert str(copy.path) not in sys.path  # no module beside `cfg.yaml` stands in for one of a library
 

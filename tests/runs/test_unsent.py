@@ -30,13 +30,7 @@ from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.unsent import Claim, _machine, claims, folder_of, is_elsewhere
 
-
-@pytest.fixture(autouse=True)
-def own_state(monkeypatch, tmp_path):
-    """No MLflow variable of the caller's, and a state folder of the test's own."""
-    for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 @pytest.fixture(scope="module")
@@ -415,20 +409,17 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
     running.says("waits")
     server.die()
     (here / "go").touch()
-    done = running.end()
-    assert done.code == 0, done
+    done = running.end(code=0)
     assert "deeplightning runs --sync" in done.err
 
     asked = ("runs", "--sync", "--tracking-uri", server.address)
-    refused = command(*asked, cwd=here, **state)
-    assert refused.code == 3, refused
+    refused = command(*asked, cwd=here, **state, code=3)
     assert "What was left unsent stays" in refused.err
     with pytest.raises(SetupError):
         list(sync(server.address))
     assert len(claimed(server.address)) == 1
     server.start()
-    told = command(*asked, cwd=here, **state)
-    assert told.code == 0, told
+    told = command(*asked, cwd=here, **state, code=0)
     assert "points sent" in told.out
     run = client(server.address).search_runs(["0"])[0]
     assert run.info.status == "FINISHED"
@@ -443,8 +434,7 @@ def test_the_server_has_all_files_of_a_run_and_a_run_is_found_there(command, tin
     here = tmp_path / "here"
     here.mkdir()
     asked = ("stages=[train,test]", "train.export=true", f"logger.params.tracking_uri={server.address}")
-    trained = command("train", tiny, *asked, cwd=here)
-    assert trained.code == 0, trained
+    trained = command("train", tiny, *asked, cwd=here, code=0)
     assert trained.folder.is_relative_to(here / "runs")
     (kept,) = (tmp_path / "kept" / "0").glob("*/artifacts")
     there, local = (
@@ -456,8 +446,7 @@ def test_the_server_has_all_files_of_a_run_and_a_run_is_found_there(command, tin
 
     shutil.rmtree(here / "runs")
     digit = Path(__file__).parents[2] / "examples" / "digits" / "3.png"
-    told = command("predict", kept.parent.name, digit, cwd=here, MLFLOW_TRACKING_URI=server.address)
-    assert told.code == 0, told
+    told = command("predict", kept.parent.name, digit, cwd=here, MLFLOW_TRACKING_URI=server.address, code=0)
     assert told.out.splitlines()[1].startswith(f"{digit},")
 
 
@@ -491,8 +480,7 @@ def test_runs_settles_a_killed_run_by_itself(folder, command, place):
         told = command("runs", "--tracking-uri", folder, cwd=place, DEEPLIGHTNING_TRACKING_WAIT="0.5")
     assert (told.code, told.out.split()[:2]) == (0, [run_id, "RUNNING"]), told
     assert "What was left unsent stays" in told.err
-    told = command("runs", "--tracking-uri", folder, cwd=place)
-    assert told.code == 0
+    told = command("runs", "--tracking-uri", folder, cwd=place, code=0)
     assert told.out.split()[:2] == [run_id, "FAILED"]
     assert told.err == f"{run_id}  400 points sent{KILLED}\n"
     assert command("runs", "--tracking-uri", folder, cwd=place).err == ""

@@ -96,8 +96,7 @@ def run(command, project, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
 
     def run(*overrides, code=0, start=command):
-        outcome = start("train", "config.yaml", *overrides, cwd=project, ELSEWHERE=str(elsewhere))
-        assert outcome.code == code, outcome
+        outcome = start("train", "config.yaml", *overrides, cwd=project, code=code, ELSEWHERE=str(elsewhere))
         for path in [path for path in elsewhere.rglob("*") if path.is_file()]:
             assert path.name == "note.txt", outcome
             path.unlink()

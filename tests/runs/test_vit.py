@@ -53,13 +53,6 @@ def test_impossible_arguments(params, words):
         ViT(**{"num_classes": 10, **params})
 
 
-def test_a_patch_that_does_not_divide_ends_a_run_with_2(train):
-    """One note with the key, before data is read."""
-    run = train("model.network={type: deeplightning.model.vit.ViT, params: {num_classes: 10, patch_size: 5}}", code=2)
-    assert "model.network: deeplightning.model.vit.ViT refuses its arguments: ValueError: patch_size 5 does" in run.err
-    assert run.err.count("error: ") == 1
-
-
 def test_images_of_another_size():
     """Images of another size are named with both sizes and the argument that mends it."""
     with pytest.raises(ValueError, match=r"images are 16x8, .* made for 8x8: give it image_size: \[16, 8\]"):

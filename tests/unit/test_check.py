@@ -14,17 +14,7 @@ from checks import GOOD, load
 from deeplightning.checks import strategy
 from deeplightning.checks.examine import examine
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Each test has a working directory of its own, and leaves import roots and modules as they were."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("here")
 
 
 BY_SOURCE, BY_IMPORTING = (False,), (True,)
@@ -570,8 +560,7 @@ def test_what_a_module_prints_does_not_stand_in_the_report(command, here):
 def test_a_misspelt_option_is_no_override(command, here):
     """`--dryrun` is answered with where options are listed."""
     Path("c.yaml").write_text(GOOD)
-    found = command("check", "c.yaml", "--dryrun", cwd=here)
-    assert found.code == 2
+    found = command("check", "c.yaml", "--dryrun", cwd=here, code=2)
     assert "override --dryrun: there is no such option, see --help; an override is key=value" in found.err
     before = command("check", "--dryrun", "c.yaml", cwd=here)
     assert (before.code, "No such option" in before.err, "--dryrun" in before.err) == (2, True, True)
@@ -595,8 +584,7 @@ def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
     Path("own_parts.py").write_text("from math import hypot as loss\n")
     Path("c.yaml").write_text(GOOD)
     changed = ["model.loss={type: own_parts.loss, params: {factor: 2}}"]
-    found = command("check", "c.yaml", *changed, cwd=here)
-    assert found.code == 0
+    found = command("check", "c.yaml", *changed, cwd=here, code=0)
     assert found.err.startswith(f"unchecked: override {changed[0]}: model.loss.")
     assert "; `--import` settles it\n" in found.err
     assert "--import" not in command("check", "c.yaml", *changed, "--import", cwd=here).err

@@ -97,39 +97,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, checkpoint):
         SafeCheckpointIO().save_checkpoint(checkpoint, tmp_path / "file" / "last.ckpt")
 
 
-def with_a_flipped_bit(content):
-    middle = content.index(b"weight") + 20_000  # inside the tensor's numbers
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-
-DAMAGES = {
-    "truncated": lambda content: content[: len(content) // 2],
-    "one bit flipped": with_a_flipped_bit,
-    "random": lambda content: bytes(range(256)) * 40,
-    "empty": lambda content: b"",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_refused_by_name(damage, path):
-    """A CheckpointError with the path, exit code 4."""
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    with pytest.raises(CheckpointError, match=f"{path}: (damaged|cannot be read)") as caught:
-        read_checkpoint(path)
-    assert caught.value.exit_code == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("no.ckpt", "there is no such checkpoint"), ("", "this is a folder"), ("list.ckpt", "holds list")],
-)
-def test_what_is_no_checkpoint_is_refused(name, words, tmp_path):
-    """A missing file, a folder, and plain values without weights."""
-    torch.save([1, 2, 3], tmp_path / "list.ckpt")
-    with pytest.raises(CheckpointError, match=words):
-        read_checkpoint(tmp_path / name)
-
-
 @pytest.mark.parametrize("form", ["torch", "old torch", "pickle", "zip"])
 def test_a_hostile_file_is_refused_and_nothing_of_it_is_executed(form, tmp_path):
     """A pickle that would run a command, in each form that torch reads."""

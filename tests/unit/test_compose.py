@@ -1,6 +1,5 @@
 """What a config is composed of: files laid over each other on the command line."""
 
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -8,8 +7,6 @@ import pytest
 import yaml
 
 from deeplightning.checks.json_schema import json_schema
-from deeplightning.cli import cli
-from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 
@@ -28,17 +25,6 @@ def place(tmp_path, monkeypatch):
     Path("b.yaml").write_text("seed: 2\ndata: {~dataset: null, batch_size: 16}\n")
     Path("lr=0.1/c.yaml").write_text("seed: 3\n")
     return folder
-
-
-@pytest.fixture
-def answer(monkeypatch, capfd):
-    """`answer(words)`: the exit code of `deeplightning WORDS`, its stdout and its stderr."""
-
-    def given(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["deeplightning", *words])
-        return run_verb(cli), *capfd.readouterr()
-
-    return given
 
 
 def test_a_later_file_lies_over_an_earlier_one():

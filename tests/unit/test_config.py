@@ -7,13 +7,13 @@ import json
 import math
 import os
 import random
-import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 from checks import load
+from tiny import SEED
 
 from deeplightning.checks.examine import check, load_config, section
 from deeplightning.config import schema
@@ -35,13 +35,10 @@ train: {num_epochs: 1}
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Each test has a working directory of its own, and leaves the import roots as they were."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def here(here):
+    """A working directory with a module of the user's."""
     write("def anything(*args, **kwargs): ...\n", "some_parts.py")
-    yield tmp_path
-    sys.modules.pop("some_parts", None)
+    return here
 
 
 def write(text: str, name: str = "c.yaml") -> str:
@@ -582,28 +579,6 @@ def test_what_is_shown_survives_a_change_of_the_config(monkeypatch):
 
 
 # ---- the seed configuration
-
-SEED = """
-data:
-  root: /data
-  dataset: MNIST
-  module: {type: deeplightning.data.mnist.MNIST}
-  num_workers: 4
-  batch_size: 256                  # per process
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.01, weight_decay: 0.01, momentum: 0.9}}
-  scheduler:
-    {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.99}, call: {interval: epoch, frequency: 1}}
-  loss: {type: torch.nn.CrossEntropyLoss, params: }
-engine: {backend: deepspeed_stage_3, gpus: [0, 1], num_nodes: 1, precision: 32}
-train: {num_epochs: 10, val_every_n_epoch: 1, accumulator_epoch: 0, accumulator_factor: 1, resume_ckpt: null}
-logger:
-  type: pytorch_lightning.loggers.MLFlowLogger
-  params: {experiment_name: Default, tracking_uri: mlruns}
-  log_every_n_steps: 10
-"""
 
 
 def test_the_seed_configuration_is_right_as_it_stands():

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 
-import coverage_page
 import pytest
 from coverage_page import PLUGINS, TABLE, TESTS, faults, functions, page, read
 
@@ -52,27 +51,3 @@ def test_what_is_wrong_with_the_table_is_told(text, words):
     (fault,) = faults(read(text), KNOWN)
     assert words in fault
     assert list(faults(read("== A\nX-1 | w | test_a.py::test_one | gpu: the rest\nX-2 | w | | later: x"), KNOWN)) == []
-
-
-def test_the_state_of_a_row_follows_from_its_tests_and_its_remark():
-    """Shown, or what is left."""
-    test = "test_a.py::test_one"
-    rows = [
-        f"X-1 | w | {tests} | {remark}"
-        for tests in (test, "")
-        for remark in ("more", "gpu: x", "later: x", "missing: x")
-    ]
-    found = [row.state for row in read("\n".join(["== A", *rows])).rows]
-    assert found[:4] == ["shown", "GPU", "in part", "in part"]
-    assert found[6:] == ["to come", "missing"]
-
-
-def test_a_wrong_table_leaves_the_page_as_it_was(tmp_path, monkeypatch):
-    """The command names the fault and ends with 1."""
-    table, made = tmp_path / "table.txt", tmp_path / "page.md"
-    table.write_text("== A\nX-1 | w | test_no.py::test_none |\n")
-    made.write_text("as it was")
-    monkeypatch.setattr(coverage_page, "TABLE", table)
-    with pytest.raises(SystemExit, match=r"table.txt: line 2, X-1: there is no test"):
-        coverage_page.main(made)
-    assert made.read_text() == "as it was"

@@ -7,7 +7,7 @@ import sys
 import tomllib
 
 import pytest
-from served import ROOT, Server, colour_run, picture
+from served import ROOT, Server, picture
 
 from serve import cuda
 from serve.device import CPU, PACKAGE, Device, DeviceError, choose_devices, is_device_word, onnxruntime_lacks
@@ -15,11 +15,6 @@ from serve.session import providers, tensorrt_options
 
 ONE = {"name": "H100", "free": 80_000_000_000}
 TAKEN = {"name": "H100", "fault": "cuDevicePrimaryCtxRetain: device is busy"}
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    return colour_run(tmp_path_factory.mktemp("a run"))
 
 
 @pytest.fixture

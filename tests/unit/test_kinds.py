@@ -53,14 +53,11 @@ partial = functools.partial(Loss)
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def own(here):
     """A working directory with own code and a config."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
     Path("own_kinds.py").write_text(OWN)
     Path("c.yaml").write_text(CONFIG)
-    yield tmp_path
-    sys.modules.pop("own_kinds", None)
+    return here
 
 
 # what it is, the section, and what `check` and `train` say of it

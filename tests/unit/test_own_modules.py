@@ -2,7 +2,6 @@
 params, by their source and by the imported class."""
 
 import functools
-import sys
 from pathlib import Path
 
 import pytest
@@ -113,14 +112,10 @@ train: {num_epochs: 1}
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def here(here):
     """A working directory with the user's modules, for each test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
     Path("own_module.py").write_text(OWN)
-    yield tmp_path
-    for name in [n for n in sys.modules if n == "own_module"]:
-        del sys.modules[name]
+    return here
 
 
 def faults(*overrides: str, text: str = PLAIN) -> list[str]:

@@ -6,16 +6,14 @@ import base64
 import io
 import json
 import os
-import struct
 import sys
-import zlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
-from served import COLOURS, colour_run, encoded, negative_run, picture, probabilities
+from served import COLOURS, encoded, negative_run, picture, probabilities
 from werkzeug.datastructures import FileStorage, MultiDict
 from werkzeug.test import Client, encode_multipart
 
@@ -28,11 +26,6 @@ from serve.limits import Limits, Refusal
 from serve.log import Log, log_event
 from serve.prediction import Service
 from serve.uploads import arrays_from_json
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    return colour_run(tmp_path_factory.mktemp("a run"))
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +84,6 @@ def through(dispatcher):
         return [response.body]
 
     return application
-
-
-def png_header(width, height):
-    """Return the header of a PNG with more pixels than fit into memory."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
 
 
 def form(*pictures, field="image"):
@@ -174,61 +157,6 @@ def test_probabilities_are_told_to_the_last_digit(client, run_folder):
     assert [np.float32(one["probability"]) for one in answer["predictions"]] == sorted(row, reverse=True)
 
 
-def turned():
-    """Return a green picture whose left part is blue as stored, but the upper part by its EXIF orientation."""
-    image = Image.new("RGB", (16, 16), COLOURS["green"])
-    image.paste(COLOURS["blue"], (0, 0, 5, 16))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    file = io.BytesIO()
-    image.save(file, "PNG", exif=exif)
-    return file.getvalue()
-
-
-def animated():
-    frames = [Image.new("RGB", (8, 8), COLOURS[colour]) for colour in ("green", "red")]
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
-    return file.getvalue()
-
-
-def see_through():
-    """Return a green, nearly opaque picture."""
-    file = io.BytesIO()
-    Image.new("RGBA", (8, 8), (*COLOURS["green"], 250)).save(file, "PNG")
-    return file.getvalue()
-
-
-GOOD_IMAGES = {
-    "PNG": picture("green"),
-    "JPEG": picture("green", "JPEG", quality=95),
-    "WebP": picture("green", "WEBP"),
-    "BMP": picture("green", "BMP"),
-    "large": picture("green", size=(999, 1000)),
-    "one pixel": picture("green", size=(1, 1)),
-    "palette": picture("green", mode="P"),
-    "CMYK": picture("green", "JPEG", mode="CMYK"),
-    "alpha": see_through(),
-    "EXIF-rotated": turned(),
-    "animated GIF": animated(),
-}
-
-
-@pytest.mark.parametrize("data", GOOD_IMAGES.values(), ids=GOOD_IMAGES)
-def test_every_kind_of_picture_is_read(client, data):
-    """Each common kind of picture file gets the right answer."""
-    response = client.post("/predict", data=data)
-    assert (response.status_code, response.json["label"]) == (200, "green")
-
-
-def test_sixteen_bits_of_grey_are_not_white(client):
-    """A 16-bit picture is scaled to eight bits: equal channels, equal probabilities."""
-    file = io.BytesIO()
-    Image.fromarray(np.full((8, 8), 30_000, dtype=np.uint16)).save(file, "PNG")
-    response = client.post("/predict", data=file.getvalue())
-    assert response.json["predicted_probability"].startswith("0.3333")
-
-
 # Refusals.
 
 
@@ -251,9 +179,7 @@ BAD_REQUESTS = {
     "picture without a filename": (parted(b"", picture()), 400, "a part without a filename is a text"),
     "large picture without a filename": (parted(b"", b"\0" * 600_000), 413, "(a part without a filename is one)"),
     "no boundary": (parted(kind="multipart/form-data"), 400, "does not name its boundary"),
-    "wrong boundary": (parted(kind="multipart/form-data; boundary=y"), 400, "does not name its boundary"),
     "form without its end": (parted(end=b""), 400, "cut off"),
-    "form cut in a picture": (parted(data=picture()[:50], end=b""), 400, "cut off"),
     "part without a disposition": (
         {"data": b"--x\r\n\r\n1\r\n--x--\r\n", "content_type": "multipart/form-data; boundary=x"},
         400,
@@ -267,14 +193,7 @@ BAD_REQUESTS = {
     ),
     "text type": ({"data": b"hello", "content_type": "text/plain"}, 415, "text/plain is not read"),
     "text": ({"data": b"hello"}, 415, "not an image in a format that is read"),
-    "HTML as PNG": ({"data": b"<html></html>", "content_type": "image/png"}, 415, "not an image in a format"),
-    "truncated PNG": ({"data": picture(size=(300, 300))[:-200]}, 400, "cut off"),
-    "truncated JPEG": ({"data": picture("red", "JPEG", (300, 300))[:700]}, 400, "cut off"),
-    "flipped PNG": ({"data": picture()[:45] + b"\xff\xff" + picture()[47:]}, 400, "damaged"),
-    "bomb": ({"data": png_header(20_000, 20_000)}, 413, "at most"),
-    "large bomb": ({"data": png_header(2**31 - 1, 2**31 - 1)}, 413, "at most"),
     "over our pixels": ({"data": picture(size=(1001, 1000))}, 413, "1001 x 1000 = 1,001,000 pixels"),
-    "over our width": ({"data": picture(size=(5001, 1))}, 413, "5,001 x 1 pixels; a side of at most 5,000 is accepted"),
     "over our side as form": (form(picture(size=(1, 5001))), 413, "a side of at most 5,000"),
     "upload": ({"data": b"\0" * 1_000_001}, 413, "at most 1 MB, 4 images"),
     "upload as form": (parted(data=b"\0" * 1_000_001), 413, "at most 1 MB, 4 images"),
@@ -283,9 +202,7 @@ BAD_REQUESTS = {
     "many parts": (parted(end=b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n' * 20), 413, "few other"),
     "second image bad": (form(picture(), b"hello"), 415, "Image 2 of 2: This is not an image"),
     "no JSON": (of_json(b"{"), 400, "is not JSON"),
-    "deep JSON": (of_json(b"[" * 900), 400, "is not JSON"),
     "vast JSON": (of_json(b"[" + b"{}," * 300_000), 400, "more parts than"),
-    "large number": (of_json(b"9" * 100_000), 400, "is not JSON"),
     "body in chunks": (
         {"input_stream": b"\0" * 1_000_001, "environ_overrides": {"wsgi.input_terminated": True}},
         413,

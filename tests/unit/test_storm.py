@@ -2,19 +2,17 @@
 the table."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import storm
 from hangs import limited
-from storm import mutate, planted, shim
+from storm import planted, shim
 from storm.place import Broken, Skipped, expect
 from storm.schedule import Storm
 from storm.table import repeat, table
@@ -184,46 +182,6 @@ def test_a_kind_that_is_not_there_is_named(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["storm", "--only", "kils"])
     assert program.main() == 2
     assert "--only kils: no such kind of case; there are kills, search" in capsys.readouterr().err
-
-
-def test_kinds_take_turns_by_what_an_hour_is_to_have(tmp_path):
-    """Each begins with one case."""
-    results = []
-
-    def tell(result, folder):
-        results.append(result.kind)
-        if len(results) == 12:
-            storm.seconds = 0
-
-    modules = {"many": kind(lambda *_: "", HOUR=300), "few": kind(lambda *_: "", HOUR=100)}
-    storm = Storm(modules, tmp_path, 1, 600, 1, tell)
-    storm.run()
-    assert results[:2] == ["many", "few"]
-    assert [results.count(name) for name in modules] == [9, 3]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_damage_changes_a_file(tmp_path, seed):
-    """In the same way for the same seed."""
-    path, other = tmp_path / "file", tmp_path / "other"
-    other.write_bytes(b"other" * 100)
-    found = []
-    for _ in range(2):
-        path.write_bytes(content := bytes(range(256)) * 3)
-        found.append((mutate.damage(random.Random(seed), path, [other]), path.read_bytes()))
-    assert found[0] == found[1]
-    assert found[0][1] != content
-
-
-def test_every_kind_has_what_the_framework_asks_for():
-    """None imports torch or Lightning at its top."""
-    for name, module in storm.load_kinds().items():
-        assert module.WHAT, name
-        assert module.HOUR > 0, name
-        assert callable(module.case), name
-        text = Path(module.__file__).read_text()
-        assert "\nimport torch" not in text, name
-        assert "\nfrom deeplightning" not in text, name
 
 
 def test_the_shim_is_loaded_from_a_path_with_a_blank_too(tmp_path, monkeypatch):

@@ -9,10 +9,12 @@ ASSERTING = ("raises", "warns", "fail", "assert_array_equal", "assert_allclose")
 
 
 def _asserts(function: ast.FunctionDef, path: Path) -> bool:
-    """Whether a test has an assertion, calls what is named `assert_…`, or says by a comment what would be raised."""
+    """Whether a test has an assertion, gives a command its exit `code`, calls what is named `assert_…`, or says by a
+    comment what would be raised."""
     for node in ast.walk(function):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        if isinstance(node, ast.Assert) or name in ASSERTING or name.lstrip("_").startswith("assert_"):
+        coded = isinstance(node, ast.keyword) and node.arg == "code"
+        if isinstance(node, ast.Assert) or coded or name in ASSERTING or name.lstrip("_").startswith("assert_"):
             return True
     return "# raises " in (ast.get_source_segment(path.read_text(), function) or "").lower()
 

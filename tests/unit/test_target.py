@@ -3,7 +3,6 @@
 import collections
 import itertools
 import math
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -67,15 +66,11 @@ number = 5
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def own(here):
     """A user's own package in the working directory, new in each test."""
-    (tmp_path / "own_parts" / "inner").mkdir(parents=True)
-    (tmp_path / "own_parts" / "inner" / "custom.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in [n for n in sys.modules if n.split(".")[0] in ("own_parts", "broken")]:
-        del sys.modules[name]
+    (here / "own_parts" / "inner").mkdir(parents=True)
+    (here / "own_parts" / "inner" / "custom.py").write_text(OWN)
+    return here
 
 
 CUSTOM = "own_parts.inner.custom"

@@ -128,8 +128,7 @@ def test_a_run_is_fine_tuned_exported_and_served(folder, command, tmp_path, stor
     config = tmp_path / "fine_tune.yaml"
     tokens, network = f", tokenizer: '{folder}'", "deeplightning_hub.encoder.Encoder"
     config.write_text(CONFIG_OF_A_RUN.format(root=tmp_path, params=tokens, network=network, folder=folder, store=store))
-    outcome = command("train", config, cwd=tmp_path)
-    assert outcome.code == 0, outcome
+    outcome = command("train", config, cwd=tmp_path, code=0)
     run = RunFolder(outcome.folder)
     task, _, _ = trained_task(run)
     export(task, run, np.array(texts), {})
@@ -147,10 +146,10 @@ def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
     (tmp_path / "train.tsv").write_text("a fine film\t1\na dull film\t0\n" * 8)
     config = tmp_path / "missing.yaml"
     config.write_text(CONFIG_OF_A_RUN.format(root=tmp_path, params="", network="Encoder", folder="none", store=store))
-    outcome = command("train", config, cwd=tmp_path)
-    assert outcome.code == 3, outcome
+    outcome = command("train", config, cwd=tmp_path, code=3)
     assert f"{tmp_path}/none is no folder; it must hold config.json" in outcome.err.replace("\n", " ")
     assert "Traceback" not in outcome.err
-    former = command("check", config, "model.network.type=deeplightning.model.hugging_face.Encoder", cwd=tmp_path)
-    assert former.code == 2, former
+    former = command(
+        "check", config, "model.network.type=deeplightning.model.hugging_face.Encoder", cwd=tmp_path, code=2
+    )
     assert "is called deeplightning_hub.encoder.Encoder here" in former.err + former.out

@@ -44,8 +44,7 @@ def run(train):
 def written(run, command, place, tmp_path_factory):
     """A folder that the run was pushed into."""
     folder = tmp_path_factory.mktemp("pushed") / "model"
-    outcome = command("push", run, "hf://ada/digits", "--to", folder, cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("push", run, "hf://ada/digits", "--to", folder, cwd=place, code=0)
     assert "left out: model.torchscript.pt, which holds pickle" in outcome.err
     assert outcome.out.strip() == str(folder)
     return folder
@@ -126,8 +125,7 @@ def test_files_that_the_card_does_not_describe_are_not_published(kind, run, comm
     else:
         weights.unlink()
         weights.symlink_to(precious) if kind == "link" else weights.write_text("precious")
-    outcome = command("push", copy, "hf://ada/digits", "--to", tmp_path / "pushed", cwd=place)
-    assert outcome.code == 4
+    outcome = command("push", copy, "hf://ada/digits", "--to", tmp_path / "pushed", cwd=place, code=4)
     assert "is not the file that bundle.json describes" in outcome.err
     assert not (tmp_path / "pushed").exists()
 
@@ -149,8 +147,7 @@ def test_a_card_holds_no_characters_that_steer_a_terminal(run, command, place, t
         file.write(json.dumps(points_line(1, 0, {f"val_{FORGED}": 1.0})) + "\n")
     card = json.loads(folder.bundle_card.read_text())
     folder.bundle_card.write_text(card_text(card | {"labels": [FORGED, *card["labels"][1:]]}))
-    outcome = command("push", folder.path, "hf://me/model", "--to", tmp_path / "card", cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = command("push", folder.path, "hf://me/model", "--to", tmp_path / "card", cwd=place, code=0)
     text = (tmp_path / "card" / "README.md").read_text()
     assert "TITLE" in text
     assert is_clean(text)
@@ -194,8 +191,7 @@ def test_a_damaged_card_is_not_published(text, run, command, place, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "bundle" / "bundle.json").write_text(text)
-    outcome = command("push", copy, "hf://ada/digits", "--to", tmp_path / "pushed", cwd=place)
-    assert outcome.code == 4
+    outcome = command("push", copy, "hf://ada/digits", "--to", tmp_path / "pushed", cwd=place, code=4)
     assert "bundle cannot be read" in outcome.err
     assert "deeplightning export RUN" in outcome.err
     assert not (tmp_path / "pushed").exists()
@@ -266,8 +262,7 @@ def test_the_files_are_uploaded_by_the_hubs_own_client(run, written, hub, place)
     """A repository that is private where it is new; one commit with the files of the folder. A refusal is exit code 3,
     without the token."""
     variables = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    outcome = real("push", run, "hf://ada/digits", cwd=place, **variables)
-    assert outcome.code == 0, outcome
+    outcome = real("push", run, "hf://ada/digits", cwd=place, **variables, code=0)
     assert outcome.out.strip().endswith("/ada/digits")
     assert {authorization for _, authorization, _ in hub.seen} == {f"Bearer {TOKEN}"}
     created = next(json.loads(body) for path, _, body in hub.seen if path == "/api/repos/create")

@@ -375,8 +375,7 @@ def test_runs_that_a_server_keeps_are_bisected_and_tracked_there(few, found, com
         bad, good = (run.info.run_id for run in client.search_runs(["0"]))
         variables = {"OWN_TOKEN": PASSWORD, "MLFLOW_TRACKING_URI": address, "cwd": tmp_path}
         for started in (True, False):
-            done = command("bisect", good, bad, "--seeds", "1", main="test_bisect:forking", **variables)
-            assert done.code == 0, done
+            done = command("bisect", good, bad, "--seeds", "1", main="test_bisect:forking", **variables, code=0)
             assert done.out.startswith("model.network.params.off none → 20 and own.py ")
             answer = result(done.folder)
             assert (answer["started"] > 0) == started

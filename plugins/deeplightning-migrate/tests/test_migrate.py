@@ -1,6 +1,5 @@
 """`deeplightning migrate --from`: configs and scripts of other systems, in the format of their printed examples."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ from deeplightning_migrate.lightning import convert as text_of_lightning
 from deeplightning_migrate.older_systems import text_from
 
 from deeplightning.checks.examine import check
-from deeplightning.cli import cli
-from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config.tree import parse, plain
 from deeplightning.faults import ConfigError
 
@@ -72,17 +69,6 @@ EXPECTED = {
     },
 }
 """Keys of the config that is made, at least."""
-
-
-@pytest.fixture
-def answer(monkeypatch, capfd):
-    """`answer(words)`: the exit code of `deeplightning WORDS`, its stdout and its stderr."""
-
-    def given(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["deeplightning", *words])
-        return run_verb(cli), *capfd.readouterr()
-
-    return given
 
 
 def at(config: dict, key: str) -> object:

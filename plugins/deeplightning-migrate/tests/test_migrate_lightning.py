@@ -146,12 +146,10 @@ def test_a_converted_project_trains_the_same(command, tmp_path, name):
     place = shutil.copytree(FOREIGN / FOLDERS[case.system], tmp_path / "project")
     if case.folder:
         shutil.copytree(FOREIGN / case.folder, place, dirs_exist_ok=True)
-    done = command("migrate", "--from", case.system, *case.files, "--write", cwd=place, PROJECT_ROOT=".")
-    assert done.code == 0, done
+    done = command("migrate", "--from", case.system, *case.files, "--write", cwd=place, PROJECT_ROOT=".", code=0)
     store = f"logger.params.tracking_uri={tmp_path / 'mlruns'}"
     made = done.out.strip()
-    done = command("train", made, store, "logger.pictures=null", cwd=place, PROJECT_ROOT=".")
-    assert done.code == 0, done
+    done = command("train", made, store, "logger.pictures=null", cwd=place, PROJECT_ROOT=".", code=0)
     ours = torch.load(done.folder / "last.ckpt", weights_only=True)["state_dict"]
     theirs = weights_of(case, place)
     assert ours.keys() == theirs.keys()

@@ -18,8 +18,7 @@ def test_the_proposed_rate_trains(command, tiny, place, store, tmp_path, train, 
     is an override, with which training gets further than with a hundredth of it. No run is recorded."""
     before = sorted(path.name for path in (store / "0").iterdir()) if (store / "0").exists() else []
     out = tmp_path / "my curves"
-    done = command("lr", tiny, "--out", out, cwd=place)
-    assert done.code == 0, done
+    done = command("lr", tiny, "--out", out, cwd=place, code=0)
     *_, proposed, override = done.out.splitlines()
     assert proposed.startswith("proposed ")
     key, _, rate = override.partition("=")
@@ -48,8 +47,9 @@ def test_a_schedules_peak_is_proposed_too_and_the_second_test_replaces_the_first
     """Of a schedule with `max_lr`; accumulated batches are one step."""
     schedule = "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.1, total_steps: auto}}"
     for _ in range(2):
-        done = command("lr", tiny, schedule, "train.accumulator_factor=2", "--steps", 40, "--out", tmp_path, cwd=place)
-        assert done.code == 0, done
+        done = command(
+            "lr", tiny, schedule, "train.accumulator_factor=2", "--steps", 40, "--out", tmp_path, cwd=place, code=0
+        )
         first, second = done.out.splitlines()[-1].split()
         assert first.partition("=")[2] == second.partition("=")[2]
         assert second.startswith("model.scheduler.params.max_lr=")
@@ -69,8 +69,7 @@ def test_a_schedules_peak_is_proposed_too_and_the_second_test_replaces_the_first
 )
 def test_what_cannot_be_tested_is_told(command, tiny, place, tmp_path, words, code, said):
     """With the exit codes of training; the picture is written also where nothing can be proposed."""
-    done = command("lr", tiny, *words, "--out", tmp_path / "out", cwd=place)
-    assert done.code == code, done
+    done = command("lr", tiny, *words, "--out", tmp_path / "out", cwd=place, code=code)
     assert said in done.err
     assert done.out == ""
     assert (tmp_path / "out" / "tiny.lr.png").exists() == ("rates" in said)
@@ -93,8 +92,7 @@ def test_the_steepest_descent_is_proposed_and_at_most_a_tenth_of_the_minimum():
 def test_the_largest_batch_that_fits_is_found(command, tiny, place):
     """A network takes 8 MB for each sample, and the limit leaves room for some of the 134: powers of two from 16 on,
     then bisected. What is proposed fits, and what is larger by an eighth does not."""
-    done = command("batch", tiny, HUNGRY, "--memory", "1.4GB", "--steps", 1, cwd=place)
-    assert done.code == 0, done
+    done = command("batch", tiny, HUNGRY, "--memory", "1.4GB", "--steps", 1, cwd=place, code=0)
     head, *rows = done.out.splitlines()
     assert head.split() == ["batch_size", "samples/s", "memory"]
     assert [row.split()[0] for row in rows[:2]] == ["16", "32"]
@@ -112,8 +110,9 @@ def test_running_out_of_a_gpus_memory_is_no_error(command, tiny, place):
     """As torch reports it: the next smaller size is tried, down to one sample; not even that is exit code 5."""
     found = command("batch", tiny, "model.network={type: own.Hungry, params: {most: 20}}", "--memory", "8GB", cwd=place)
     assert found.out.splitlines()[-1] == "data.batch_size=20", found
-    none = command("batch", tiny, "model.network={type: own.Hungry, params: {most: 0}}", "--memory", "8GB", cwd=place)
-    assert none.code == 5
+    none = command(
+        "batch", tiny, "model.network={type: own.Hungry, params: {most: 0}}", "--memory", "8GB", cwd=place, code=5
+    )
     assert "not even a batch of one sample fits into the memory of 8 GB" in none.err
 
 
@@ -128,8 +127,7 @@ def test_running_out_of_a_gpus_memory_is_no_error(command, tiny, place):
 )
 def test_what_cannot_be_measured_is_told(command, tiny, place, words, code, said):
     """With the exit codes of training."""
-    done = command("batch", tiny, *words, cwd=place)
-    assert done.code == code, done
+    done = command("batch", tiny, *words, cwd=place, code=code)
     assert said in done.err
 
 

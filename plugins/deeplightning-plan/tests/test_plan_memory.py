@@ -251,8 +251,7 @@ def test_cards_are_found_by_their_full_names():
 
 def test_the_command_plans_a_run(command, tiny, place):
     """As a user does it: a table, and JSON."""
-    said = command("plan", tiny, "--memory", "--gpus", "8xH100", "--nodes", "2", cwd=place)
-    assert said.code == 0, said
+    said = command("plan", tiny, "--memory", "--gpus", "8xH100", "--nodes", "2", cwd=place, code=0)
     assert "processes: 16" in said.out
     assert re.search(r"^fsdp .* yes ", said.out, re.M)
     assert re.search(r"^proposal +\w+", said.out, re.M)

@@ -207,8 +207,7 @@ def test_two_workers_learn_what_two_processes_learn(command, job, tiny, work, tr
     arguments += ["engine.env={OF_ALL: yes, HOOKS: '${oc.env:HOOKS}'}", "logger.params.tags={key: '${oc.env:SECRET}'}"]
     ray = on("local", SMALL)
     variables = {"HOOKS": str(tmp_path / "hooks"), "SECRET": "open sesame", "HOME": str(home)}
-    done = command("train", tiny, "engine.processes=2", ray, *arguments, cwd=work, **variables)
-    assert done.code == 0, done
+    done = command("train", tiny, "engine.processes=2", ray, *arguments, cwd=work, **variables, code=0)
     assert digest(done.folder / "last.ckpt") == digest(job("train.num_epochs=2").folder / "last.ckpt")
     assert tracked(done.folder).status == "FINISHED"
     assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1)]
@@ -236,12 +235,10 @@ def test_an_address_that_does_not_answer_is_named(command, tiny, work):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
-            done = command("train", tiny, on(f"'{address}'"), cwd=work)
-            assert done.code == 3, done
+            done = command("train", tiny, on(f"'{address}'"), cwd=work, code=3)
             assert f"engine.launcher.params.address: the Ray cluster at {address} does not answer" in done.err
             assert "Traceback" not in done.err
-    done = command("train", tiny, on("nowhere"), cwd=work)
-    assert done.code == 3, done
+    done = command("train", tiny, on("nowhere"), cwd=work, code=3)
     assert "'nowhere' is no address: HOST:PORT, ray://HOST:PORT, auto, or null" in done.err
 
 
@@ -299,8 +296,7 @@ def test_a_missing_ray_is_named_with_the_command_that_installs_it(monkeypatch):
 def test_plan_shows_the_workers_and_starts_nothing(command, tiny, work):
     """`plan` prints command, number and variables of the workers; `check` and `plan` need no cluster."""
     ray = on("'ray://head:10001'", "min_workers: 1", "storage_path: /checkpoints")
-    done = command("plan", tiny, "engine.processes=3", ray, cwd=work)
-    assert done.code == 0, done
+    done = command("plan", tiny, "engine.processes=3", ray, cwd=work, code=0)
     [start] = yaml.safe_load(done.out)
     assert start["times"] == 3
     assert start["command"][1:] == ["-P", "-m", "deeplightning_ray.worker"]
@@ -409,8 +405,7 @@ def test_a_killed_worker_leaves_no_trace_in_the_weights(command, job, tiny, work
     checkpoint = "train.checkpoint={every_n_epochs: 1, every_n_steps: 2}"
     arguments = ["train.num_epochs=3", checkpoint, "engine.processes=2", notes(tmp_path, dies={1: 1}, edits=True)]
     ray = on(f"'{cluster.address}'")
-    done = command("train", tiny, ray, "engine.max_restarts=1", *arguments, cwd=work, **ALONE)
-    assert done.code == 0, done
+    done = command("train", tiny, ray, "engine.max_restarts=1", *arguments, cwd=work, **ALONE, code=0)
     assert "restart 1 of 1: rank 1: a worker was lost: the process was killed by SIGKILL" in done.err
     assert done.err.count("restart ") == 1
     assert done.out.count("Artifact storage path: ") == 1
@@ -427,8 +422,7 @@ def test_without_restarts_a_lost_worker_ends_the_run(command, tiny, work, tracke
     """`max_restarts: 0`: exit code 5, the last checkpoint is named, the run is FAILED or told so, and its folder is the
     last line even though rank 0, which says it, is the one that was killed."""
     arguments = ["train.num_epochs=3", "engine.processes=2", notes(tmp_path, dies={1: 0})]
-    done = command("train", tiny, on(f"'{cluster.address}'"), *arguments, cwd=work, **ALONE)
-    assert done.code == 5, done
+    done = command("train", tiny, on(f"'{cluster.address}'"), *arguments, cwd=work, **ALONE, code=5)
     assert "error [rank 0]: a worker was lost: the process was killed by SIGKILL" in done.err
     assert f"the last checkpoint is {done.folder / 'last.ckpt'}, and train.resume_ckpt=auto resumes from it" in done.err
     assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1)]
@@ -453,8 +447,7 @@ def test_a_pool_shrinks_and_grows(command, tiny, work, tracked, tmp_path, cluste
     cluster.say("add")
     running._wait(lambda: "there is room for 1 more worker" in running._read("err"), "room")
     (tmp_path / "go-2").touch()
-    done = running.end()
-    assert done.code == 0, done
+    done = running.end(code=0)
     assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (3, 2, 1)], done
     assert "the run continues with 2 from the next epoch" in done.err
     assert "train.accumulator_factor: 1 → 2 (1 workers of 2; the same samples a step)" in done.err
@@ -477,9 +470,7 @@ def test_workers_without_a_shared_folder_go_on_through_the_storage(command, job,
         params = [f"working_dir: '{tmp_path}/{name}-{{node}}'", f"storage_path: '{storage}'"]
         arguments = ["train.num_epochs=4", "engine.processes=2", "engine.max_restarts=1", *more]
         arguments += ["logger.params.tracking_uri=mlruns", notes(tmp_path, dies={1: 1, 2: 0})]
-        done = command("train", tiny, on(f"'{cluster.address}'", *params), *arguments, cwd=work, **ALONE)
-        assert done.code == code, done
-        return done
+        return command("train", tiny, on(f"'{cluster.address}'", *params), *arguments, cwd=work, **ALONE, code=code)
 
     first = launch("one", 5)
     assert len([*tmp_path.glob("one-*")]) == 2
@@ -502,8 +493,7 @@ def test_ctrl_c_is_polite(command, tiny, work, tracked, tmp_path, cluster):
     running.says("waits in epoch 1")
     running.signal(signal.SIGINT)
     (tmp_path / "go-1").touch()
-    done = running.end()
-    assert done.code == 130, done
+    done = running.end(code=130)
     assert "interrupted by SIGINT" in done.err
     assert tracked(done.folder).status == "KILLED"
     import torch
@@ -527,8 +517,7 @@ def test_a_killed_driver_takes_its_workers_along_and_auto_goes_on(command, job, 
     until(lambda: not Path(f"/proc/{worker}").exists(), "the end of a worker")
     assert running.end().code == -signal.SIGKILL
     (tmp_path / "go-1").touch()
-    done = command("train", tiny, on("local", SMALL), *arguments, cwd=work)
-    assert done.code == 0, done
+    done = command("train", tiny, on("local", SMALL), *arguments, cwd=work, code=0)
     assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1), (1, 2, 1), (2, 2, 1)]
     assert tracked(done.folder).status == "FINISHED"
     assert digest(done.folder / "last.ckpt") == digest(job("train.num_epochs=3").folder / "last.ckpt")
@@ -541,8 +530,7 @@ def test_a_killed_driver_takes_its_workers_along_and_auto_goes_on(command, job, 
 @pytest.mark.slow
 def test_a_cluster_without_gpus_is_told(command, tiny, work, cluster):
     """`engine.gpus` on a cluster that has none: exit code 3, naming what it has."""
-    done = command("train", tiny, "engine.gpus=1", on(f"'{cluster.address}'"), cwd=work, **ALONE)
-    assert done.code == 3, done
+    done = command("train", tiny, "engine.gpus=1", on(f"'{cluster.address}'"), cwd=work, **ALONE, code=3)
     assert "engine.gpus: asks for 1 GPUs, and the Ray cluster has 2 CPUs and no GPU" in done.err
 
 
@@ -551,8 +539,7 @@ def test_a_cluster_without_gpus_is_told(command, tiny, work, cluster):
 def test_too_few_cpus_are_waited_for_with_doubling_pauses(command, tiny, work, cluster):
     """Where there is no room it waits, twice as long each time, and after the last try ends with exit code 3."""
     params = ["backoff: {base_s: 0.2, factor: 2, max_tries: 4}"]
-    done = command("train", tiny, "engine.processes=3", on(f"'{cluster.address}'", *params), cwd=work, **ALONE)
-    assert done.code == 3, done
+    done = command("train", tiny, "engine.processes=3", on(f"'{cluster.address}'", *params), cwd=work, **ALONE, code=3)
     lines = [line for line in done.err.splitlines() if "has room for 2, and the run needs 3 workers" in line]
     assert [line.rpartition("; tries again in ")[2] for line in lines[:-1]] == ["0.2 s", "0.4 s", "0.8 s"]
     assert lines[-1].startswith("error: ")

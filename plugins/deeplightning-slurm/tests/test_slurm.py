@@ -283,8 +283,9 @@ STEP = {
 def test_the_address_of_the_config_wins(command, tiny, place):
     """master_addr and master_port of the launcher hold for tasks that srun starts, too."""
     params = "engine.launcher.params={master_addr: 10.0.0.9, master_port: 4711}"
-    planned = command("plan", tiny, LAUNCHER, params, "engine.processes=2", cwd=place, **STEP | {"MASTER_ADDR": "n9"})
-    assert planned.code == 0, planned
+    planned = command(
+        "plan", tiny, LAUNCHER, params, "engine.processes=2", cwd=place, **STEP | {"MASTER_ADDR": "n9"}, code=0
+    )
     assert "MASTER_ADDR: 10.0.0.9\n" in planned.out
     assert "MASTER_PORT: '4711'\n" in planned.out
 
@@ -297,8 +298,7 @@ def test_plan_prints_the_script(command, tiny, place, tmp_path):
         "python: apptainer exec i.sif python, master_port: 4711, warning: 60}"
     )
     given = (LAUNCHER, f"engine.launcher.params={params}", "engine.num_nodes=2", "engine.processes=2")
-    planned = command("plan", tiny, *given, cwd=place)
-    assert planned.code == 0, planned
+    planned = command("plan", tiny, *given, cwd=place, code=0)
     for option in (
         *("partition=long", "time=1-00:00:00", "mem=4G", "cpus-per-task=3", "account=us", "constraint=a100"),
         *("qos=high", "mail-type=END", "exclusive", "nodes=2", "ntasks-per-node=2", "signal=USR1@60"),
@@ -326,8 +326,7 @@ def test_a_job_that_cannot_be_is_not_submitted(command, tiny, place, tmp_path, w
         (tmp_path / name).chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables
     folder = f"engine.launcher.params.folder={tmp_path}/s"
-    refused = command("train", tiny, LAUNCHER, folder, *words, cwd=place, **variables)
-    assert refused.code == code
+    refused = command("train", tiny, LAUNCHER, folder, *words, cwd=place, **variables, code=code)
     assert re.search(told, " ".join(refused.err.split())), refused
     assert not (tmp_path / "s").exists()
 
@@ -442,8 +441,7 @@ def test_slurm_takes_the_example_scripts(script, cluster):
 
 def test_an_impossible_partition_is_refused_in_slurms_words(submit):
     """Exit code 3, and what sbatch says, once."""
-    refused = submit("engine.launcher.params.partition=nowhere").end()
-    assert refused.code == 3
+    refused = submit("engine.launcher.params.partition=nowhere").end(code=3)
     assert refused.err.count("nvalid partition name specified") == 1, refused
     assert "error: override engine.launcher" in refused.err or "engine.launcher: Slurm refuses the job" in refused.err
 
@@ -479,8 +477,7 @@ def test_the_command_may_go_and_the_job_stays(sent, submit, cluster):
 def test_output_and_exit_code_of_a_job_are_passed_on(code, told, submit):
     """What the first task writes comes out here, on stdout and stderr as there; a killed one is a lost worker."""
     fake = f"sh -c 'echo said; echo error: shown >&2; echo Artifact storage path: /x; exit {code}'"
-    outcome = submit(f'engine.launcher.params.python="{fake}"').end()
-    assert outcome.code == told, outcome
+    outcome = submit(f'engine.launcher.params.python="{fake}"').end(code=told)
     assert outcome.out.splitlines() == ["said", "Artifact storage path: /x"]
     assert "error: shown" in outcome.err
 
@@ -489,8 +486,7 @@ def test_a_frozen_config_has_no_secrets(submit):
     """What came from the environment stands in the job's config by its name; the rest as it was submitted."""
     given = ("logger.params.tags={key: '${oc.env:THE_KEY}'}", "engine.launcher.params.python=/bin/true")
     given += ("engine.env.MY_API=hunter2-of-engine-env",)
-    outcome = submit(*given, "data.batch_size=8", THE_KEY="hunter2").end()
-    assert outcome.code == 0, outcome
+    outcome = submit(*given, "data.batch_size=8", THE_KEY="hunter2").end(code=0)
     folder = Path(re.search("its config, script and logs are in (.*)", outcome.err)[1])
     frozen = (folder / "config.yaml").read_text()
     assert "key: ${oc.env:THE_KEY}" in frozen

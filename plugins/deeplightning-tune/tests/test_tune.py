@@ -139,8 +139,7 @@ def test_the_best_is_reported_and_runs_again(searched, command, store, place):
     assert "tune" not in written
     trial = next(store.glob(f"*/{best['run']}/artifacts/cfg.yaml"))
     for config in (searched.folder / "best.yaml", trial):
-        again = command("train", config, cwd=place)
-        assert again.code == 0, again
+        again = command("train", config, cwd=place, code=0)
         assert last_value(store, again.folder.parent.name) == float(best["val_acc"])
 
 
@@ -159,8 +158,7 @@ def test_the_search_is_pictured(searched):
 
 def test_a_finished_search_repeats_nothing(searched, command, config, place):
     """The same command once more runs no trial, and shows what was found."""
-    again = command("tune", config, "tune.name=three", cwd=place)
-    assert again.code == 0, again
+    again = command("tune", config, "tune.name=three", cwd=place, code=0)
     assert again.folder == searched.folder
     assert "trial 0 " not in again.out.split("rank")[0]
     assert table(again) == table(searched)
@@ -245,8 +243,7 @@ def test_ctrl_c_ends_a_search_politely(command, config, store, place):
     assert until(running, study_file(store, "interrupted"), 2)
     running.signal(2)
     config.with_name("go").touch()
-    outcome = running.end()
-    assert outcome.code == 130, outcome
+    outcome = running.end(code=130)
     again = shlex.join(["deeplightning", *map(str, words)])
     assert f"error: interrupted by SIGINT after 0 of 1 trials; to continue: {again}\n" in outcome.err
     assert outcome.out.count("Artifact storage path: ") == 1
@@ -359,8 +356,7 @@ def test_a_search_continues_with_the_code_that_it_began_with(failed, command, co
     notice = re.search(r"^warning: code +(.+)$", outcome.out + outcome.err, re.MULTILINE)[1]
     assert f"{code} has changed since the search none began: it continues with the code that it began with" in notice
     assert "tune.name=NEW" in notice
-    other = command("tune", config, *FAILING, "tune.name=other", cwd=place)
-    assert other.code == 2, other
+    other = command("tune", config, *FAILING, "tune.name=other", cwd=place, code=2)
     assert "spoilt" in other.err
     assert not [*study_file(failed.folder.parents[3], "other").parent.glob(".sealed/*")]
 
@@ -373,12 +369,10 @@ def test_a_seal_that_somebody_has_changed_is_not_executed(failed, command, confi
     copy.chmod(0o600)
     copy.write_text("raise SystemExit('executed')\n")
     code.write_text(BROKEN.replace("a fault of the user", "another fault"))
-    refused = command("tune", config, *FAILING, "tune.num_trials=2", cwd=place)
-    assert refused.code == 2, refused
+    refused = command("tune", config, *FAILING, "tune.num_trials=2", cwd=place, code=2)
     assert f"{code}: this code has changed since the search none began" in refused.err
     code.write_text(BROKEN)
-    again = command("tune", config, *FAILING, "tune.num_trials=2", cwd=place)
-    assert again.code == 5, again
+    command("tune", config, *FAILING, "tune.num_trials=2", cwd=place, code=5)
     (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/*/spoilt.py")
     assert copy.read_text() == BROKEN
 
@@ -403,8 +397,7 @@ def test_two_trials_at_a_time(command, config, store, place):
     rows = table(outcome)
     assert [(row["trial"], row["state"]) for row in rows] == [(str(number), "finished") for number in range(4)]
     assert children(store, outcome.folder.parent.name) == {row["run"]: f"trial-{row['trial']}" for row in rows}
-    again = command("train", outcome.folder / "best.yaml", cwd=place)
-    assert again.code == 0, again
+    again = command("train", outcome.folder / "best.yaml", cwd=place, code=0)
     assert last_value(store, again.folder.parent.name) == max(float(row["val_acc"]) for row in rows)
 
 
