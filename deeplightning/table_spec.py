@@ -41,6 +41,9 @@ _GROUPED = {
 }
 """Numbers with a separator of thousands, by the decimal sign."""
 
+_UNIT = re.compile(r"(?<![^+-])[$€£¥₹]\s?|\s?[$€£¥₹%]$")
+"""A currency sign before or behind a number, or a percent sign behind it."""
+
 NAMED_DAY = re.compile(r"[A-Za-z]{3,9}[-/. ]\d\d?[-/., ]+\d{4}|\d\d?[-/. ]+[A-Za-z]{3,9}[-/. ]+(?:\d\d){1,2}", re.ASCII)
 """A date whose month is a word, so that it is clear which number is the day."""
 
@@ -95,7 +98,8 @@ class TableFormat:
         return value is None or (isinstance(value, float) and math.isnan(value))
 
     def number(self, value: object) -> float:
-        """Return a value of a column of numbers; of a date such as 2024-02-29 or Feb-29-2024 the days since 1970.
+        """Return a value of a column of numbers, in its unit, such as 12.5 of 12.5%; of a date such as 2024-02-29 or
+        Feb-29-2024 the days since 1970.
 
         Raises:
             ValueError: it is not a number.
@@ -107,7 +111,7 @@ class TableFormat:
                 return math.inf
         if not isinstance(value, str) or "_" in value:  # Python reads 1_000, and no table means it
             raise ValueError(repr(value))
-        text = value.strip()
+        text = _UNIT.sub("", value.strip().replace("\u2212", "-"), count=1)
         if found := _GROUPED[self.decimal].fullmatch(text):
             text = text.replace(found[1], "")
         if self.decimal == ",":
@@ -427,21 +431,28 @@ def above_header(text: str, delimiter: str) -> tuple[int, str]:
     return above, "'" if has_single and '"' not in "".join(head) else '"'
 
 
+def aligned(header: Sequence[str], first: Sequence[str]) -> Sequence[str]:
+    """Return the header with a name for each value of the first row.
+
+    Where the row has one value more, R has written the table, and the first column has no name; if that value is empty,
+    rows end with a delimiter, and the last column has none. Where it has one less, an empty name at the end goes.
+    """
+    if first and len(first) == len(header) + 1:
+        return ["", *header] if first[-1].strip() else [*header, ""]
+    is_longer = first and len(first) == len(header) - 1 and not header[-1].strip()
+    return header[:-1] if is_longer else header
+
+
 def named_columns(header: Sequence[str], first: Sequence[str] = ()) -> list[str]:
     """Return the names of the columns: without blanks around them, and `column_N` of the N-th that has none.
 
     Args:
-        first: values of the first row; where there is one more than in the header, R has written the table, and the
-            first column has no name; where there is one less and the header ends with an empty name, that is left out.
+        first: values of the first row, see `aligned`.
 
     Raises:
         TableError: two have the same name.
     """
-    if first and first[-1].strip() and len(first) == len(header) + 1:
-        header = ["", *header]
-    elif first and len(first) == len(header) - 1 and not header[-1].strip():
-        header = header[:-1]
-    names = [name.strip() or f"column_{place}" for place, name in enumerate(header, 1)]
+    names = [name.strip() or f"column_{place}" for place, name in enumerate(aligned(header, first), 1)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         places = [str(place) for place, name in enumerate(names, 1) if name == twice]
         raise TableError(

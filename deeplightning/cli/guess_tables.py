@@ -180,6 +180,8 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
 
 def _too_few(found: Table, kinds: dict[str, str], needed: str = "") -> SetupError:
     message = f"there must be two columns or more of numbers or categories{needed}; its columns: {counted(kinds)}"
+    if len(kinds) == 1:
+        message += "; the values of a row are separated by a comma, semicolon, tab, | or blank"
     return SetupError(f"{found.path}: {message}")
 
 

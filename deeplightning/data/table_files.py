@@ -17,7 +17,16 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from deeplightning.data.data_errors import DataError
-from deeplightning.table_spec import DELIMITERS, TableError, TableFormat, Words, above_header, named_columns, records
+from deeplightning.table_spec import (
+    DELIMITERS,
+    TableError,
+    TableFormat,
+    Words,
+    above_header,
+    aligned,
+    named_columns,
+    records,
+)
 
 HEAD = 2**20
 """Bytes of a file by which its format is recognised."""
@@ -217,9 +226,13 @@ def guess_format(path: Path) -> TableFormat:
     if kind_of_file(path) != "csv":
         return TableFormat()
     data = head(path)
-    if b"\0" in data and not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{path} is not a text file; a table is CSV, JSON lines or Parquet.")
-    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
+    is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not data.startswith(codecs.BOM_UTF32_LE)
+    if b"\0" in data and not is_wide:
+        raise DataError(
+            f"{path} is not a text file in UTF-8, or in UTF-16 with a byte order mark; a table is CSV, JSON lines or "
+            "Parquet."
+        )
+    encoding = "utf-16" if is_wide else "utf-8"
     try:
         text = text_of(data, encoding)
     except UnicodeError:  # Windows writes € and dashes between 0x80 and 0x9F, where Latin-1 has control characters
@@ -234,7 +247,7 @@ def guess_format(path: Path) -> TableFormat:
             found.extend(values for _, values in itertools.islice(records(text, sign), 1000))
         found = found[:-1] if len(found) > 2 and len(data) == HEAD else found
         header, first = [*found, [], []][:2]
-        width = len(first) if abs(len(first) - len(header)) == 1 else len(header)  # see `named_columns`
+        width = len(aligned(header, first))
         same = sum(len(values) == width for values in found[1:]) / max(1, len(found) - 1)
         if len(header) > 1 and (same, rank) > best and (sign != " " or same == 1):
             best, delimiter, rows = (same, rank), sign, found

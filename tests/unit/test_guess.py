@@ -214,7 +214,7 @@ MANY = "x,y\n" + "1,2\n" * 20
             "x,y\n" + "a,b\n" * 20,
             "one of numbers to be predicted; its columns: x (category), y (category)",
         ),
-        ("table", "x\n" + "1\n" * 20, "there must be two columns or more of numbers or categories"),
+        ("table", "x^y\n" + "1^2\n" * 20, "its columns: x^y (category); the values of a row are separated by a comma"),
         ("signal", {"a/1.npy": ""}, "d must hold a folder for each of two or more classes; it has: a"),
         ("signal", {"a/1.npy": "", "b/1.txt": ""}, "d/b holds no signal"),
         ("signal", {"a/1.npy": "", "b/1.npy": ""}, "d/a/1.npy cannot be read as a signal"),

@@ -170,6 +170,18 @@ FORMS = {
         notes=("ignored, different in nearly each row: area",),
     ),
     "a delimiter at the end of the header": Form(text().replace("\n", ",\n", 1), PLAIN),
+    "a delimiter at the end of each row": Form(
+        text(change=lambda _, row: [*row, ""]), PLAIN | {"column_5": "ignore"}, notes=("ignored, empty: column_5",)
+    ),
+    "another delimiter in a name": Form(
+        text(header="area,rooms,town,kind|of"), named("area", "rooms", "town", "kind|of"), target="kind|of"
+    ),
+    "references in names": Form(
+        text(header="${x},rooms,town,a/${y}.$z"), named("${x}", "rooms", "town", "a/${y}.$z"), target="a/${y}.$z"
+    ),
+    "dollars": Form(text(area=lambda value: f'"-${value:,.2f}"'), PLAIN, params={"decimal": "."}),
+    "euros": Form(text(delimiter=";", area=lambda value: f"{german(value)} €"), PLAIN, params={"decimal": ","}),
+    "per cent": Form(text(area=lambda value: f"\u2212{value:.1f}%"), PLAIN),
     "NA in a column of words": Form(
         text(change=put(2, lambda number, town: "NA" if number == 4 else town)), PLAIN, params={"missing": "fill"}
     ),
@@ -264,7 +276,9 @@ def written(form):
     """The config that `init` writes for a form, and its notes."""
     Path(form.name).write_bytes(form.data if isinstance(form.data, bytes) else form.data.encode())
     notes, paths = init(Path("p"), form.kind, Path(form.name), form.options)
-    return plain(read(paths[0]).root), "\n".join(notes)
+    source = read(paths[0])
+    assert source.faults == []
+    return plain(source.root), "\n".join(notes)
 
 
 def prepared(params, seed=0, **data):
@@ -336,6 +350,7 @@ REFUSED = [
     ("t.xlsx", b"PK", "python -c \"import pandas; pandas.read_excel('t.xlsx').to_csv('t.csv', index=False)\""),
     ("t.json", b"[]", "pandas.read_json('t.json').to_json('t.jsonl', orient='records', lines=True)"),
     ("t.csv", b"a,b\n" + bytes(100), "t.csv is not a text file"),
+    ("t.csv", ("a,b\n" + "1,2\n" * 20).encode("utf-32"), "t.csv is not a text file in UTF-8, or in UTF-16 with a byte"),
     ("t.csv", b"1;2\n3;4\n" * 20, "names no columns; put a header above it"),
     ("t.csv", b"a,b\n" + b"1,2\n" * 9, "t.csv has 9 rows below its header"),
     ("t.csv", b"a,b,a, a\n" + b"1,2,3,4\n" * 20, "The columns 1, 3 and 4 have the same name, 'a'; rename all but one"),
