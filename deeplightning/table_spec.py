@@ -95,7 +95,8 @@ class TableFormat:
         if isinstance(value, str):
             word = value.strip().lower()
             return not word or word in self.missing_words
-        return value is None or (isinstance(value, float) and math.isnan(value))
+        is_infinite = isinstance(value, float) and not math.isfinite(value)
+        return value is None or (is_infinite and str(value) in ("nan", *self.missing_words))
 
     def number(self, value: object) -> float:
         """Return a value of a column of numbers, in its unit, such as 12.5 of 12.5%; of a date such as 2024-02-29 or

@@ -206,8 +206,8 @@ MANY = "x,y\n" + "1,2\n" * 20
 @pytest.mark.parametrize(
     ("kind", "content", "words"),
     [
-        ("text", {}, "d is a folder; name a CSV file with a header"),
-        ("text", {"a.csv": MANY}, "name a CSV file with a header, such as d/a.csv"),
+        ("text", {}, "d is a folder; name a file of CSV with a header, JSON lines or Parquet"),
+        ("table", {"a.csv": MANY, "Train.parquet": ""}, "JSON lines or Parquet, such as d/Train.parquet"),
         ("regression", "", "d cannot be read as a table: Empty CSV file"),
         (
             "regression",

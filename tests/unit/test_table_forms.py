@@ -5,6 +5,7 @@ import gzip
 import io
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -108,9 +109,9 @@ def frame() -> pd.DataFrame:
     return pd.read_csv(io.StringIO(text()))
 
 
-def parquet() -> bytes:
+def parquet(**more: list[object]) -> bytes:
     found = io.BytesIO()
-    frame().to_parquet(found)
+    frame().assign(**more).to_parquet(found)
     return found.getvalue()
 
 
@@ -151,6 +152,14 @@ FORMS = {
     "gzip": Form(gzip.compress(text().encode()), PLAIN, name="t.csv.gz"),
     "JSON lines": Form(frame().to_json(orient="records", lines=True), PLAIN, name="t.jsonl"),
     "Parquet": Form(parquet(), PLAIN, name="t.parquet"),
+    "large, infinite and binary values": Form(
+        parquet(large=[2**63 + n for n in range(ROWS)], part=[math.inf, -math.inf, 1.5, 2.5, 3] * 12, raw=[b"\xff"] * ROWS),
+        PLAIN | {"large": "number", "part": "number", "raw": "ignore"},
+        target="kind",
+        options=Columns("kind"),
+        notes=("ignored, of type binary: raw", "which are filled: part (24)"),
+        name="t.parquet",
+    ),
     "R's row names": Form(text(change=lambda number, row: [f'"{number}"', *row]), {"column_1": "ignore"} | PLAIN),
     # ---- missing values
     "a stray marker": Form(
@@ -171,7 +180,7 @@ FORMS = {
     ),
     "a delimiter at the end of the header": Form(text().replace("\n", ",\n", 1), PLAIN),
     "a delimiter at the end of each row": Form(
-        text(change=lambda _, row: [*row, ""]), PLAIN | {"column_5": "ignore"}, notes=("ignored, empty: column_5",)
+        text(change=lambda _, row: [*row, ""]), PLAIN | {"column_5": "ignore"}, notes=("ignored, with hardly a value: column_5",)
     ),
     "another delimiter in a name": Form(
         text(header="area,rooms,town,kind|of"), named("area", "rooms", "town", "kind|of"), target="kind|of"
@@ -231,7 +240,11 @@ FORMS = {
         target="town",
         outputs=3,
     ),
-    "an empty column": Form(with_first(lambda _: "", "note"), {"note": "ignore"} | PLAIN, notes=("empty: note",)),
+    "a column that is nearly empty": Form(
+        with_first(lambda number: "yes" * (number < 2), "note"),
+        {"note": "ignore"} | PLAIN,
+        notes=("ignored, with hardly a value: note",),
+    ),
     # ---- targets
     "price before y": Form(
         text(header="price,y,town,z"),
@@ -352,6 +365,8 @@ REFUSED = [
     ("t.csv", b"a,b\n" + bytes(100), "t.csv is not a text file"),
     ("t.csv", ("a,b\n" + "1,2\n" * 20).encode("utf-32"), "t.csv is not a text file in UTF-8, or in UTF-16 with a byte"),
     ("t.csv", b"1;2\n3;4\n" * 20, "names no columns; put a header above it"),
+    ("t.csv", b"5.1, 3.5, Iris-setosa, yes\n4.9, 3.0, Iris-setosa, yes\n" * 10, "Iris-setosa,  yes, names no columns"),
+    ("t.jsonl", b'[{"a": 1}]\n', "JSON lines hold an object on each line"),
     ("t.csv", b"a,b\n" + b"1,2\n" * 9, "t.csv has 9 rows below its header"),
     ("t.csv", b"a,b,a, a\n" + b"1,2,3,4\n" * 20, "The columns 1, 3 and 4 have the same name, 'a'; rename all but one"),
     (
