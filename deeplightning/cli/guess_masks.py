@@ -22,7 +22,9 @@ def segmentation(data: Path) -> Guess:
     from deeplightning.image_spec import EXTENSIONS, files_below
 
     need_folder(data)
-    top = data / "train" if (data / "train" / "images").is_dir() else data
+    found: Any = find("deeplightning.data.splits.set_folders")(data, "images")
+    sets = found if "train" in found else {}
+    top = sets.get("train", data)
     for name in ("images", "masks"):
         if not (top / name).is_dir():
             there = ", ".join(folders(top)[:8]) or "none"
@@ -33,11 +35,11 @@ def segmentation(data: Path) -> Guess:
     files = sorted(path for path in files_below(top / "images") if path.name.lower().endswith(EXTENSIONS))
     if not files:
         raise SetupError(f"{top / 'images'} holds no picture")
-    values, ignore, notes = _values_of(files, top)
+    values, ignore, notes = _values_of(files, top, is_whole=not sets)
     look, seen, _ = look_at(files, multiple=8)
     names = [f"class_{number}" for number in range(len(values))]
-    which, left_out = stages(data, top)
-    found = {
+    which, left_out = stages(data, sets)
+    of_data = {
         "stages": which,
         "count": len(files),
         "number": len(names),
@@ -47,11 +49,12 @@ def segmentation(data: Path) -> Guess:
         **look,
     }
     notes += ["their names are for you to write: data.module.params.class_names", *seen, *left_out]
-    return Guess(found, notes, files[0])
+    return Guess(of_data, notes, files[0])
 
 
-def _values_of(files: Sequence[Path], top: Path) -> tuple[list[Any], int | None, list[str]]:
-    """Return the value of each class in the masks of some pictures, the value that does not count, and notes.
+def _values_of(files: Sequence[Path], top: Path, is_whole: bool) -> tuple[list[Any], int | None, list[str]]:
+    """Return the value of each class in the masks of some pictures, the value that does not count, and notes;
+    `is_whole`: there are no others.
 
     255 does not count where the other values are numbered from 0 upwards, and is a class elsewhere. The index of a
     palette is the value, unless one index has several colours or other masks hold colours.
@@ -87,7 +90,7 @@ def _values_of(files: Sequence[Path], top: Path) -> tuple[list[Any], int | None,
     ignore = 255 if not by_colour and 255 in seen and _are_numbered(sorted({*seen} - {255})) else None
     kinds = [code for code in seen if code != ignore]
     is_numbered = not by_colour and _are_numbered(kinds)
-    if is_numbered and (len(looked) < len(files) or top.name == "train"):
+    if is_numbered and (len(looked) < len(files) or not is_whole):
         kinds = [*range(kinds[-1] + 1)]  # masks that were not looked at may hold what is missing between
     values = [value_of(code, by_colour=by_colour) for code in kinds]
     shown = some(values)

@@ -18,6 +18,7 @@ from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import checked_names
 from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of
+from deeplightning.data.splits import set_folders
 from deeplightning.image_spec import EXTENSIONS, files_below
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ class MaskFolder(ImageFiles):
     """Pictures and masks in `data.root`, in one of two layouts; files may also lie deeper, hidden ones do not count.
 
     - `images/*.jpg` and `masks/*.png`: divided 80/10/10 by the seed.
-    - `train/images/…` and `train/masks/…`, and where there are such `val/…` and `test/…`. Without `val`, or with
-      `data.num_splits`, a tenth or a fold of `train` validates.
+    - `train/images/…` and `train/masks/…`, and where there are such `val/…` and `test/…`; the sets may also be called
+      `Training`, `valid` and so on. Without `val`, or with `data.num_splits`, a tenth or a fold of `train` validates.
 
     Picture and mask have the same name but for the ending, and the same size; a picture that its camera turned has the
     mask of how it is shown. A mask is a PNG: grey, of a palette, of one bit per pixel (0 and 255), or of colours. It is
@@ -78,7 +79,7 @@ class MaskFolder(ImageFiles):
         self._preparing = self.masks = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
-        top = self.root / "train" if self._is_divided() else self.root
+        top = set_folders(self.root, "images").get("train", self.root)
         for name in ("images", "masks"):
             if not (top / name).is_dir():
                 raise DataError(
@@ -96,13 +97,8 @@ class MaskFolder(ImageFiles):
         return {"image": batch["image"], "mask": mask, "index": batch["index"]}
 
     def read(self) -> dict[str, Samples]:
-        if not self._is_divided():
-            return {"all": self._read(self.root)}
-        tops = {name: self.root / name for name in ("train", "val", "test")}
-        return {name: self._read(top) for name, top in tops.items() if (top / "images").is_dir()}
-
-    def _is_divided(self) -> bool:
-        return (self.root / "train" / "images").is_dir()
+        sets = set_folders(self.root, "images")
+        return {name: self._read(top) for name, top in (sets if "train" in sets else {"all": self.root}).items()}
 
     def _read(self, top: Path) -> Samples:
         """Find the pictures of one folder with their masks, sorted by name."""

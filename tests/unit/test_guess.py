@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from modules import data_config
 from PIL import Image
 
 from deeplightning.cli import guess_columns
@@ -13,6 +15,7 @@ from deeplightning.cli.guess import MAX_LOOKED_AT
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
+from deeplightning.data.labelled_images import LabelledImages
 from deeplightning.faults import ConfigError, SetupError
 
 
@@ -57,7 +60,7 @@ def test_pictures_give_classes_size_channels_mean_and_std():
     assert "deeplightning ask ../pets/cat/0.png" in Path("new project/README.md").read_text()
 
 
-@pytest.mark.parametrize("sets", [["train", "val"], ["train", "val", "test"]])
+@pytest.mark.parametrize("sets", [["train", "val"], ["train", "val", "test"], ["Training", "valid", "Testing"]])
 @pytest.mark.parametrize("kind", ["images", "segmentation", "signal"])
 def test_data_without_a_test_set_are_not_tested(kind, sets):
     """A folder `train` without `test` beside it leaves the stage `test` out, and a note says why."""
@@ -73,7 +76,7 @@ def test_data_without_a_test_set_are_not_tested(kind, sets):
                 Path(f"d/{name}/{member}").mkdir(parents=True)
                 np.save(f"d/{name}/{member}/1.npy", np.ones((1, 8), np.float32))
     written, notes = config(kind, "d")
-    is_tested = "test" in sets
+    is_tested = len(sets) == 3
     assert written["stages"] == (["train", "test"] if is_tested else ["train"])
     assert ("no test set: there is no folder d/test" in notes) != is_tested
 
@@ -90,6 +93,34 @@ def test_a_file_of_labels_gives_several_labels():
     assert model["module"]["type"] == "deeplightning.task.multilabel.ImageMultilabel"
     assert (model["network"]["params"]["num_classes"], model["loss"]["type"]) == (3, "torch.nn.BCEWithLogitsLoss")
     assert "3 labels, by many/labels.csv: a (2), b (1), c (1); 1 of the pictures have none" in notes
+
+
+@pytest.mark.parametrize(
+    ("lines", "labels", "words"),
+    [
+        (["file;labels", "0.png;a|b", "1.png;a"], "a (2), b (1)", None),
+        (["file,labels", "0.png,a;b", "1.png,a;c"], "a (2), b (1), c (1)", None),
+        (["file,labels", "0.png,a", "1.png,c"], "a (1), c (1)", "each picture has one label; where it can have no"),
+    ],
+)
+def test_a_file_of_labels_may_have_other_signs(lines, labels, words):
+    """Between values and between labels; the project reads the labels that `init` has seen."""
+    for number in range(2):
+        picture(f"many/photos/{number}.png", (number, 0, 0))
+    Path("many/labels.csv").write_text("\n".join(lines))
+    written, notes = config("images", "many")
+    assert (f"by many/labels.csv: {labels};" in notes, words is None or words in notes) == (True, True), notes
+    params = written["data"]["module"]["params"]
+    module = LabelledImages(data_config("many"), **params)
+    found = module.read()["all"]
+    assert found.labels.sum(0).tolist() == [int(digit) for digit in re.findall(r"\d", labels)]
+
+
+def test_folders_of_sets_with_unknown_names_are_told():
+    """They would be classes, so a note says what they hold."""
+    for name in ("seg_train/a", "seg_train/b", "seg_test/a", "seg_test/b"):
+        picture(f"d/{name}/1.png", (9, 9, 9))
+    assert "each of these holds the folders a, b; if those are the classes" in config("images", "d")[1]
 
 
 def test_grey_large_and_damaged_pictures(here):
@@ -225,6 +256,15 @@ MANY = "x,y\n" + "1,2\n" * 20
         ),
         ("images", {}, "d holds no folder. Put the pictures of each class into a folder of the class's name"),
         ("images", {"cat/a.png": ""}, "d must hold a folder for each of two or more classes; it has: cat"),
+        ("images", {"z/cat/a.png": "", "z/dog/a.png": ""}, "it has: z; if they are in d/z, name that"),
+        ("images", {"annotations/a.json": "", "x/a.png": ""}, "d/annotations describes objects in pictures, as COCO"),
+        (
+            "images",
+            {"train/labels/a.txt": "", "train/images/a.png": ""},
+            "d/train/labels describes objects in pictures",
+        ),
+        ("images", {"labels.csv": "file,labels\na,x\n", "a.png": ""}, "is missing; write the whole name, a.png"),
+        ("images", {"labels.csv": "file,labels\na.png,x\na.png,y\n"}, "line 3: a.png is in line 2 already; a line has"),
         ("images", {"cat/a.png": "", "dog/a.txt": ""}, "d/dog holds no picture"),
         ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),
         ("images", {"labels.csv": "file,labels\na.png,x\n"}, "d/labels.csv, line 2: the picture d/a.png is missing"),
@@ -240,7 +280,7 @@ def test_data_of_another_form_are_a_note(here, kind, content, words):
     if isinstance(content, dict):
         Path("d").mkdir()
         for name, text in content.items():
-            Path("d", name).parent.mkdir(exist_ok=True)
+            Path("d", name).parent.mkdir(parents=True, exist_ok=True)
             Path("d", name).write_text(text)
     else:
         Path("d").write_bytes(content.encode() if isinstance(content, str) else content)

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def frame() -> pd.DataFrame:
     return pd.read_csv(io.StringIO(text()))
 
 
-def parquet(**more: list[object]) -> bytes:
+def parquet(**more: Sequence[object]) -> bytes:
     found = io.BytesIO()
     frame().assign(**more).to_parquet(found)
     return found.getvalue()
@@ -153,7 +153,7 @@ FORMS = {
     "JSON lines": Form(frame().to_json(orient="records", lines=True), PLAIN, name="t.jsonl"),
     "Parquet": Form(parquet(), PLAIN, name="t.parquet"),
     "large, infinite and binary values": Form(
-        parquet(large=[2**63 + n for n in range(ROWS)], part=[math.inf, -math.inf, 1.5, 2.5, 3] * 12, raw=[b"\xff"] * ROWS),
+        parquet(large=range(2**63, 2**63 + ROWS), part=[math.inf, -math.inf, 1.5, 2.5, 3] * 12, raw=[b"\xff"] * ROWS),
         PLAIN | {"large": "number", "part": "number", "raw": "ignore"},
         target="kind",
         options=Columns("kind"),
@@ -180,7 +180,9 @@ FORMS = {
     ),
     "a delimiter at the end of the header": Form(text().replace("\n", ",\n", 1), PLAIN),
     "a delimiter at the end of each row": Form(
-        text(change=lambda _, row: [*row, ""]), PLAIN | {"column_5": "ignore"}, notes=("ignored, with hardly a value: column_5",)
+        text(change=lambda _, row: [*row, ""]),
+        PLAIN | {"column_5": "ignore"},
+        notes=("ignored, with hardly a value: column_5",),
     ),
     "another delimiter in a name": Form(
         text(header="area,rooms,town,kind|of"), named("area", "rooms", "town", "kind|of"), target="kind|of"
