@@ -52,7 +52,7 @@ class Columns:
     task: str | None = None
 
 
-def evenly(files: Sequence[Path]) -> Sequence[Path]:
+def evenly(files: Sequence[Any]) -> Sequence[Any]:
     """Return at most `MAX_LOOKED_AT` files, from all parts of the list."""
     return files[:: math.ceil(len(files) / MAX_LOOKED_AT)]
 

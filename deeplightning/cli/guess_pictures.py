@@ -115,7 +115,7 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
     import numpy as np
     from PIL import Image
 
-    from deeplightning.image_spec import ImageError, ImageSpec
+    from deeplightning.image_spec import ImageError, ImageSpec, shown_size
 
     sizes, modes, bad, good = Counter[tuple[int, int]](), Counter[str](), list[str](), list[Path]()
     upright = ImageSpec(8, 8)
@@ -123,8 +123,7 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
         try:
             upright.decode(path)
             with Image.open(path) as opened:
-                turned = opened.getexif().get(0x0112, 1) >= 5  # its camera lay on its side
-                width, height = opened.size[::-1] if turned else opened.size
+                width, height = shown_size(opened)
                 modes[opened.mode] += 1
         except (ImageError, OSError) as error:
             bad.append(f"{path} ({str(error).rstrip('.')})")

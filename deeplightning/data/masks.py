@@ -4,6 +4,7 @@ B batch, C channels, H height, W width of the prepared picture, K classes.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,21 +103,8 @@ class MaskFolder(ImageFiles):
 
     def _read(self, top: Path) -> Samples:
         """Find the pictures of one folder with their masks, sorted by name."""
-        pictures = _named(top / "images", EXTENSIONS)
-        masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
-        if not pictures:
-            raise DataError(f"{type(self).__name__}: {top / 'images'} holds no picture ({', '.join(EXTENSIONS)}).")
-        without = [path for name, path in pictures.items() if name not in masks]
-        if without:
-            wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
-            raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}.")
-        if unused := [path for name, path in masks.items() if name not in pictures]:
-            log.warning("Ignored in %s: %d masks without a picture, such as %s", top, len(unused), unused[0])
-        return MaskedSamples(
-            [str(path) for path in pictures.values()],
-            np.zeros(len(pictures), dtype=np.int64),
-            [str(masks[name]) for name in pictures],
-        )
+        pictures, masks = pictures_and_masks(top)
+        return MaskedSamples([*map(str, pictures)], np.zeros(len(pictures), dtype=np.int64), [*map(str, masks)])
 
     def _ready(self, stage: str | None) -> None:
         super()._ready(stage)
@@ -153,6 +141,29 @@ def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:
         return [code_of(value) for value in values]
     except (TypeError, ValueError) as error:
         raise DataConfigError(f"data.module.params.{param}: {error}, not {values!r}.") from None
+
+
+def pictures_and_masks(top: Path) -> tuple[list[Path], list[Path]]:
+    """Find the pictures in `images` of a folder, and the mask of each in `masks`.
+
+    Raises:
+        DataError: there is no picture, or one has no mask.
+    """
+    pictures = _named(top / "images", EXTENSIONS)
+    masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
+    if not pictures:
+        raise DataError(f"{top / 'images'} holds no picture ({', '.join(EXTENSIONS)}).")
+    if without := [path for name, path in pictures.items() if name not in masks]:
+        wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
+        stem, there = without[0].stem, files_below(top / "masks") if (top / "masks").is_dir() else ()
+        near = next(
+            (path for path in there if path.stem == stem or re.match(rf"{re.escape(stem)}[_-]", path.name)), None
+        )
+        hint = f" (there is {near.name}). A mask is a PNG with the picture's name" if near else ""
+        raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}{hint}.")
+    if unused := [path for name, path in masks.items() if name not in pictures]:
+        log.warning("Ignored in %s: %d masks without a picture, such as %s", top, len(unused), unused[0])
+    return [*pictures.values()], [masks[name] for name in pictures]
 
 
 def _named(top: Path, endings: tuple[str, ...]) -> dict[str, Path]:

@@ -159,6 +159,35 @@ def test_masks_give_classes(here):
     assert "0, 1, 2, 3; 255 does not count" in notes
 
 
+def masked(place, values, number=4, size=(8, 8), ending="png"):
+    for name in range(number):
+        picture(f"{place.format('images')}/{name}.jpg", (9, 9, 9), (8, 8))
+        path = Path(place.format("masks"), f"{name}.{ending}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.resize(values, size).astype(np.uint8)).save(path)
+
+
+def test_masks_are_found_as_the_training_finds_them():
+    """Also with another case of the ending; a picture and its mask must have one size; noise around two values is no
+    class; sets in the folders `images` and `masks` are told."""
+    masked("s/{}", [0, 1], ending="PNG")
+    assert config("segmentation", "s")[0]["model"]["network"]["params"]["num_classes"] == 2
+    masked("t/{}/train", [0, 1])
+    Path("new project").rename("first")
+    assert "t/images holds the folders train; for sets, put `images`" in config("segmentation", "t")[1]
+    Path("t/images/train/1.jpg").write_bytes(b"no picture")
+    with pytest.raises(SetupError, match=r"t/images holds pictures that cannot be decoded: t/images/train/1.jpg"):
+        init(Path("new"), "segmentation", Path("t"))
+    masked("u/{}", [0, 1], size=(4, 8))
+    with pytest.raises(
+        SetupError, match=r"u/masks/0.png: this mask has 8 x 4 pixels, its picture u/images/0.jpg has 8"
+    ):
+        init(Path("new"), "segmentation", Path("u"))
+    masked("v/{}", [0, 1, 3, 252, 254, 255])
+    with pytest.raises(SetupError, match="too many values for classes: 0, 1, 3, 252, 254, 255; save them without"):
+        init(Path("new"), "segmentation", Path("v"))
+
+
 def test_a_table_of_texts_gives_columns_and_classes():
     """Whatever the order of columns, the delimiter, and the names of classes."""
     rows = [[number, "yes" if number % 3 else "no", f"a text; with words {number}"] for number in range(30)]
@@ -272,7 +301,21 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("images", {"labels.jsonl": '{"file": "a.png", "labels": []}'}, "gives no picture a label"),
         ("images", MANY, "d is not a folder"),
         ("segmentation", {"img/a.png": ""}, "d holds no folder `images` (its folders: img)"),
-        ("segmentation", {"images/a.png": "", "masks/b.png": ""}, "d/masks/a.png: the mask of d/images/a.png cannot"),
+        (
+            "segmentation",
+            {"images/a.png": "", "masks/b.png": ""},
+            "d/images/a.png: this picture has no mask; it would be d",
+        ),
+        (
+            "segmentation",
+            {"images/a.png": "", "masks/a_mask.png": ""},
+            "masks/a.png (there is a_mask.png). A mask is a PNG",
+        ),
+        (
+            "segmentation",
+            {"images/a.png": "", "masks/a.png": ""},
+            "none of the pictures can be decoded: d/images/a.png",
+        ),
     ],
 )
 def test_data_of_another_form_are_a_note(here, kind, content, words):
