@@ -16,9 +16,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from email.utils import parsedate
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -105,11 +106,13 @@ class TableFormat:
         Raises:
             ValueError: it is not a number.
         """
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, Real) and not isinstance(value, bool):  # numpy's too
             try:
                 return float(value)
             except OverflowError:
                 return math.inf
+        if isinstance(value, date):
+            value = value.isoformat()
         if not isinstance(value, str) or "_" in value:  # Python reads 1_000, and no table means it
             raise ValueError(repr(value))
         text = _UNIT.sub("", value.strip().replace("\u2212", "-"), count=1)
@@ -123,8 +126,8 @@ class TableFormat:
             return float(text)
         except ValueError:
             named = parsedate(re.sub("[-/.,]", " ", text) + " 0:0") if NAMED_DAY.fullmatch(text) else None
-            date = datetime(*named[:3]) if named else datetime.fromisoformat(text).replace(tzinfo=None)
-            return (date - datetime(1970, 1, 1)) / timedelta(days=1)
+            day = datetime(*named[:3]) if named else datetime.fromisoformat(text).replace(tzinfo=None)
+            return (day - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
 @dataclass(frozen=True)

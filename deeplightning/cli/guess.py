@@ -66,13 +66,16 @@ def folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def stages(data: Path, sets: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Return the stages of a project, and a note where one is left out.
+def stages(data: Path, sets: Mapping[str, Path], number: int) -> tuple[list[str], list[str]]:
+    """Return the stages of a project, and a note where one is left out or a training needs more files.
 
     Args:
         data: the folder that was given.
         sets: the folders of train, val and test in it; none: it is divided by the seed.
+        number: of the files.
     """
+    if not sets and number < 10:
+        return ["train", "test"], [f"too few to train: at least 10 are needed to divide them into sets, not {number}"]
     if not sets or "test" in sets:
         return ["train", "test"], []
     return ["train"], [f"no test set: there is no folder {data / 'test'}"]
@@ -108,7 +111,7 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
             within = f"; if they are in {top / classes[0]}, name that" if len(folders(top / classes[0])) > 1 else ""
             raise SetupError(f"{top} must hold a folder for each of two or more classes; it has: {there}{within}")
         paths, labels = found.find()["train" if sets else "all"]
-    which, left_out = stages(data, sets)
+    which, left_out = stages(data, sets, len(paths))
     below = {tuple(folders(top / name)) for name in classes}
     if len(below) == 1 and len(names := below.pop()) > 1:
         left_out.append(

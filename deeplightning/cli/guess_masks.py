@@ -41,7 +41,7 @@ def segmentation(data: Path) -> Guess:
     if known := [each.name for each in found(top / "images").values()]:
         notes.append(f"{top / 'images'} holds the folders {some(known)}; for sets, put `images` and `masks` into them")
     names = [f"class_{number}" for number in range(len(values))]
-    which, left_out = stages(data, sets)
+    which, left_out = stages(data, sets, len(files))
     of_data = {
         "stages": which,
         "count": len(files),

@@ -1,6 +1,7 @@
 """Find the files of a folder that has one folder for each class, with or without `train`, `val` and `test` above."""
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class ClassFolders:
             raise DataError(
                 f"{top} holds no folder. Put the {self.word}s of each class into a folder of the class's name."
             )
+        if wrong := next((name for name in names if re.search("[\ud800-\udfff]", name)), None):
+            raise DataError(f"{top}: the name of the folder {wrong!r} is no UTF-8. Rename it: a class has its name.")
         return names
 
     def find(self) -> dict[str, tuple[list[str], np.ndarray]]:
