@@ -410,7 +410,8 @@ def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     lines = io.StringIO(text, newline="")
     for _ in range(above):
         lines.readline()
-    reader = csv.reader(lines, delimiter=delimiter, quotechar=quote, strict=True)
+    quoting = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
+    reader = csv.reader(lines, delimiter=delimiter, quotechar=quote, quoting=quoting, strict=True)
     try:
         for values in reader:
             if values:
@@ -419,8 +420,9 @@ def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
         raise TableError(f"Line {above + reader.line_num} is not CSV: {error}.") from error
 
 
-def above_header(text: str, delimiter: str) -> tuple[int, str]:
-    """Return how many lines are above the header of a CSV file, and its quotation mark.
+def above_header(text: str, delimiter: str) -> tuple[int, str | None]:
+    """Return how many lines are above the header of a CSV file, and its quotation mark; None: quotes are plain
+    characters, as in tab-separated texts that begin with one which does not end them.
 
     Empty lines, `sep=;` (of Excel) and lines that begin with # are above it. The last line with # is the header itself
     where it has as many values as the line below it, and only that line has numbers.
@@ -430,6 +432,11 @@ def above_header(text: str, delimiter: str) -> tuple[int, str]:
     rows = [line.split(delimiter) for line in head[max(0, above - 1) : above + 1]]
     if above and len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1:
         above -= any(map(is_number, rows[1])) and not any(map(is_number, rows[0]))
+    if delimiter == "\t":
+        values = [line.split("\t") for line in head[above : None if len(text) <= 2**16 else -1] if line]
+        opened = (value for row in values for value in row if value.startswith('"'))
+        if len({len(row) for row in values}) == 1 and not all(re.fullmatch('"([^"]|"")*"', value) for value in opened):
+            return above, None
     sign = re.escape(delimiter)
     has_single = any(re.search(rf"(^|{sign})'[^']*'({sign}|$)", line) for line in head[above:])
     return above, "'" if has_single and '"' not in "".join(head) else '"'

@@ -64,6 +64,12 @@ class Column:
         enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
         return len(self.strays) <= MAX_STRAY and enough and not self.has_codes
 
+    def names_sets(self) -> bool:
+        """Return whether the values are train and test, or so, and nothing else."""
+        names: Any = find("deeplightning.data.splits.SET_NAMES")
+        found = {names.get(word.lower()) for word in self.values}
+        return len(found) > 1 and "train" in found and None not in found
+
     def classes(self) -> dict[str, int]:
         """Return the values that may be classes, in order, each with its number."""
         values = self.values if not self.is_number() else {w: n for w, n in self.values.items() if w not in self.strays}

@@ -80,7 +80,9 @@ class TableFile:
             if not header:
                 raise DataError(f"{path} cannot be read as a table: Empty CSV file.")
             self.names = named_columns(header, first)
-        self._parse = csv.ParseOptions(delimiter=form.delimiter, quote_char=quote, newlines_in_values=quote in text)
+        self._parse = csv.ParseOptions(
+            delimiter=form.delimiter, quote_char=quote or False, newlines_in_values=bool(quote) and quote in text
+        )
 
     # ---- CSV
 

@@ -79,10 +79,10 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
         raise ValueError("there is nothing in this file")
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines that are not blank."""
+def _lines(path: Path, ends: str | None = None) -> Iterator[str]:
+    """Yield the lines that are not blank, without blanks, or the characters `ends`, around them."""
     with path.open(encoding="utf-8-sig") as file:
-        yield from (text for line in file if (text := line.strip()))
+        yield from (line.strip(ends) for line in file if line.strip())
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -114,7 +114,7 @@ def _text_of(row: Mapping[str, Any]) -> str:
 
 def _tabbed(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a tab-separated file without quoting; the first line has the column names."""
-    for number, row in enumerate(csv.DictReader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE), 1):
+    for number, row in enumerate(csv.DictReader(_lines(path, "\n"), delimiter="\t", quoting=csv.QUOTE_NONE), 1):
         if None in row or None in row.values():
             raise ValueError(f"row {number} has not as many columns as the header")
         yield row

@@ -10,6 +10,7 @@ import pytest
 from modules import data_config
 from PIL import Image
 
+from deeplightning.array_spec import read_signal
 from deeplightning.cli import guess_columns
 from deeplightning.cli.guess import MAX_LOOKED_AT
 from deeplightning.cli.init import init
@@ -254,6 +255,26 @@ def test_signals_give_classes_channels_and_length():
     assert json.loads(Path("new project/signal.json").read_text()) == {"signal": [[0.0] * 12] * 2}
 
 
+def test_signals_in_tables_may_have_semicolons_and_decimal_commas():
+    """A file of each way gives the same numbers; more channels than steps are told."""
+    for number, (sign, point) in enumerate([(",", "."), (";", ","), ("\t", "."), (";", ".")]):
+        Path(f"s/{'ab'[number % 2]}").mkdir(parents=True, exist_ok=True)
+        lines = [f"1{point}5{sign}-2{sign}3e-1"] * 2
+        Path(f"s/{'ab'[number % 2]}/{number}.csv").write_text(f"x{sign}y{sign}z\n" + "\n".join(lines))
+    assert "more channels than steps: where it is the other way round" in config("signal", "s")[1]
+    found = [read_signal(path).tolist() for path in Path("s").rglob("*.csv")]
+    assert found == [[[1.5, 1.5], [-2, -2], [0.3, 0.3]]] * 4
+
+
+def test_a_column_of_sets_is_no_label():
+    """Texts are not divided by it, and a note says so."""
+    rows = [[f"text {number}", "abcde"[number % 5], ("train", "test")[number % 2]] for number in range(40)]
+    table("t.csv", ["text", "topic", "set"], *rows)
+    written, notes = config("text", "t.csv")
+    assert written["data"]["module"]["params"]["label"] == "topic"
+    assert "the column set names sets, by which the texts are not divided" in notes
+
+
 def test_only_the_first_rows_of_a_long_table_are_read(monkeypatch):
     """And it says so."""
     monkeypatch.setattr(guess_columns, "MAX_ROWS", 20)
@@ -268,6 +289,7 @@ MANY = "x,y\n" + "1,2\n" * 20
     ("kind", "content", "words"),
     [
         ("text", {}, "d is a folder; name a file of CSV with a header, JSON lines or Parquet"),
+        ("text", {"good/1.txt": "fine"}, "d holds texts in files, as d/good/1.txt; write them into a CSV file"),
         ("table", {"a.csv": MANY, "Train.parquet": ""}, "JSON lines or Parquet, such as d/Train.parquet"),
         ("regression", "", "d cannot be read as a table: Empty CSV file"),
         (

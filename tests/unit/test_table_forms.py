@@ -144,6 +144,12 @@ FORMS = {
         named("Umsatz €", "rooms", "town", "kind"),
         params={"encoding": "cp1252", "decimal": ","},
     ),
+    "plain quotes between tabs": Form(
+        text(delimiter="\t", change=put(2, lambda _, town: f'"{town}" is its name, 5" tall')), PLAIN
+    ),
+    "line ends in quotes between tabs": Form(
+        text(delimiter="\t", change=put(2, lambda _, town: f'"{town}\n\tCH"')), PLAIN
+    ),
     "line ends in quotes": Form(text(change=put(2, lambda _, town: f'"{town}\nCH"')), PLAIN),
     "comments above the header": Form(
         text(above="# made by hand\n# on Monday\n\n"), PLAIN, notes=("3 lines above the header skipped",)
@@ -259,6 +265,11 @@ FORMS = {
         named("area", "rooms", "town", "day", kind="number"),
         target="town",
         outputs=3,
+    ),
+    "the sets of rows": Form(
+        with_first(lambda number: ("train", "Train", "valid", "test")[number % 4], "part"),
+        {"part": "ignore"} | PLAIN,
+        notes=("ignored, the sets of the rows, which data.module.params.split may name: part",),
     ),
     "a column that is nearly empty": Form(
         with_first(lambda number: "yes" * (number < 2), "note"),
