@@ -23,8 +23,8 @@ def text(data: Path, wanted: Columns) -> Guess:
     """
     if data.is_dir() and (file := next(data.rglob("*.txt"), None)):
         raise SetupError(
-            f"{data} holds texts in files, as {file}; write them into a CSV file: a header, and a text and its class in "
-            "each row"
+            f"{data} holds texts in files, as {file}; write them into a CSV file with a header: a text and its class "
+            "in each row"
         )
     found = table(data, ())
     if found.read.file.kind != "csv" or found.path.suffix.lower() in (".gz", ".bz2", ".zst"):

@@ -106,7 +106,10 @@ def _with_all_keys(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _text_of(row: Mapping[str, Any]) -> str:
     names = [name for name in TEXT_COLUMNS if name in row] or (list(row) if len(row) == 1 else [])
     if not names:
-        raise ValueError(f"there is no column {' or '.join(TEXT_COLUMNS)}, but {', '.join(map(str, row)):.200}")
+        columns = ", ".join(map(str, row))
+        raise ValueError(
+            f"there is no column {' or '.join(TEXT_COLUMNS)}, but {columns:.200}; rename that of the texts"
+        )
     if not isinstance(row[names[0]], str):
         raise ValueError(f"{names[0]} is no text, but {row[names[0]]!r:.80}")
     return str(row[names[0]])

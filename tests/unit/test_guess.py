@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -264,6 +265,18 @@ def test_signals_in_tables_may_have_semicolons_and_decimal_commas():
     assert "more channels than steps: where it is the other way round" in config("signal", "s")[1]
     found = [read_signal(path).tolist() for path in Path("s").rglob("*.csv")]
     assert found == [[[1.5, 1.5], [-2, -2], [0.3, 0.3]]] * 4
+
+
+@pytest.mark.parametrize("header", ["review,label", "review,label,"])
+def test_texts_are_read_with_the_columns_that_init_has_seen(header, monkeypatch):
+    """Of rows with a number before them, as R writes them, or with a header that ends with a comma."""
+    first = "{0}," if header.endswith("l") else ""
+    rows = [f"{first}a text number {{0}},{'ab'[number % 2]}".format(number) for number in range(40)]
+    Path("t.csv").write_text("\n".join([header, *rows]))
+    written, _ = config("text", "t.csv")
+    monkeypatch.chdir("new project")
+    module = runpy.run_path("texts.py")["TextsOfColumns"](data_config(), **written["data"]["module"]["params"])
+    assert sum(map(len, module.read().values())) == 40
 
 
 def test_a_column_of_sets_is_no_label():
