@@ -165,7 +165,8 @@ def read_signal(path: Path) -> np.ndarray:
     """Read a signal, float32 or float64 (C, T), from a file with one of the extensions in `SIGNALS`.
 
     A .npy file has an array (C, T) or (T,); a .csv file a line for each step and a column for each channel, with or
-    without a header; a .wav file samples of 8, 16, 24 or 32 bits, which become numbers from -1 to 1.
+    without a header, divided by commas, semicolons or tabs; a .wav file samples of 8, 16, 24 or 32 bits, which become
+    numbers from -1 to 1.
 
     Raises:
         ArrayError: it cannot be read, or is of another shape.
@@ -177,7 +178,10 @@ def read_signal(path: Path) -> np.ndarray:
     except (ArrayError, OSError):
         raise
     except Exception as error:  # csv, wave and float each raise their own
-        raise ArrayError(f"this is no signal: {error}") from error
+        hint = (
+            ". Save it with PCM samples: ffmpeg -i FILE -c:a pcm_s16le NEW.wav" if path.suffix.lower() == ".wav" else ""
+        )
+        raise ArrayError(f"this is no signal: {error}{hint}") from error
     signal = signal[None] if signal.ndim == 1 else signal
     if signal.ndim != 2 or 0 in signal.shape:
         raise ArrayError(f"a signal is of shape (C, T) or (T,), not {signal.shape}")
@@ -185,8 +189,11 @@ def read_signal(path: Path) -> np.ndarray:
 
 
 def _csv(path: Path) -> np.ndarray:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = [line for line in csv.reader(file) if line]
+    text = path.read_text(encoding="utf-8-sig").splitlines()
+    delimiter = max(",;\t", key=(text or [""])[-1].count)
+    if delimiter != ",":
+        text = [line.replace(",", ".") for line in text]
+    lines = [line for line in csv.reader(text, delimiter=delimiter) if line]
     if lines and not all(map(is_number, lines[0])):
         lines = lines[1:]
     return np.array([[float(cell) for cell in line] for line in lines]).T

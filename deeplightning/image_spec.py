@@ -291,6 +291,11 @@ def _silence_pillow() -> None:
         warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
+def shown_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of a picture as it is shown: its camera may have lain on its side."""
+    return image.size[::-1] if image.getexif().get(_EXIF_ORIENTATION, 1) >= 5 else image.size
+
+
 def _turn(image: Image.Image) -> Image.Transpose | None:
     """Return the transposition that makes a picture upright. The picture must be loaded: some formats do not know
     earlier."""

@@ -16,9 +16,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from email.utils import parsedate
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,9 @@ _GROUPED = {
     for decimal, group in ((".", ","), (",", "."))
 }
 """Numbers with a separator of thousands, by the decimal sign."""
+
+_UNIT = re.compile(r"(?<![^+-])[$€£¥₹]\s?|\s?[$€£¥₹%]$")
+"""A currency sign before or behind a number, or a percent sign behind it."""
 
 NAMED_DAY = re.compile(r"[A-Za-z]{3,9}[-/. ]\d\d?[-/., ]+\d{4}|\d\d?[-/. ]+[A-Za-z]{3,9}[-/. ]+(?:\d\d){1,2}", re.ASCII)
 """A date whose month is a word, so that it is clear which number is the day."""
@@ -92,22 +96,26 @@ class TableFormat:
         if isinstance(value, str):
             word = value.strip().lower()
             return not word or word in self.missing_words
-        return value is None or (isinstance(value, float) and math.isnan(value))
+        is_infinite = isinstance(value, float) and not math.isfinite(value)
+        return value is None or (is_infinite and str(value) in ("nan", *self.missing_words))
 
     def number(self, value: object) -> float:
-        """Return a value of a column of numbers; of a date such as 2024-02-29 or Feb-29-2024 the days since 1970.
+        """Return a value of a column of numbers, in its unit, such as 12.5 of 12.5%; of a date such as 2024-02-29 or
+        Feb-29-2024 the days since 1970.
 
         Raises:
             ValueError: it is not a number.
         """
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, Real) and not isinstance(value, bool):  # numpy's too
             try:
                 return float(value)
             except OverflowError:
                 return math.inf
+        if isinstance(value, date):
+            value = value.isoformat()
         if not isinstance(value, str) or "_" in value:  # Python reads 1_000, and no table means it
             raise ValueError(repr(value))
-        text = value.strip()
+        text = _UNIT.sub("", value.strip().replace("\u2212", "-"), count=1)
         if found := _GROUPED[self.decimal].fullmatch(text):
             text = text.replace(found[1], "")
         if self.decimal == ",":
@@ -118,8 +126,8 @@ class TableFormat:
             return float(text)
         except ValueError:
             named = parsedate(re.sub("[-/.,]", " ", text) + " 0:0") if NAMED_DAY.fullmatch(text) else None
-            date = datetime(*named[:3]) if named else datetime.fromisoformat(text).replace(tzinfo=None)
-            return (date - datetime(1970, 1, 1)) / timedelta(days=1)
+            day = datetime(*named[:3]) if named else datetime.fromisoformat(text).replace(tzinfo=None)
+            return (day - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -402,7 +410,8 @@ def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     lines = io.StringIO(text, newline="")
     for _ in range(above):
         lines.readline()
-    reader = csv.reader(lines, delimiter=delimiter, quotechar=quote, strict=True)
+    quoting = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
+    reader = csv.reader(lines, delimiter=delimiter, quotechar=quote, quoting=quoting, strict=True)
     try:
         for values in reader:
             if values:
@@ -411,8 +420,9 @@ def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
         raise TableError(f"Line {above + reader.line_num} is not CSV: {error}.") from error
 
 
-def above_header(text: str, delimiter: str) -> tuple[int, str]:
-    """Return how many lines are above the header of a CSV file, and its quotation mark.
+def above_header(text: str, delimiter: str) -> tuple[int, str | None]:
+    """Return how many lines are above the header of a CSV file, and its quotation mark; None: quotes are plain
+    characters, as in tab-separated texts that begin with one which does not end them.
 
     Empty lines, `sep=;` (of Excel) and lines that begin with # are above it. The last line with # is the header itself
     where it has as many values as the line below it, and only that line has numbers.
@@ -422,26 +432,38 @@ def above_header(text: str, delimiter: str) -> tuple[int, str]:
     rows = [line.split(delimiter) for line in head[max(0, above - 1) : above + 1]]
     if above and len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1:
         above -= any(map(is_number, rows[1])) and not any(map(is_number, rows[0]))
+    if delimiter == "\t":
+        values = [line.split("\t") for line in head[above : None if len(text) <= 2**16 else -1] if line]
+        opened = (value for row in values for value in row if value.startswith('"'))
+        if len({len(row) for row in values}) == 1 and not all(re.fullmatch('"([^"]|"")*"', value) for value in opened):
+            return above, None
     sign = re.escape(delimiter)
     has_single = any(re.search(rf"(^|{sign})'[^']*'({sign}|$)", line) for line in head[above:])
     return above, "'" if has_single and '"' not in "".join(head) else '"'
+
+
+def aligned(header: Sequence[str], first: Sequence[str]) -> Sequence[str]:
+    """Return the header with a name for each value of the first row.
+
+    Where the row has one value more, R has written the table, and the first column has no name; if that value is empty,
+    rows end with a delimiter, and the last column has none. Where it has one less, an empty name at the end goes.
+    """
+    if first and len(first) == len(header) + 1:
+        return ["", *header] if first[-1].strip() else [*header, ""]
+    is_longer = first and len(first) == len(header) - 1 and not header[-1].strip()
+    return header[:-1] if is_longer else header
 
 
 def named_columns(header: Sequence[str], first: Sequence[str] = ()) -> list[str]:
     """Return the names of the columns: without blanks around them, and `column_N` of the N-th that has none.
 
     Args:
-        first: values of the first row; where there is one more than in the header, R has written the table, and the
-            first column has no name; where there is one less and the header ends with an empty name, that is left out.
+        first: values of the first row, see `aligned`.
 
     Raises:
         TableError: two have the same name.
     """
-    if first and first[-1].strip() and len(first) == len(header) + 1:
-        header = ["", *header]
-    elif first and len(first) == len(header) - 1 and not header[-1].strip():
-        header = header[:-1]
-    names = [name.strip() or f"column_{place}" for place, name in enumerate(header, 1)]
+    names = [name.strip() or f"column_{place}" for place, name in enumerate(aligned(header, first), 1)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         places = [str(place) for place, name in enumerate(names, 1) if name == twice]
         raise TableError(

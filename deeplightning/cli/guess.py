@@ -52,7 +52,7 @@ class Columns:
     task: str | None = None
 
 
-def evenly(files: Sequence[Path]) -> Sequence[Path]:
+def evenly(files: Sequence[Any]) -> Sequence[Any]:
     """Return at most `MAX_LOOKED_AT` files, from all parts of the list."""
     return files[:: math.ceil(len(files) / MAX_LOOKED_AT)]
 
@@ -66,14 +66,17 @@ def folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def stages(data: Path, top: Path) -> tuple[list[str], list[str]]:
-    """Return the stages of a project, and a note where one is left out.
+def stages(data: Path, sets: Mapping[str, Path], number: int) -> tuple[list[str], list[str]]:
+    """Return the stages of a project, and a note where one is left out or a training needs more files.
 
     Args:
         data: the folder that was given.
-        top: the folder of the training set: `data` itself, which is divided by the seed, or `train` in it.
+        sets: the folders of train, val and test in it; none: it is divided by the seed.
+        number: of the files.
     """
-    if top == data or (data / "test").is_dir():
+    if not sets and number < 10:
+        return ["train", "test"], [f"too few to train: at least 10 are needed to divide them into sets, not {number}"]
+    if not sets or "test" in sets:
         return ["train", "test"], []
     return ["train"], [f"no test set: there is no folder {data / 'test'}"]
 
@@ -101,14 +104,19 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
     need_folder(data)
     found: Any = find("deeplightning.data.class_folders.ClassFolders")(data, noun, tuple(endings))
     with errors_of_data():
-        classes = found.classes()
+        classes, sets = found.classes(), found.sets()
+        top = sets.get("train", data)
         if len(classes) < 2:
             there = some(classes) or "none"
-            raise SetupError(f"{data} must hold a folder for each of two or more classes; it has: {there}")
-        sets = found.find()
-    top = data / "train" if found.is_divided else data
-    paths, labels = sets["train" if found.is_divided else "all"]
-    which, left_out = stages(data, top)
+            within = f"; if they are in {top / classes[0]}, name that" if len(folders(top / classes[0])) > 1 else ""
+            raise SetupError(f"{top} must hold a folder for each of two or more classes; it has: {there}{within}")
+        paths, labels = found.find()["train" if sets else "all"]
+    which, left_out = stages(data, sets, len(paths))
+    below = {tuple(folders(top / name)) for name in classes}
+    if len(below) == 1 and len(names := below.pop()) > 1:
+        left_out.append(
+            f"each of these holds the folders {some(names)}; if those are the classes, call these train, val and test"
+        )
     values = {"stages": which, "count": len(paths), "number": len(classes), "classes": some(classes)}
     counts = Counter(labels.tolist())
     files = counted({name: counts[label] for label, name in enumerate(classes)})

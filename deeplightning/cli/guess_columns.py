@@ -21,7 +21,9 @@ MAX_CLASSES = 1000
 MAX_STRAY = 20
 """Maximum number of different words that stand for a missing value in a column of numbers."""
 NUMBERS = 0.9
-"""The part of numbers and words that must be numbers, for the words to be missing values; signs (?) always are."""
+"""The part of numbers and words that must be numbers, for the words to be missing values; signs always are."""
+_SIGN = re.compile(r"\W*|[+-]?inf(inity)?", re.IGNORECASE)
+"""A sign, such as ?, or an infinite number."""
 
 TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value", "y")
 """Names of a column that is to be predicted, the likeliest first; the manual lists them."""
@@ -58,9 +60,15 @@ class Column:
 
     def is_number(self) -> bool:
         """Return whether the column is numeric; its other words then mean missing values."""
-        words = sum(n for word, n in self.strays.items() if re.search(r"\w", word))  # others are signs, as "?"
+        words = sum(n for word, n in self.strays.items() if not _SIGN.fullmatch(word))
         enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
         return len(self.strays) <= MAX_STRAY and enough and not self.has_codes
+
+    def names_sets(self) -> bool:
+        """Return whether the values are train and test, or so, and nothing else."""
+        names: Any = find("deeplightning.data.splits.SET_NAMES")
+        found = {names.get(word.lower()) for word in self.values}
+        return len(found) > 1 and "train" in found and None not in found
 
     def classes(self) -> dict[str, int]:
         """Return the values that may be classes, in order, each with its number."""
@@ -120,9 +128,12 @@ def table(path: Path, missing_words: Sequence[str] = GAPS) -> Table:
         SetupError: it cannot be read, or is something else.
     """
     if path.is_dir():
-        files = sorted(each.name for each in path.iterdir() if each.suffix.lower() in (".csv", ".tsv"))
-        hint = f", such as {path / files[0]}" if files else ""
-        raise SetupError(f"{path} is a folder; name a CSV file with a header{hint}")
+        files = [
+            each for each in sorted(path.iterdir()) if each.suffix.lower() in (".csv", ".tsv", ".jsonl", ".parquet")
+        ]
+        likely = min(files, key=lambda file: "train" not in file.name.lower(), default=None)
+        hint = f", such as {likely}" if likely else ""
+        raise SetupError(f"{path} is a folder; name a file of CSV with a header, JSON lines or Parquet{hint}")
     with errors_of_data():
         form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
         found: Any = find("deeplightning.data.table_files.first_rows")(path, form, MAX_ROWS)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some, stages
+from deeplightning.cli.guess import Guess, errors_of_data, evenly, folders, need_folder, some, stages
 from deeplightning.cli.guess_pictures import look_at
 from deeplightning.config.target import find
 from deeplightning.faults import SetupError
@@ -19,10 +19,11 @@ def segmentation(data: Path) -> Guess:
     Raises:
         SetupError: it is something else.
     """
-    from deeplightning.image_spec import EXTENSIONS, files_below
-
     need_folder(data)
-    top = data / "train" if (data / "train" / "images").is_dir() else data
+    found: Any = find("deeplightning.data.splits.set_folders")
+    sets = found(data, "images")
+    sets = sets if "train" in sets else {}
+    top = sets.get("train", data)
     for name in ("images", "masks"):
         if not (top / name).is_dir():
             there = ", ".join(folders(top)[:8]) or "none"
@@ -30,14 +31,18 @@ def segmentation(data: Path) -> Guess:
                 f"{top} holds no folder `{name}` (its folders: {there}); put the pictures into `images`, and the "
                 "masks, PNG files of the same names with a value or colour for each class, into `masks`"
             )
-    files = sorted(path for path in files_below(top / "images") if path.name.lower().endswith(EXTENSIONS))
-    if not files:
-        raise SetupError(f"{top / 'images'} holds no picture")
-    values, ignore, notes = _values_of(files, top)
-    look, seen, _ = look_at(files, multiple=8)
+    with errors_of_data():
+        files, masks = find("deeplightning.data.masks.pictures_and_masks")(top)
+        look, seen, bad = look_at(files, multiple=8)
+        if bad:
+            raise SetupError(f"{top / 'images'} holds pictures that cannot be decoded: {some(bad)}; leave them out")
+        looked = evenly([*zip(files, masks, strict=True)])
+        values, ignore, notes = _values_of(looked, top, is_whole=not sets and len(looked) == len(files))
+    if known := [each.name for each in found(top / "images").values()]:
+        notes.append(f"{top / 'images'} holds the folders {some(known)}; for sets, put `images` and `masks` into them")
     names = [f"class_{number}" for number in range(len(values))]
-    which, left_out = stages(data, top)
-    found = {
+    which, left_out = stages(data, sets, len(files))
+    of_data = {
         "stages": which,
         "count": len(files),
         "number": len(names),
@@ -47,29 +52,39 @@ def segmentation(data: Path) -> Guess:
         **look,
     }
     notes += ["their names are for you to write: data.module.params.class_names", *seen, *left_out]
-    return Guess(found, notes, files[0])
+    return Guess(of_data, notes, files[0])
 
 
-def _values_of(files: Sequence[Path], top: Path) -> tuple[list[Any], int | None, list[str]]:
+def _values_of(
+    files: Sequence[tuple[Path, Path]], top: Path, is_whole: bool
+) -> tuple[list[Any], int | None, list[str]]:
     """Return the value of each class in the masks of some pictures, the value that does not count, and notes.
+
+    Args:
+        files: pictures and their masks.
+        top: the folder in which they are.
+        is_whole: whether there are no others.
 
     255 does not count where the other values are numbered from 0 upwards, and is a class elsewhere. The index of a
     palette is the value, unless one index has several colours or other masks hold colours.
 
     Raises:
         SetupError: a mask cannot be read, or the masks hold one value only, or too many.
+        DataError: a mask has another size than its picture.
     """
     import numpy as np
     from PIL import Image
 
+    from deeplightning.image_spec import shown_size
+
+    check_size: Any = find("deeplightning.data.masked.check_size")
     read_codes: Any = find("deeplightning.data.masked.read_codes")
     value_of: Any = find("deeplightning.data.masked.value_of")
     codes, colours, palettes = set[int](), set[int](), set[tuple[int, int]]()
-    looked = evenly(files)
-    for path in looked:
-        mask = (top / "masks" / path.relative_to(top / "images")).with_suffix(".png")
+    for path, mask in files:
         try:
-            with Image.open(mask) as opened:
+            with Image.open(path) as picture, Image.open(mask) as opened:
+                check_size(str(mask), opened.size, str(path), shown_size(picture))
                 found, first = np.unique(read_codes(opened, by_colour=False), return_index=True)
                 as_colours = read_codes(opened, by_colour=True).ravel()[first]
                 pairs = [*zip(found.tolist(), as_colours.tolist(), strict=True)]
@@ -87,13 +102,15 @@ def _values_of(files: Sequence[Path], top: Path) -> tuple[list[Any], int | None,
     ignore = 255 if not by_colour and 255 in seen and _are_numbered(sorted({*seen} - {255})) else None
     kinds = [code for code in seen if code != ignore]
     is_numbered = not by_colour and _are_numbered(kinds)
-    if is_numbered and (len(looked) < len(files) or top.name == "train"):
+    if is_numbered and not is_whole:
         kinds = [*range(kinds[-1] + 1)]  # masks that were not looked at may hold what is missing between
     values = [value_of(code, by_colour=by_colour) for code in kinds]
     shown = some(values)
     if len(values) < 2:
         raise SetupError(f"the masks in {place} hold one value only, {shown}; they must hold two classes or more")
-    if len(values) > (MAX_NUMBERED if is_numbered else MAX_VALUES):
+    dark, light = ([code for code in kinds if low <= code <= high] for low, high in ((0, 32), (223, 255)))
+    is_noise = min(len(dark), len(light)) > 1 and len(dark) + len(light) == len(kinds)  # black and white, as JPEG
+    if is_noise or len(values) > (MAX_NUMBERED if is_numbered else MAX_VALUES):
         raise SetupError(
             f"the masks in {place} hold too many values for classes: {shown}; save them without smoothed edges, "
             "with one value or colour for each class"

@@ -3,12 +3,13 @@ config of a new project. numpy and Pillow are imported where pictures are looked
 
 from __future__ import annotations
 
+import glob
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.cli.guess import Guess, class_folders, counted, errors_of_data, evenly, some
+from deeplightning.cli.guess import Guess, class_folders, counted, errors_of_data, evenly, folders, some
 from deeplightning.config.target import find
 from deeplightning.faults import SetupError, count
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 SIDES = (32, 64, 96, 128, 224)
 """Sizes that are proposed where pictures differ in theirs."""
+BOXES = ("[aA]nnotations", "labels")
+"""Folders in which data sets describe the objects of a picture."""
 SMALL = 32
 """Pictures of at most so many pixels a side get the small network."""
 
@@ -28,11 +31,17 @@ def images(data: Path) -> Guess:
     Raises:
         SetupError: it is something else.
     """
-    from deeplightning.image_spec import EXTENSIONS
+    from deeplightning.image_spec import EXTENSIONS, files_below
 
     for name in ("labels.csv", "labels.jsonl"):
         if (data / name).is_file():
             return _labelled(data, name)
+    for path in [each for pattern in BOXES for each in (*data.glob(pattern), *data.glob(f"train/{pattern}"))]:
+        if any(each.suffix in (".json", ".txt", ".xml") for each in files_below(path)):
+            raise SetupError(
+                f"{path} describes objects in pictures, as COCO, YOLO and VOC do, which no kind learns from. Put parts "
+                "of the pictures into a folder for each class, or masks beside the pictures (--kind segmentation)"
+            )
     files, found, notes = class_folders(data, "picture", EXTENSIONS)
     values, seen, bad = look_at(files)
     network = _network_for(values, found["number"])
@@ -49,26 +58,34 @@ def _labelled(data: Path, name: str) -> Guess:
     read: Any = find("deeplightning.data.labelled_images.label_lines")
     with errors_of_data():
         lines = list(read(data / name))
+        are_single = all(len(line.labels) == 1 for line in lines)
+        separator = ";" if are_single and any(";" in line.labels[0] for line in lines) else "|"
+        lines = list(read(data / name, separator))
     counts = Counter(label for line in lines for label in line.labels)
     if not counts:
         raise SetupError(f"{data / name} gives no picture a label; as in `1.jpg,cat|dog`")
-    below = next((folder for folder in (".", "images") if (data / folder / lines[0].name).is_file()), ".")
+    below = next((folder for folder in (".", *folders(data)) if (data / folder / lines[0].name).is_file()), ".")
     files = [data / below / line.name for line in lines]
     for line, path in zip(lines, files, strict=True):
         if not path.is_file():
-            raise SetupError(f"{data / name}, line {line.number}: the picture {path} is missing")
+            longer = next(path.parent.glob(f"{glob.escape(path.name)}.*"), None)
+            hint = f"; write the whole name, {longer.name}" if longer else ""
+            raise SetupError(f"{data / name}, line {line.number}: the picture {path} is missing{hint}")
     values, seen, bad = look_at(files)
     if bad:
         raise SetupError(f"{data / name} names pictures that cannot be decoded: {some(bad)}; leave them out")
     classes = sorted(counts)
     network = _network_for(values, len(classes))
     values |= {"count": len(files), "classes": some(classes), "labels": name, "images": below, **network}
+    values |= {"separator": separator}
     notes = [
         f"{len(classes)} labels, by {data / name}: {counted({label: counts[label] for label in classes})}; "
         f"{sum(not line.labels for line in lines)} of the pictures have none",
         *seen,
         _about(network),
     ]
+    if all(len(line.labels) == 1 for line in lines):
+        notes.append("each picture has one label; where it can have no other, put the pictures of each into a folder")
     return Guess(values, notes, files[0], template="labels")
 
 
@@ -98,7 +115,7 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
     import numpy as np
     from PIL import Image
 
-    from deeplightning.image_spec import ImageError, ImageSpec
+    from deeplightning.image_spec import ImageError, ImageSpec, shown_size
 
     sizes, modes, bad, good = Counter[tuple[int, int]](), Counter[str](), list[str](), list[Path]()
     upright = ImageSpec(8, 8)
@@ -106,8 +123,7 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
         try:
             upright.decode(path)
             with Image.open(path) as opened:
-                turned = opened.getexif().get(0x0112, 1) >= 5  # its camera lay on its side
-                width, height = opened.size[::-1] if turned else opened.size
+                width, height = shown_size(opened)
                 modes[opened.mode] += 1
         except (ImageError, OSError) as error:
             bad.append(f"{path} ({str(error).rstrip('.')})")

@@ -35,6 +35,8 @@ def signals(data: Path) -> Guess:
     values |= {"channels": channels[0], "length": length}
     steps_of = f"{lengths[0]} steps" if length is None else f"{lengths[0]} to {lengths[-1]} steps, brought to {length}"
     notes.append(f"{count(len(files), 'signal')} of {count(channels[0], 'channel')} and {steps_of}")
+    if channels[0] > lengths[-1]:
+        notes.append("more channels than steps: where it is the other way round, save array.T, of shape (C, T)")
     steps = length or lengths[0]
     if first is None or channels[0] * steps > MAX_SHOWN:
         return Guess(values, notes, files[0] if files[0].suffix.lower() == ".npy" else None)

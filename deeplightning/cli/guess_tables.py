@@ -23,13 +23,20 @@ def text(data: Path, wanted: Columns) -> Guess:
     Raises:
         SetupError: it is something else.
     """
+    if data.is_dir() and (file := next(data.rglob("*.txt"), None)):
+        raise SetupError(
+            f"{data} holds texts in files, as {file}; write them into a CSV file with a header: a text and its class "
+            "in each row"
+        )
     found = table(data, ())
     if found.read.file.kind != "csv" or found.path.suffix.lower() in (".gz", ".bz2", ".zst"):
         raise SetupError(f"{found.path}: a project of texts reads plain CSV; convert the file, for example with pandas")
     found.check_names(wanted)
     text = max((n for n in found.columns if n != wanted.target), key=lambda name: found.columns[name].letters)
     most = min(MAX_CLASSES, found.read.size // 2)
-    classes = [name for name, each in found.columns.items() if name != text and 2 <= each.different <= most]
+    sets = [name for name, each in found.columns.items() if each.names_sets()]
+    others = [name for name in found.columns if name not in (text, *sets)]
+    classes = [name for name in others if 2 <= found.columns[name].different <= most]
     fewest = min(classes, key=lambda name: found.columns[name].different, default=None)
     label = wanted.target or likely_target(classes) or fewest
     if label not in classes:
@@ -51,6 +58,7 @@ def text(data: Path, wanted: Columns) -> Guess:
         f"{found.of()}: texts in the column {text}, classes in the column {label}",
         f"{len(names)} classes: {counted(counts)}",
         *found.format_notes(),
+        *(f"the column {name} names sets, by which the texts are not divided; texts.py may do that" for name in sets),
         *found.left_out([text, label], found.form),
     ]
     return Guess(values, notes, '--text "a text of yours"')
@@ -174,7 +182,8 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
         holds = {
             "by --ignore": name in wanted.ignore,
             f"of type {column.type}": bool(column.type),
-            "empty": column.filled == 0,
+            "the sets of the rows, which data.module.params.split may name": column.names_sets(),
+            "with hardly a value": column.filled < 3,  # a training set may have none of them
             "a number of each row": parts & _NUMBERED and is_whole and column.different == column.filled,
             undated: column.has_dates and not column.is_number(),
             "different in nearly each row": many and not is_number,
@@ -187,6 +196,8 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
 
 def _too_few(found: Table, kinds: dict[str, str], needed: str = "") -> SetupError:
     message = f"there must be two columns or more of numbers or categories{needed}; its columns: {counted(kinds)}"
+    if len(kinds) == 1:
+        message += "; the values of a row are separated by a comma, semicolon, tab, | or blank"
     return SetupError(f"{found.path}: {message}")
 
 

@@ -20,6 +20,7 @@ from deeplightning.cli import guess_masks, guess_pictures, guess_signals, guess_
 from deeplightning.cli.guess import Columns, Guess
 from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
+from deeplightning.config.schema import literal_values
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest
 from deeplightning.words import printable
@@ -166,7 +167,7 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
     elif files:
         values["folder"] = "."
     templates = TEMPLATES / (chosen.template or kind) / (found.template if found else "sample")
-    content = _files(templates, chosen, found is not None, {n: line(v) for n, v in values.items()})
+    content = _files(templates, chosen, found is not None, {n: line(v) for n, v in literal_values(values).items()})
     ask = found.ask if found else chosen.ask
     if isinstance(ask, Path):
         ask = shlex.quote(_seen_from(folder, ask))

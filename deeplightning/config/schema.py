@@ -103,7 +103,7 @@ class Section:
         """Return a copy as OmegaConf's `DictConfig`, including params."""
         from omegaconf import OmegaConf  # 0.1 CPU s
 
-        return OmegaConf.create(_public(plain(self), (), {}))
+        return OmegaConf.create(literal_values(plain(self)))
 
 
 @dataclass
@@ -540,7 +540,7 @@ class Config(Section):
         (`${oc.env:NAME}`, or a reference to such a value). It loads to an equal config, without the resolvers that
         nothing in it calls any more."""
         texts = self.secrets.texts if self.secrets else {}
-        made: dict[str, object] = _public(self.to_dict(), (), texts)
+        made: dict[str, object] = literal_values(self.to_dict(), (), texts)
         called = {name: own for name, own in self.resolvers.items() if any(f"{name}:" in t for t in texts.values())}
         return made | {"resolvers": called}
 
@@ -564,14 +564,16 @@ def plain(value: object) -> Any:
     return value
 
 
-def _public(value: object, path: tuple[str | int, ...], texts: dict[tuple[str | int, ...], str]) -> Any:
+def literal_values(
+    value: object, path: tuple[str | int, ...] = (), texts: dict[tuple[str | int, ...], str] | None = None
+) -> Any:
     """Return plain values with some texts in their places, and the others escaped, so that none becomes a reference."""
-    if path in texts:
+    if texts and path in texts:
         return texts[path]
     if isinstance(value, dict):
-        return {name: _public(item, (*path, name), texts) for name, item in value.items()}
+        return {name: literal_values(item, (*path, name), texts) for name, item in value.items()}
     if isinstance(value, list):
-        return [_public(item, (*path, number), texts) for number, item in enumerate(value)]
+        return [literal_values(item, (*path, number), texts) for number, item in enumerate(value)]
     if isinstance(value, str) and ("${" in value or "???" in value):
         from deeplightning.config.secrets import literal  # not for `schema`, which resolves nothing
 

@@ -1,12 +1,14 @@
 """Find the files of a folder that has one folder for each class, with or without `train`, `val` and `test` above."""
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from deeplightning.data.data_errors import DataError
+from deeplightning.data.splits import set_folders
 from deeplightning.image_spec import files_below
 
 log = logging.getLogger("deeplightning.data")
@@ -17,8 +19,9 @@ class ClassFolders:
     """A folder in one of two layouts; files may also lie deeper, and hidden ones do not count.
 
     - `CLASS/FILE`
-    - `train/CLASS/FILE`, and where there are such `val/…` and `test/…` with the same classes. It is this layout when
-      `train` holds folders and no file with one of the endings, so that trains may also be a class.
+    - `train/CLASS/FILE`, and where there are such `val/…` and `test/…` with the same classes; the sets may also be
+      called `Training`, `valid` and so on, see `SET_NAMES`. It is this layout when `train` holds folders and no file
+      with one of the endings, so that trains may also be a class.
 
     Attributes:
         root: the folder.
@@ -30,11 +33,12 @@ class ClassFolders:
     word: str
     endings: tuple[str, ...]
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether the folder has the second layout."""
-        train = self.root / "train"
-        return bool(_folders(train)) and not any(path.is_file() and self._counts(path) for path in train.iterdir())
+    def sets(self) -> dict[str, Path]:
+        """Return the folders of train, val and test; none in the first layout."""
+        found = set_folders(self.root)
+        train = found.get("train", self.root / "train")
+        is_divided = _folders(train) and not any(path.is_file() and self._counts(path) for path in train.iterdir())
+        return found if is_divided else {}
 
     def _counts(self, path: Path) -> bool:
         return path.name.lower().endswith(self.endings) and not path.name.startswith(".")
@@ -43,11 +47,13 @@ class ClassFolders:
         """Return the names of the classes, sorted; raise DataError if there is no folder of a class."""
         if not self.root.is_dir():
             raise DataError(f"{self.root} is not a folder. Set data.root to the one that holds the {self.word}s.")
-        top = self.root / "train" if self.is_divided else self.root
+        top = self.sets().get("train", self.root)
         if not (names := _folders(top)):
             raise DataError(
                 f"{top} holds no folder. Put the {self.word}s of each class into a folder of the class's name."
             )
+        if wrong := next((name for name in names if re.search("[\ud800-\udfff]", name)), None):
+            raise DataError(f"{top}: the name of the folder {wrong!r} is no UTF-8. Rename it: a class has its name.")
         return names
 
     def find(self) -> dict[str, tuple[list[str], np.ndarray]]:
@@ -56,22 +62,21 @@ class ClassFolders:
         Raises:
             DataError: a class has no file, or the sets have not the same classes.
         """
-        classes = self.classes()
-        if not self.is_divided:
+        classes, sets = self.classes(), self.sets()
+        if not sets:
             return {"all": self._files(self.root, classes, is_complete=True)}
-        there, sets = _folders(self.root), ("train", "val", "test")
-        found = {name: self._files(self.root / name, classes, name == "train") for name in sets if name in there}
-        if unknown := sorted({*there} - {*sets}):
+        if unknown := sorted({*_folders(self.root)} - {folder.name for folder in sets.values()}):
             log.warning("Ignored in %s, beside train, val and test: %s", self.root, ", ".join(unknown))
+        found = {}
+        for name, folder in sets.items():
+            if (there := _folders(folder)) != classes:
+                differing = ", ".join(sorted({*there} ^ {*classes}))
+                raise DataError(f"{folder} must have the same classes as {sets['train']}; they differ in {differing}.")
+            found[name] = self._files(folder, classes, name == "train")
         return found
 
     def _files(self, folder: Path, classes: list[str], is_complete: bool) -> tuple[list[str], np.ndarray]:
         """Return the files of one set; `is_complete`: each class must have one."""
-        if (there := _folders(folder)) != classes:
-            differing = ", ".join(sorted({*there} ^ {*classes}))
-            raise DataError(
-                f"{folder} must have the same classes as {self.root / 'train'}; they differ in {differing}."
-            )
         paths, labels = list[str](), list[int]()
         for label, name in enumerate(classes):
             counted = sorted(str(path) for path in files_below(folder / name) if self._counts(path))

@@ -17,8 +17,8 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
-from deeplightning.data.loading import SET_NAMES, SPLITS, by_set, checked_names
-from deeplightning.data.splits import deal
+from deeplightning.data.loading import SPLITS, by_set, checked_names
+from deeplightning.data.splits import SET_NAMES, deal
 from deeplightning.words import did_you_mean
 
 
@@ -43,7 +43,7 @@ def label_lines(
     Raises:
         DataError: a line is not as it should be.
     """
-    are_divided: bool | None = None
+    are_divided, numbers = None, dict[Path, int]()
     for number, row in _rows(path):
         where = f"{path}, line {number}"
         if not isinstance(row, dict) or None in row or None in row.values():
@@ -53,11 +53,16 @@ def label_lines(
             if column not in row:
                 raise DataError(
                     f"{where}: there is no {column!r}.{did_you_mean(column, row)} There are: {', '.join(row)}. "
-                    f"data.module.params.{key} names another."
+                    f"Rename one, or name it in data.module.params.{key}."
                 )
         name, labels, given = row[file_column], row[labels_column], row.get("split")
         if not isinstance(name, str) or not name:
             raise DataError(f"{where}: {file_column} must name a picture, not {name!r}.")
+        if (before := numbers.setdefault(Path(name), number)) != number:
+            raise DataError(
+                f"{where}: {name} is in line {before} already; a line has all labels of its picture, as "
+                f"cat{separator}dog."
+            )
         if isinstance(labels, str):
             labels = [label.strip() for label in labels.split(separator) if label.strip()]
         if not isinstance(labels, list) or not all(isinstance(label, str) and label for label in labels):
@@ -80,7 +85,9 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
                     if text.strip():
                         yield number, json.loads(text)
                 return
-            reader = csv.DictReader(stream, strict=True)
+            delimiter = max(",;\t", key=stream.readline().count)
+            stream.seek(0)
+            reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
             for row in reader:
                 number = reader.line_num
                 yield number, row
@@ -154,10 +161,7 @@ class LabelledImages(ImageFiles):
         numbers = {name: number for number, name in enumerate(self.class_names)}
         labels, paths = np.zeros((len(lines), len(numbers)), np.float32), dict[str, int]()
         for row, line in enumerate(lines):
-            path = str(self.folder / line.name)
-            if path in paths:
-                raise DataError(f"{self.file}, line {line.number}: {line.name} is in line {paths[path]} already.")
-            paths[path] = line.number
+            paths[str(self.folder / line.name)] = line.number
             for label in line.labels:
                 if label not in numbers:
                     raise DataError(

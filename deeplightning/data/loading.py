@@ -29,9 +29,6 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
 }
 """The sets that a stage needs; None: all stages."""
 
-SET_NAMES = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
-"""The words of a column that names the set of each sample."""
-
 _OWN_KEYS = ("dataset", "batch_size", "num_workers", "shuffle", "sampler", "batch_sampler", "generator")
 _WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 _SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed

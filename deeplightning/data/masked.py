@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.image_spec import ImageSpec
+from deeplightning.image_spec import ImageSpec, shown_size
 
 NO_CLASS = 255
 """In a batch's masks: the pixel counts in no loss and no metric."""
@@ -23,7 +23,6 @@ MaskValue = int | Sequence[int]
 """The pixels of a class in mask files: a grey value or palette index, 0 to 65535, or a colour, [red, green, blue]."""
 
 _COLOUR = 1 << 24  # added to the code of a colour, so that it differs from every grey value
-_EXIF_ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)  # a picture so marked is shown turned by a quarter
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,14 @@ def read_codes(mask: Image.Image, by_colour: bool) -> np.ndarray:
     return np.where(is_grey, red, _COLOUR | red << 16 | green << 8 | blue)
 
 
+def check_size(path: str, mask: tuple[int, int], picture: str, size: tuple[int, int]) -> None:
+    """Raise DataError unless a mask has width and height of its picture."""
+    if mask != size:
+        raise DataError(
+            f"{path}: this mask has {mask[0]} x {mask[1]} pixels, its picture {picture} has {size[0]} x {size[1]}."
+        )
+
+
 @dataclass(frozen=True)
 class Masks:
     """How a file becomes a mask.
@@ -112,14 +119,9 @@ class Masks:
     def _mask(self, path: str, picture: str) -> np.ndarray:
         try:
             with Image.open(picture) as opened:
-                lying = opened.getexif().get(_EXIF_ORIENTATION) in _LYING
-                size = opened.size[::-1] if lying else opened.size
+                size = shown_size(opened)
             with Image.open(path, formats=["PNG"]) as mask:
-                if mask.size != size:
-                    raise DataError(
-                        f"{path}: this mask has {mask.width} x {mask.height} pixels, its picture {picture} has "
-                        f"{size[0]} x {size[1]}."
-                    )
+                check_size(path, mask.size, picture, size)
                 found = read_codes(mask, self.by_colour)  # (H', W')
         except DataError:
             raise

@@ -4,6 +4,7 @@ B batch, C channels, H height, W width of the prepared picture, K classes.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import checked_names
 from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of
+from deeplightning.data.splits import set_folders
 from deeplightning.image_spec import EXTENSIONS, files_below
 
 log = logging.getLogger(__name__)
@@ -27,8 +29,8 @@ class MaskFolder(ImageFiles):
     """Pictures and masks in `data.root`, in one of two layouts; files may also lie deeper, hidden ones do not count.
 
     - `images/*.jpg` and `masks/*.png`: divided 80/10/10 by the seed.
-    - `train/images/…` and `train/masks/…`, and where there are such `val/…` and `test/…`. Without `val`, or with
-      `data.num_splits`, a tenth or a fold of `train` validates.
+    - `train/images/…` and `train/masks/…`, and where there are such `val/…` and `test/…`; the sets may also be called
+      `Training`, `valid` and so on. Without `val`, or with `data.num_splits`, a tenth or a fold of `train` validates.
 
     Picture and mask have the same name but for the ending, and the same size; a picture that its camera turned has the
     mask of how it is shown. A mask is a PNG: grey, of a palette, of one bit per pixel (0 and 255), or of colours. It is
@@ -78,7 +80,7 @@ class MaskFolder(ImageFiles):
         self._preparing = self.masks = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
-        top = self.root / "train" if self._is_divided() else self.root
+        top = set_folders(self.root, "images").get("train", self.root)
         for name in ("images", "masks"):
             if not (top / name).is_dir():
                 raise DataError(
@@ -96,31 +98,13 @@ class MaskFolder(ImageFiles):
         return {"image": batch["image"], "mask": mask, "index": batch["index"]}
 
     def read(self) -> dict[str, Samples]:
-        if not self._is_divided():
-            return {"all": self._read(self.root)}
-        tops = {name: self.root / name for name in ("train", "val", "test")}
-        return {name: self._read(top) for name, top in tops.items() if (top / "images").is_dir()}
-
-    def _is_divided(self) -> bool:
-        return (self.root / "train" / "images").is_dir()
+        sets = set_folders(self.root, "images")
+        return {name: self._read(top) for name, top in (sets if "train" in sets else {"all": self.root}).items()}
 
     def _read(self, top: Path) -> Samples:
         """Find the pictures of one folder with their masks, sorted by name."""
-        pictures = _named(top / "images", EXTENSIONS)
-        masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
-        if not pictures:
-            raise DataError(f"{type(self).__name__}: {top / 'images'} holds no picture ({', '.join(EXTENSIONS)}).")
-        without = [path for name, path in pictures.items() if name not in masks]
-        if without:
-            wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
-            raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}.")
-        if unused := [path for name, path in masks.items() if name not in pictures]:
-            log.warning("Ignored in %s: %d masks without a picture, such as %s", top, len(unused), unused[0])
-        return MaskedSamples(
-            [str(path) for path in pictures.values()],
-            np.zeros(len(pictures), dtype=np.int64),
-            [str(masks[name]) for name in pictures],
-        )
+        pictures, masks = pictures_and_masks(top)
+        return MaskedSamples([*map(str, pictures)], np.zeros(len(pictures), dtype=np.int64), [*map(str, masks)])
 
     def _ready(self, stage: str | None) -> None:
         super()._ready(stage)
@@ -157,6 +141,29 @@ def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:
         return [code_of(value) for value in values]
     except (TypeError, ValueError) as error:
         raise DataConfigError(f"data.module.params.{param}: {error}, not {values!r}.") from None
+
+
+def pictures_and_masks(top: Path) -> tuple[list[Path], list[Path]]:
+    """Find the pictures in `images` of a folder, and the mask of each in `masks`.
+
+    Raises:
+        DataError: there is no picture, or one has no mask.
+    """
+    pictures = _named(top / "images", EXTENSIONS)
+    masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
+    if not pictures:
+        raise DataError(f"{top / 'images'} holds no picture ({', '.join(EXTENSIONS)}).")
+    if without := [path for name, path in pictures.items() if name not in masks]:
+        wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
+        stem, there = without[0].stem, files_below(top / "masks") if (top / "masks").is_dir() else ()
+        near = next(
+            (path for path in there if path.stem == stem or re.match(rf"{re.escape(stem)}[_-]", path.name)), None
+        )
+        hint = f" (there is {near.name}). A mask is a PNG with the picture's name" if near else ""
+        raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}{hint}.")
+    if unused := [path for name, path in masks.items() if name not in pictures]:
+        log.warning("Ignored in %s: %d masks without a picture, such as %s", top, len(unused), unused[0])
+    return [*pictures.values()], [masks[name] for name in pictures]
 
 
 def _named(top: Path, endings: tuple[str, ...]) -> dict[str, Path]:

@@ -1,6 +1,23 @@
 """Which samples are held out: labels and a seed go in, positions come out, the same on every process and machine."""
 
+from pathlib import Path
+
 import numpy as np
+
+SET_NAMES = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+SET_NAMES |= dict.fromkeys(("val", "valid", "validation"), "val")
+"""The words, in small or capital letters, of a folder or a column that name the set of samples."""
+
+
+def set_folders(root: Path, inner: str = "") -> dict[str, Path]:
+    """Return the folders of the sets in a folder, by train, val and test; of `val` and `valid` the former.
+
+    Args:
+        inner: only those that hold a folder of this name.
+    """
+    entries = sorted(root.iterdir(), reverse=True) if root.is_dir() else ()
+    found = {SET_NAMES.get(each.name.lower()): each for each in entries if (each / inner).is_dir()}
+    return {name: found[name] for name in ("train", "val", "test") if name in found}
 
 
 def deal(labels: np.ndarray, num_folds: int, seed: int, purpose: int = 0) -> np.ndarray:

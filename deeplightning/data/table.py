@@ -20,8 +20,8 @@ import torch
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand
-from deeplightning.data.loading import SET_NAMES, SPLITS, ColumnData, Moments, by_set
-from deeplightning.data.splits import deal
+from deeplightning.data.loading import SPLITS, ColumnData, Moments, by_set
+from deeplightning.data.splits import SET_NAMES, deal
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import CHUNK, Rows, Table, encoded, in_memory, numbers_of, on_disk
 from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words

@@ -6,6 +6,7 @@ It imports no torch, so that `deeplightning init` reads a table as a training do
 import codecs
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,16 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from deeplightning.data.data_errors import DataError
-from deeplightning.table_spec import DELIMITERS, TableError, TableFormat, Words, above_header, named_columns, records
+from deeplightning.table_spec import (
+    DELIMITERS,
+    TableError,
+    TableFormat,
+    Words,
+    above_header,
+    aligned,
+    named_columns,
+    records,
+)
 
 HEAD = 2**20
 """Bytes of a file by which its format is recognised."""
@@ -70,7 +80,9 @@ class TableFile:
             if not header:
                 raise DataError(f"{path} cannot be read as a table: Empty CSV file.")
             self.names = named_columns(header, first)
-        self._parse = csv.ParseOptions(delimiter=form.delimiter, quote_char=quote, newlines_in_values=quote in text)
+        self._parse = csv.ParseOptions(
+            delimiter=form.delimiter, quote_char=quote or False, newlines_in_values=bool(quote) and quote in text
+        )
 
     # ---- CSV
 
@@ -175,7 +187,9 @@ class TableFile:
             if kind != "number":
                 return _words(pc.cast(column, pa.string()), self.form)
             if not is_text:
-                return pc.cast(column, pa.float64()).to_numpy(zero_copy_only=False).astype(np.float64)
+                numbers = pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
+                infinite = [value for value in (math.inf, -math.inf) if self.form.is_missing(value)]
+                return np.where(np.isin(numbers, infinite), np.nan, numbers)
             return _numbers(column, self.form)
         except pa.ArrowException as error:
             what = "numbers" if kind == "number" else "words"
@@ -203,6 +217,8 @@ class TableFile:
                 )
             elif "columns, got" in str(error):
                 hint = f" A value that has {self.form.delimiter!r} in it needs quotes; lines that are no rows must go."
+            elif self.kind == "json":
+                hint = " JSON lines hold an object on each line, with values of one type for each key."
             raise DataError(f"{self.path} cannot be read as a table: {_first(error)}.{hint}") from error
         except TableError as error:
             raise DataError(f"{self.path}: {error}") from error
@@ -217,9 +233,13 @@ def guess_format(path: Path) -> TableFormat:
     if kind_of_file(path) != "csv":
         return TableFormat()
     data = head(path)
-    if b"\0" in data and not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{path} is not a text file; a table is CSV, JSON lines or Parquet.")
-    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
+    is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not data.startswith(codecs.BOM_UTF32_LE)
+    if b"\0" in data and not is_wide:
+        raise DataError(
+            f"{path} is not a text file in UTF-8, or in UTF-16 with a byte order mark; a table is CSV, JSON lines or "
+            "Parquet, the first two perhaps compressed (.gz, .bz2, .zst)."
+        )
+    encoding = "utf-16" if is_wide else "utf-8"
     try:
         text = text_of(data, encoding)
     except UnicodeError:  # Windows writes € and dashes between 0x80 and 0x9F, where Latin-1 has control characters
@@ -234,12 +254,15 @@ def guess_format(path: Path) -> TableFormat:
             found.extend(values for _, values in itertools.islice(records(text, sign), 1000))
         found = found[:-1] if len(found) > 2 and len(data) == HEAD else found
         header, first = [*found, [], []][:2]
-        width = len(first) if abs(len(first) - len(header)) == 1 else len(header)  # see `named_columns`
+        width = len(aligned(header, first))
         same = sum(len(values) == width for values in found[1:]) / max(1, len(found) - 1)
         if len(header) > 1 and (same, rank) > best and (sign != " " or same == 1):
             best, delimiter, rows = (same, rank), sign, found
-    header = (rows or [values for _, values in itertools.islice(records(text), 1)] or [[]])[0]
-    if header != [str(n) for n in range(len(header))] and all(_is_number(name, TableFormat()) for name in header):
+    header, first = [*(rows or [values for _, values in itertools.islice(records(text), 1)]), [], []][:2]
+    below = [{value.strip() for value in values} for values in itertools.zip_longest(*rows[1:], fillvalue="")]
+    pairs = itertools.zip_longest((name.strip() for name in aligned(header, first)), below, fillvalue=())
+    names_nothing = all(_is_number(name, TableFormat()) or name in values for name, values in pairs)
+    if header != [str(n) for n in range(len(header))] and names_nothing:
         raise DataError(f"{path}: the first line, {', '.join(header[:8])}, names no columns; put a header above it.")
     cells = [cell.strip() for values in rows[1:] for cell in values if "." in cell or "," in cell]
     points, commas = ({cell for cell in cells if _is_number(cell, TableFormat(decimal=sign))} for sign in ".,")
@@ -288,13 +311,15 @@ def first_rows(path: Path, form: TableFormat, most: int) -> FirstRows:
     nothing = pa.schema([(name, pa.string()) for name in file.names])
     found = pa.Table.from_batches(batches, None if batches else nothing)
     table, counts = found.slice(0, most), dict[str, dict[str, int]]()
-    types = {field.name: str(field.type) for field in found.schema if pa.types.is_nested(field.type)}
+    types = dict[str, str]()
     for name in file.names:
-        texts = table.column(name)
-        if name in types:
-            counts[name] = {"": len(table)}
+        column = table.column(name)
+        try:
+            texts = pc.cast(column, pa.string())
+        except pa.ArrowException:  # of lists, of bytes that are no text, …
+            counts[name], types[name] = {"": len(table)}, str(column.type)
             continue
-        each = pc.value_counts(pc.fill_null(pc.utf8_trim_whitespace(pc.cast(texts, pa.string())), ""))
+        each = pc.value_counts(pc.fill_null(pc.utf8_trim_whitespace(texts), ""))
         counts[name] = dict(zip(each.field("values").to_pylist(), each.field("counts").to_pylist(), strict=True))
     return FirstRows(file, len(table), len(found) <= most, counts, types)
 

@@ -79,10 +79,10 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
         raise ValueError("there is nothing in this file")
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines that are not blank."""
+def _lines(path: Path, ends: str | None = None) -> Iterator[str]:
+    """Yield the lines that are not blank, without blanks, or the characters `ends`, around them."""
     with path.open(encoding="utf-8-sig") as file:
-        yield from (text for line in file if (text := line.strip()))
+        yield from (line.strip(ends) for line in file if line.strip())
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -97,10 +97,19 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
         yield found
 
 
+def _with_all_keys(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with all keys of their file: as in training, one that is not there stands for a missing value."""
+    absent = dict.fromkeys(name for row in rows for name in row)
+    return [absent | row for row in rows]
+
+
 def _text_of(row: Mapping[str, Any]) -> str:
     names = [name for name in TEXT_COLUMNS if name in row] or (list(row) if len(row) == 1 else [])
     if not names:
-        raise ValueError(f"there is no column {' or '.join(TEXT_COLUMNS)}, but {', '.join(map(str, row)):.200}")
+        columns = ", ".join(map(str, row))
+        raise ValueError(
+            f"there is no column {' or '.join(TEXT_COLUMNS)}, but {columns:.200}; rename that of the texts"
+        )
     if not isinstance(row[names[0]], str):
         raise ValueError(f"{names[0]} is no text, but {row[names[0]]!r:.80}")
     return str(row[names[0]])
@@ -108,7 +117,7 @@ def _text_of(row: Mapping[str, Any]) -> str:
 
 def _tabbed(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a tab-separated file without quoting; the first line has the column names."""
-    for number, row in enumerate(csv.DictReader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE), 1):
+    for number, row in enumerate(csv.DictReader(_lines(path, "\n"), delimiter="\t", quoting=csv.QUOTE_NONE), 1):
         if None in row or None in row.values():
             raise ValueError(f"row {number} has not as many columns as the header")
         yield row
@@ -116,12 +125,18 @@ def _tabbed(path: Path) -> Iterator[dict[str, str]]:
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow as pa  # imported lazily: it takes a while
+    import pyarrow.compute as pc
     from pyarrow import parquet
+
+    def as_trained(column: Any) -> Any:  # dates and times are texts there
+        is_text = pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type)
+        return pc.cast(column, pa.string()) if is_text else column
 
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(PARQUET_ROWS):
-                yield from batch.to_pylist()
+                columns = [as_trained(column) for column in batch.columns]
+                yield from pa.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"this is no Parquet file that can be read: {error}") from error
 
@@ -154,7 +169,7 @@ _READERS: dict[str, dict[str, Reader]] = {
         ".csv": _rows,
         ".tsv": _rows,
         ".json": lambda path, spec: list(rows_from_json(path.read_bytes(), spec.shape[0], _NO_LIMIT)),
-        ".jsonl": lambda path, _: _objects(path),
+        ".jsonl": lambda path, _: _with_all_keys([*_objects(path)]),
         ".parquet": lambda path, _: _parquet(path),
         ".pq": lambda path, _: _parquet(path),
     },

@@ -36,6 +36,15 @@ def test_sets_have_folders_of_their_own(tmp_path):
     assert module.dataset("val").labels.bincount().tolist() == [10, 10]
 
 
+@pytest.mark.parametrize(("train", "val"), [("Train", "valid"), ("training", "Validation"), ("TRAIN", "val")])
+def test_sets_may_have_other_names(tmp_path, train, val):
+    """Their folders are sets, not classes."""
+    make(tmp_path, *(name.replace("train", train).replace("val", val) for name in DIVIDED))
+    module = signals(tmp_path)
+    assert module.class_names == ["cat", "dog"]
+    assert module.dataset("val").labels.bincount().tolist() == [10, 10]
+
+
 def test_a_class_may_be_called_train(tmp_path):
     """`train` with files in it is a class beside the others, though it also has folders."""
     make(tmp_path, *(f"{name}/{n}.npy" for name in ("train", "car") for n in range(10)), "train/old/1.npy")
@@ -51,6 +60,7 @@ def test_a_class_may_be_called_train(tmp_path):
         ),
         (lambda root: (root / "val" / "emu").mkdir(), r"same classes .* they differ in emu"),
         (lambda root: (root / "train" / "emu").mkdir(), r"train/emu holds no signal \(\.npy, \.csv, \.wav\)"),
+        (lambda root: (root / "train" / "\udcffcat").mkdir(), r"the folder '\\udcffcat' is no UTF-8. Rename it"),
         (lambda root: shutil.rmtree(root), "is not a folder. Set data.root to the one that holds the signals"),
     ],
 )

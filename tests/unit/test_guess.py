@@ -2,17 +2,22 @@
 
 import csv
 import json
+import re
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
+from modules import data_config
 from PIL import Image
 
+from deeplightning.array_spec import read_signal
 from deeplightning.cli import guess_columns
 from deeplightning.cli.guess import MAX_LOOKED_AT
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
+from deeplightning.data.labelled_images import LabelledImages
 from deeplightning.faults import ConfigError, SetupError
 
 
@@ -57,7 +62,7 @@ def test_pictures_give_classes_size_channels_mean_and_std():
     assert "deeplightning ask ../pets/cat/0.png" in Path("new project/README.md").read_text()
 
 
-@pytest.mark.parametrize("sets", [["train", "val"], ["train", "val", "test"]])
+@pytest.mark.parametrize("sets", [["train", "val"], ["train", "val", "test"], ["Training", "valid", "Testing"]])
 @pytest.mark.parametrize("kind", ["images", "segmentation", "signal"])
 def test_data_without_a_test_set_are_not_tested(kind, sets):
     """A folder `train` without `test` beside it leaves the stage `test` out, and a note says why."""
@@ -73,7 +78,7 @@ def test_data_without_a_test_set_are_not_tested(kind, sets):
                 Path(f"d/{name}/{member}").mkdir(parents=True)
                 np.save(f"d/{name}/{member}/1.npy", np.ones((1, 8), np.float32))
     written, notes = config(kind, "d")
-    is_tested = "test" in sets
+    is_tested = len(sets) == 3
     assert written["stages"] == (["train", "test"] if is_tested else ["train"])
     assert ("no test set: there is no folder d/test" in notes) != is_tested
 
@@ -90,6 +95,34 @@ def test_a_file_of_labels_gives_several_labels():
     assert model["module"]["type"] == "deeplightning.task.multilabel.ImageMultilabel"
     assert (model["network"]["params"]["num_classes"], model["loss"]["type"]) == (3, "torch.nn.BCEWithLogitsLoss")
     assert "3 labels, by many/labels.csv: a (2), b (1), c (1); 1 of the pictures have none" in notes
+
+
+@pytest.mark.parametrize(
+    ("lines", "labels", "words"),
+    [
+        (["file;labels", "0.png;a|b", "1.png;a"], "a (2), b (1)", None),
+        (["file,labels", "0.png,a;b", "1.png,a;c"], "a (2), b (1), c (1)", None),
+        (["file,labels", "0.png,a", "1.png,c"], "a (1), c (1)", "each picture has one label; where it can have no"),
+    ],
+)
+def test_a_file_of_labels_may_have_other_signs(lines, labels, words):
+    """Between values and between labels; the project reads the labels that `init` has seen."""
+    for number in range(2):
+        picture(f"many/photos/{number}.png", (number, 0, 0))
+    Path("many/labels.csv").write_text("\n".join(lines))
+    written, notes = config("images", "many")
+    assert (f"by many/labels.csv: {labels};" in notes, words is None or words in notes) == (True, True), notes
+    params = written["data"]["module"]["params"]
+    module = LabelledImages(data_config("many"), **params)
+    found = module.read()["all"]
+    assert found.labels.sum(0).tolist() == [int(digit) for digit in re.findall(r"\d", labels)]
+
+
+def test_folders_of_sets_with_unknown_names_are_told():
+    """They would be classes, so a note says what they hold."""
+    for name in ("seg_train/a", "seg_train/b", "seg_test/a", "seg_test/b"):
+        picture(f"d/{name}/1.png", (9, 9, 9))
+    assert "each of these holds the folders a, b; if those are the classes" in config("images", "d")[1]
 
 
 def test_grey_large_and_damaged_pictures(here):
@@ -126,6 +159,35 @@ def test_masks_give_classes(here):
     assert params["image_size"] == [16, 32]
     assert written["model"]["network"]["params"]["num_classes"] == 4
     assert "0, 1, 2, 3; 255 does not count" in notes
+
+
+def masked(place, values, number=4, size=(8, 8), ending="png"):
+    for name in range(number):
+        picture(f"{place.format('images')}/{name}.jpg", (9, 9, 9), (8, 8))
+        path = Path(place.format("masks"), f"{name}.{ending}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.resize(values, size).astype(np.uint8)).save(path)
+
+
+def test_masks_are_found_as_the_training_finds_them():
+    """Also with another case of the ending; a picture and its mask must have one size; noise around two values is no
+    class; sets in the folders `images` and `masks` are told."""
+    masked("s/{}", [0, 1], ending="PNG")
+    assert config("segmentation", "s")[0]["model"]["network"]["params"]["num_classes"] == 2
+    masked("t/{}/train", [0, 1])
+    Path("new project").rename("first")
+    assert "t/images holds the folders train; for sets, put `images`" in config("segmentation", "t")[1]
+    Path("t/images/train/1.jpg").write_bytes(b"no picture")
+    with pytest.raises(SetupError, match=r"t/images holds pictures that cannot be decoded: t/images/train/1.jpg"):
+        init(Path("new"), "segmentation", Path("t"))
+    masked("u/{}", [0, 1], size=(4, 8))
+    with pytest.raises(
+        SetupError, match=r"u/masks/0.png: this mask has 8 x 4 pixels, its picture u/images/0.jpg has 8"
+    ):
+        init(Path("new"), "segmentation", Path("u"))
+    masked("v/{}", [0, 1, 3, 252, 254, 255])
+    with pytest.raises(SetupError, match="too many values for classes: 0, 1, 3, 252, 254, 255; save them without"):
+        init(Path("new"), "segmentation", Path("v"))
 
 
 def test_a_table_of_texts_gives_columns_and_classes():
@@ -192,7 +254,40 @@ def test_signals_give_classes_channels_and_length():
     assert written["data"]["module"]["params"] == {"length": 12}
     assert written["model"]["network"]["params"] == {"num_channels": 2, "num_outputs": 2}
     assert "6 signals of 2 channels and 10 to 14 steps, brought to 12" in notes
+    assert "too few to train: at least 10 are needed to divide them into sets, not 6" in notes
     assert json.loads(Path("new project/signal.json").read_text()) == {"signal": [[0.0] * 12] * 2}
+
+
+def test_signals_in_tables_may_have_semicolons_and_decimal_commas():
+    """A file of each way gives the same numbers; more channels than steps are told."""
+    for number, (sign, point) in enumerate([(",", "."), (";", ","), ("\t", "."), (";", ".")]):
+        Path(f"s/{'ab'[number % 2]}").mkdir(parents=True, exist_ok=True)
+        lines = [f"1{point}5{sign}-2{sign}3e-1"] * 2
+        Path(f"s/{'ab'[number % 2]}/{number}.csv").write_text(f"x{sign}y{sign}z\n" + "\n".join(lines))
+    assert "more channels than steps: where it is the other way round" in config("signal", "s")[1]
+    found = [read_signal(path).tolist() for path in Path("s").rglob("*.csv")]
+    assert found == [[[1.5, 1.5], [-2, -2], [0.3, 0.3]]] * 4
+
+
+@pytest.mark.parametrize("header", ["review,label", "review,label,"])
+def test_texts_are_read_with_the_columns_that_init_has_seen(header, monkeypatch):
+    """Of rows with a number before them, as R writes them, or with a header that ends with a comma."""
+    first = "{0}," if header.endswith("l") else ""
+    rows = [f"{first}a text number {{0}},{'ab'[number % 2]}".format(number) for number in range(40)]
+    Path("t.csv").write_text("\n".join([header, *rows]))
+    written, _ = config("text", "t.csv")
+    monkeypatch.chdir("new project")
+    module = runpy.run_path("texts.py")["TextsOfColumns"](data_config(), **written["data"]["module"]["params"])
+    assert sum(map(len, module.read().values())) == 40
+
+
+def test_a_column_of_sets_is_no_label():
+    """Texts are not divided by it, and a note says so."""
+    rows = [[f"text {number}", "abcde"[number % 5], ("train", "test")[number % 2]] for number in range(40)]
+    table("t.csv", ["text", "topic", "set"], *rows)
+    written, notes = config("text", "t.csv")
+    assert written["data"]["module"]["params"]["label"] == "topic"
+    assert "the column set names sets, by which the texts are not divided" in notes
 
 
 def test_only_the_first_rows_of_a_long_table_are_read(monkeypatch):
@@ -208,15 +303,16 @@ MANY = "x,y\n" + "1,2\n" * 20
 @pytest.mark.parametrize(
     ("kind", "content", "words"),
     [
-        ("text", {}, "d is a folder; name a CSV file with a header"),
-        ("text", {"a.csv": MANY}, "name a CSV file with a header, such as d/a.csv"),
+        ("text", {}, "d is a folder; name a file of CSV with a header, JSON lines or Parquet"),
+        ("text", {"good/1.txt": "fine"}, "d holds texts in files, as d/good/1.txt; write them into a CSV file"),
+        ("table", {"a.csv": MANY, "Train.parquet": ""}, "JSON lines or Parquet, such as d/Train.parquet"),
         ("regression", "", "d cannot be read as a table: Empty CSV file"),
         (
             "regression",
             "x,y\n" + "a,b\n" * 20,
             "one of numbers to be predicted; its columns: x (category), y (category)",
         ),
-        ("table", "x\n" + "1\n" * 20, "there must be two columns or more of numbers or categories"),
+        ("table", "x^y\n" + "1^2\n" * 20, "its columns: x^y (category); the values of a row are separated by a comma"),
         ("signal", {"a/1.npy": ""}, "d must hold a folder for each of two or more classes; it has: a"),
         ("signal", {"a/1.npy": "", "b/1.txt": ""}, "d/b holds no signal"),
         ("signal", {"a/1.npy": "", "b/1.npy": ""}, "d/a/1.npy cannot be read as a signal"),
@@ -227,6 +323,15 @@ MANY = "x,y\n" + "1,2\n" * 20
         ),
         ("images", {}, "d holds no folder. Put the pictures of each class into a folder of the class's name"),
         ("images", {"cat/a.png": ""}, "d must hold a folder for each of two or more classes; it has: cat"),
+        ("images", {"z/cat/a.png": "", "z/dog/a.png": ""}, "it has: z; if they are in d/z, name that"),
+        ("images", {"annotations/a.json": "", "x/a.png": ""}, "d/annotations describes objects in pictures, as COCO"),
+        (
+            "images",
+            {"train/labels/a.txt": "", "train/images/a.png": ""},
+            "d/train/labels describes objects in pictures",
+        ),
+        ("images", {"labels.csv": "file,labels\na,x\n", "a.png": ""}, "is missing; write the whole name, a.png"),
+        ("images", {"labels.csv": "file,labels\na.png,x\na.png,y\n"}, "line 3: a.png is in line 2 already; a line has"),
         ("images", {"cat/a.png": "", "dog/a.txt": ""}, "d/dog holds no picture"),
         ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),
         ("images", {"labels.csv": "file,labels\na.png,x\n"}, "d/labels.csv, line 2: the picture d/a.png is missing"),
@@ -234,7 +339,21 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("images", {"labels.jsonl": '{"file": "a.png", "labels": []}'}, "gives no picture a label"),
         ("images", MANY, "d is not a folder"),
         ("segmentation", {"img/a.png": ""}, "d holds no folder `images` (its folders: img)"),
-        ("segmentation", {"images/a.png": "", "masks/b.png": ""}, "d/masks/a.png: the mask of d/images/a.png cannot"),
+        (
+            "segmentation",
+            {"images/a.png": "", "masks/b.png": ""},
+            "d/images/a.png: this picture has no mask; it would be d",
+        ),
+        (
+            "segmentation",
+            {"images/a.png": "", "masks/a_mask.png": ""},
+            "masks/a.png (there is a_mask.png). A mask is a PNG",
+        ),
+        (
+            "segmentation",
+            {"images/a.png": "", "masks/a.png": ""},
+            "none of the pictures can be decoded: d/images/a.png",
+        ),
     ],
 )
 def test_data_of_another_form_are_a_note(here, kind, content, words):
@@ -242,7 +361,7 @@ def test_data_of_another_form_are_a_note(here, kind, content, words):
     if isinstance(content, dict):
         Path("d").mkdir()
         for name, text in content.items():
-            Path("d", name).parent.mkdir(exist_ok=True)
+            Path("d", name).parent.mkdir(parents=True, exist_ok=True)
             Path("d", name).write_text(text)
     else:
         Path("d").write_bytes(content.encode() if isinstance(content, str) else content)

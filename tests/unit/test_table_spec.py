@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import UTC, date, datetime
 
 import numpy as np
 import pytest
@@ -123,6 +124,15 @@ def test_a_spec_travels_as_plain_types():
     ):
         with pytest.raises(ValueError, match=words):
             Column(*values)
+
+
+def test_numbers_may_be_those_of_numpy_and_pandas():
+    """Dates too, as they are in a DataFrame; true is no number."""
+    form = TableFormat()
+    assert [form.number(value) for value in (np.int64(3), np.float32(1.5), np.uint8(7))] == [3.0, 1.5, 7.0]
+    assert form.number(date(1970, 1, 3)) == form.number(datetime(1970, 1, 3, tzinfo=UTC)) == 2.0
+    with pytest.raises(ValueError, match="True"):
+        form.number(True)
 
 
 def test_a_table_in_csv_becomes_rows():

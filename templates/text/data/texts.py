@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.text import TextData, Texts
 from deeplightning.table_spec import decoded, named_columns, records
 
@@ -24,7 +25,7 @@ class TextsOfColumns(TextData):
         options: see `TextData`.
 
     Raises:
-        ValueError: the file lacks a column, or has a label that is none of the classes.
+        DataError: the file lacks a column, or has a label that is none of the classes.
     """
 
     def __init__(self, cfg, file, text, label, class_names, delimiter=",", encoding="utf-8", **options):
@@ -36,21 +37,21 @@ class TextsOfColumns(TextData):
         """The rows of each set; a row without text or label is left out."""
         numbers = {name: number for number, name in enumerate(self.class_names)}
         texts, labels, lines, incomplete = [], [], [], 0
-        rows = records(decoded(self.file.read_bytes(), self.encoding), self.delimiter)
-        header = named_columns(next(rows)[1])
+        (_, header), *rows = records(decoded(self.file.read_bytes(), self.encoding), self.delimiter)
+        header = named_columns(header, rows[0][1] if rows else ())
         for line, values in rows:
             row = dict(zip(header, values, strict=False))
             text, label = (row.get(column, "").strip() for column in self.columns)
             if not text or not label:
                 incomplete += 1
             elif label not in numbers:
-                raise ValueError(f"{self.file}, line {line}: {label!r} is none of {self.class_names}")
+                raise DataError(f"{self.file}, line {line}: {label!r} is none of {self.class_names}")
             else:
                 texts.append(text)
                 labels.append(numbers[label])
                 lines.append(line)
         if not texts:
-            raise ValueError(f"{self.file}: no row has values in the columns {self.columns}")
+            raise DataError(f"{self.file}: no row has values in the columns {self.columns}")
         if incomplete:
             log.warning("%s: %d rows without text or label are left out", self.file, incomplete)
         found = Texts(texts, np.array(labels, np.int64), np.array(lines), self.file)
