@@ -16,7 +16,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from email.utils import parsedate
 from functools import cached_property
 from typing import Any
@@ -92,7 +93,7 @@ class TableFormat:
         if isinstance(value, str):
             word = value.strip().lower()
             return not word or word in self.missing_words
-        return value is None or (isinstance(value, float) and math.isnan(value))
+        return value is None or (isinstance(value, float | Decimal | date) and value != value)
 
     def number(self, value: object) -> float:
         """Return a value of a column of numbers; of a date such as 2024-02-29 or Feb-29-2024 the days since 1970.
@@ -100,7 +101,9 @@ class TableFormat:
         Raises:
             ValueError: it is not a number.
         """
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, date):  # of a DataFrame
+            value = str(value)
+        if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
             try:
                 return float(value)
             except OverflowError:
@@ -118,8 +121,8 @@ class TableFormat:
             return float(text)
         except ValueError:
             named = parsedate(re.sub("[-/.,]", " ", text) + " 0:0") if NAMED_DAY.fullmatch(text) else None
-            date = datetime(*named[:3]) if named else datetime.fromisoformat(text).replace(tzinfo=None)
-            return (date - datetime(1970, 1, 1)) / timedelta(days=1)
+            day = datetime(*named[:3]) if named else datetime.fromisoformat(text).replace(tzinfo=None)
+            return (day - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -279,10 +282,10 @@ class TableSpec:
     def _code(self, column: Column, value: object) -> float:
         if self.format.is_missing(value):
             return self._gap(column)
-        word = as_word(value)
-        if word is None:
+        words = spellings(value)
+        if not words:
             raise TableError(f"Column {column.name}: {_shown(value)} is neither a text nor a number.")
-        code = column.codes.get(word, 0)
+        code = next((column.codes[word] for word in words if word in column.codes), 0)
         if not code and self.unknown == "refuse":
             known = ", ".join(column.categories[:10]) + (", …" if len(column.categories) > 10 else "")
             raise TableError(f"Column {column.name}: {_shown(value)} is not a known category; known: {known}.")
@@ -367,15 +370,18 @@ def _refused(column: Column, row: int, words: str) -> TableError:
     return TableError(f"column {column.name}, row {row + 1}: {words}")
 
 
-def as_word(value: object) -> str | None:
-    """Return a category as a word; None: it cannot be one. Numbers that are whole have no point."""
-    if isinstance(value, str):
-        return value.strip()
+def spellings(value: object) -> tuple[str, ...]:
+    """Return the words that a category may have in a file, the usual one first; none: it cannot be one.
+
+    Parquet and JSON have 1 and true; in CSV files, pandas writes 1.0 in a column with gaps, and True; R writes TRUE.
+    """
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower(), str(value), str(value).upper()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return str(value) if isinstance(value, int | float) else None
+    if isinstance(value, int):
+        return str(value), f"{value}.0"
+    return (str(value).strip(),) if isinstance(value, str | float | Decimal | date) else ()
 
 
 def decoded(data: bytes, encoding: str = "utf-8") -> str:

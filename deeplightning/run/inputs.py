@@ -121,7 +121,10 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(PARQUET_ROWS):
-                yield from batch.to_pylist()
+                times = [field.name for field in batch.schema if pa.types.is_temporal(field.type)]
+                texts = {name: batch.column(name).cast(pa.string()).to_pylist() for name in times}  # as in training
+                for place, row in enumerate(batch.drop_columns(times).to_pylist()):
+                    yield row | {name: values[place] for name, values in texts.items()}
     except pa.ArrowException as error:
         raise ValueError(f"this is no Parquet file that can be read: {error}") from error
 
