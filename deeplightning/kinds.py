@@ -5,8 +5,9 @@ else.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,6 +101,16 @@ KINDS = {
     for gives in all_given
 }
 """Kinds that can be exported and served, by name."""
+
+
+def labels_of(task: Any) -> list[str]:
+    """Return a different name for each number of a task's answers; a name that occurs twice gets its place, from 0.
+
+    ImageNet, for example, has two classes named crane.
+    """
+    names = [str(name) for name in task.class_names] if KINDS[task.kind].has_labels else []
+    times = Counter(names)
+    return [f"{name} ({place})" if times[name] > 1 else name for place, name in enumerate(names)]
 
 
 def is_plain(task: object) -> bool:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date, datetime, timedelta
+from decimal import Decimal
 from email.utils import parsedate
 from functools import cached_property
 from numbers import Real
@@ -96,8 +97,10 @@ class TableFormat:
         if isinstance(value, str):
             word = value.strip().lower()
             return not word or word in self.missing_words
-        is_infinite = isinstance(value, float) and not math.isfinite(value)
-        return value is None or (is_infinite and str(value) in ("nan", *self.missing_words))
+        if isinstance(value, date):
+            return value != value  # pandas has one that is no time
+        is_infinite = isinstance(value, float | np.floating | Decimal) and not math.isfinite(value)
+        return value is None or (is_infinite and str(value).lower() in ("nan", *self.missing_words))
 
     def number(self, value: object) -> float:
         """Return a value of a column of numbers, in its unit, such as 12.5 of 12.5%; of a date such as 2024-02-29 or
@@ -106,7 +109,7 @@ class TableFormat:
         Raises:
             ValueError: it is not a number.
         """
-        if isinstance(value, Real) and not isinstance(value, bool):  # numpy's too
+        if isinstance(value, int | float | Real | Decimal) and not isinstance(value, bool):  # Real: of numpy
             try:
                 return float(value)
             except OverflowError:
@@ -287,10 +290,10 @@ class TableSpec:
     def _code(self, column: Column, value: object) -> float:
         if self.format.is_missing(value):
             return self._gap(column)
-        word = as_word(value)
-        if word is None:
+        words = spellings(value)
+        if not words:
             raise TableError(f"Column {column.name}: {_shown(value)} is neither a text nor a number.")
-        code = column.codes.get(word, 0)
+        code = next((column.codes[word] for word in words if word in column.codes), 0)
         if not code and self.unknown == "refuse":
             known = ", ".join(column.categories[:10]) + (", …" if len(column.categories) > 10 else "")
             raise TableError(f"Column {column.name}: {_shown(value)} is not a known category; known: {known}.")
@@ -375,15 +378,18 @@ def _refused(column: Column, row: int, words: str) -> TableError:
     return TableError(f"column {column.name}, row {row + 1}: {words}")
 
 
-def as_word(value: object) -> str | None:
-    """Return a category as a word; None: it cannot be one. Numbers that are whole have no point."""
-    if isinstance(value, str):
-        return value.strip()
+def spellings(value: object) -> tuple[str, ...]:
+    """Return the words that a category may have in a file, the usual one first; none: it cannot be one.
+
+    Parquet and JSON have 1 and true; in CSV files, pandas writes 1.0 in a column with gaps, and True; R writes TRUE.
+    """
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower(), str(value), str(value).upper()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return str(value) if isinstance(value, int | float) else None
+    if isinstance(value, int):
+        return str(value), f"{value}.0"
+    return (str(value).strip(),) if isinstance(value, str | float | Decimal | date) else ()
 
 
 def decoded(data: bytes, encoding: str = "utf-8") -> str:

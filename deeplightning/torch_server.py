@@ -25,7 +25,7 @@ from torch import nn
 
 from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.faults import CheckpointError, UserError
-from deeplightning.kinds import KINDS
+from deeplightning.kinds import KINDS, labels_of
 from deeplightning.run.load import trained_task
 from deeplightning.run.make_bundle import origin_of
 from deeplightning.run.own_module import servable
@@ -65,7 +65,6 @@ class Checkpoint(Model):
         if getattr(task, "kind", None) not in KINDS:
             raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(KINDS)}")
         kind = KINDS[task.kind]
-        labels = [str(name) for name in task.class_names] if kind.has_labels else []
         try:
             with np.load(folder.samples, allow_pickle=False) as file:
                 samples = file[kind.nouns]
@@ -84,7 +83,7 @@ class Checkpoint(Model):
             folder=folder.path,
             task=task.kind,
             spec=spec,
-            labels=labels,
+            labels=labels_of(task),
             run=origin_of(folder, checkpoint),
             samples=samples,
             output=details,

@@ -4,6 +4,7 @@ process, without HTTP, as a server would. Letters: C channels, H height, W width
 import base64
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -174,6 +175,19 @@ def _one_or_list(texts: list[str]) -> bytes:
     return (texts[0] if len(texts) == 1 else f'{{"predictions": [{", ".join(texts)}]}}').encode()
 
 
+def rows_of(model: Any, inputs: list[np.ndarray]) -> list[np.ndarray | Exception]:
+    """Return a row of the model's output, or an exception, for each prepared input. If a batch fails, each input is
+    tried alone: only the bad one fails, and those that do not fit into memory together still get answers."""
+    stack = model.spec.stack if KINDS[model.task].takes == "text" else np.stack  # texts are padded to the same length
+    try:
+        rows = model.predict(stack(inputs) if len(inputs) > 1 else inputs[0][None])
+        if not math.isfinite(rows.sum()):
+            raise ValueError("the model gives numbers that are not finite")
+        return list(rows)
+    except Exception as error:
+        return [error] if len(inputs) == 1 else [row for one in inputs for row in rows_of(model, [one])]
+
+
 # ---- answers without HTTP
 
 
@@ -215,10 +229,11 @@ def answered(
     batch: list[tuple[Name, np.ndarray]] = []
 
     def run() -> Iterator[tuple[Name, dict[str, Any]]]:
-        rows = [row for _, row in batch]
-        stacked = model.spec.stack(rows) if takes == "text" else np.stack(rows)  # (N, …)
-        for (name, _), row in zip(batch, model.predict(stacked), strict=True):
-            yield name, json.loads(encode([row], top_k, "")[1])
+        for (name, _), row in zip(batch, rows_of(model, [one for _, one in batch]), strict=True):
+            if isinstance(row, Exception):
+                refuse(name, row)
+            else:
+                yield name, json.loads(encode([row], top_k, "")[1])
         batch.clear()
 
     for name, one in inputs:

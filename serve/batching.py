@@ -18,7 +18,7 @@ import numpy as np
 
 from deeplightning.image_spec import ImageError
 from deeplightning.kinds import KINDS
-from serve.answers import DEFAULT_TOP_K
+from serve.answers import DEFAULT_TOP_K, rows_of
 from serve.limits import Limits, Refusal
 from serve.log import log_event
 from serve.model import Model
@@ -114,8 +114,6 @@ class Batcher:
         takes = KINDS[model.task].takes
         self._what = takes.replace("table", "row").capitalize()
         self._takes_text = takes == "text"
-        # Texts are padded to the same length.
-        self._stack: Callable[[list[np.ndarray]], np.ndarray] = model.spec.stack if self._takes_text else np.stack
         self._prepare = self._decode if takes == "image" else self._read
 
     def submit(self, job: Job) -> None:
@@ -230,7 +228,7 @@ class Batcher:
         """Run all that wait, then release the lane."""
         while batch := self._take():
             start = time.perf_counter()
-            rows = self._forward([picture for _, _, picture in batch])
+            rows = rows_of(self.model, [picture for _, _, picture in batch])
             end = time.perf_counter()
             cost = (end - start) / len(batch) / self.number
             self._pace += PACE_WEIGHT * (cost + batch[0][0].decoding / self.number - self._pace)
@@ -238,7 +236,11 @@ class Batcher:
                 job.queued = start - job.accepted - job.decoding
                 job.forward = end - start
                 job.batch = len(batch)
-                if isinstance(row, Exception):
+                if isinstance(row, MemoryError):
+                    log_event(f"the memory is too small for a single request: {row}")
+                    words = "The model has no memory for this request now; send it again in 1 s."
+                    self._end(job, Refusal(503, words, {"Retry-After": "1"}))
+                elif isinstance(row, Exception):
                     self._end(job, row)
                 else:
                     self._put(job, number, row)
@@ -262,23 +264,6 @@ class Batcher:
         for job in late:
             self._end(job, self._too_late())
         return batch
-
-    def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray | Exception]:
-        """Return a row or an exception for each picture. If the model fails on a batch, each picture is tried alone, so
-        that only the bad one fails, and those that do not fit into memory together still get answers."""
-        try:
-            rows = self.model.predict(self._stack(pictures) if len(pictures) > 1 else pictures[0][None])
-            if not math.isfinite(rows.sum()):
-                raise ValueError("the model gives numbers that are not finite")
-            return list(rows)
-        except Exception as error:
-            if len(pictures) > 1:
-                return [row for picture in pictures for row in self._forward([picture])]
-            if not isinstance(error, MemoryError):
-                return [error]
-            log_event(f"the memory is too small for a single request: {error}")
-            words = "The model has no memory for this request now; send it again in 1 s."
-            return [Refusal(503, words, {"Retry-After": "1"})]
 
     def _check_time(self, job: Job) -> None:
         if time.perf_counter() - job.accepted > self.limits.max_wait:

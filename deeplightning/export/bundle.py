@@ -33,7 +33,7 @@ from torch import nn
 from deeplightning.array_spec import ArraySpec
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
-from deeplightning.kinds import KINDS, Kind, row_spec
+from deeplightning.kinds import KINDS, Kind, labels_of, row_spec
 from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest, permissions_of
 from deeplightning.table_spec import TableSpec
@@ -134,7 +134,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     else:
         expected = _torch_answers(model, [np.stack(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH)])
         example = np.resize(np.stack(rows[:2]), (2, *rows[0].shape))
-    labels = [str(name) for name in task.class_names] if kind.has_labels else []
+    labels = labels_of(task)
     details: dict[str, object] = getattr(task, "answer_details", dict)()
     _check(expected, kind, labels, rows[0].shape)
     graph = _trace(model, example, kind.input, free, kind.output)
@@ -246,7 +246,7 @@ def _trace(
     """
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # torch prints the partial graph if it fails
-            traced = torch.export.export(model, (torch.from_numpy(example),), dynamic_shapes=(free,))
+            traced = program_of(model, torch.from_numpy(example), free)
             graph = torch.onnx.export(
                 traced, input_names=[name], output_names=[output], dynamic_shapes=(free,), verbose=False
             )
@@ -257,6 +257,20 @@ def _trace(
     assert graph is not None, "torch.onnx.export gives a program, unless it gets a file"
     ClearMetadataAndDocStringPass()(graph.model)  # torch records source lines with this machine's paths
     return graph
+
+
+def program_of(model: nn.Module, example: torch.Tensor, free: dict[int, Any]) -> torch.export.ExportedProgram:
+    """Return the model as a program of `torch.export`, whose input may have any size in the dimensions `free`.
+
+    By default torch runs the forward pass, where `len(x)` fixes the batch size. If that fails, it reads the bytecode:
+    it then understands `len(x)` and numpy, and less of other code.
+    """
+    try:
+        return torch.export.export(model, (example,), dynamic_shapes=(free,))
+    except Exception:  # whatever torch raises; the error of the first attempt is the clearer one
+        with contextlib.suppress(Exception):
+            return torch.export.export(model, (example,), dynamic_shapes=(free,), strict=True)
+        raise
 
 
 def _layer(model: nn.Module, error: BaseException) -> str | None:
@@ -273,7 +287,7 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     if says(error, Sentence.BATCH_SIZE_IS_FIXED):
-        return "it takes one number of images only; write x.reshape(len(x), -1), say, not x.reshape(256, -1)."
+        return "it takes one number of images only; write x.flatten(1), say, not x.reshape(256, -1)."
     return first_line(error)
 
 
@@ -287,7 +301,8 @@ def _verified_answers(
         stack: makes a batch of some samples.
 
     Raises:
-        CheckpointError: they differ by more than `TOLERANCE`, or ONNX Runtime rejects the graph.
+        CheckpointError: they differ by more than `TOLERANCE`.
+        NotExpressible: ONNX Runtime rejects the graph.
     """
     number, answers, worst = len(expected), np.empty_like(expected), 0.0
     batches = [np.arange(size) % number for size in BATCH_SIZES]
@@ -300,13 +315,15 @@ def _verified_answers(
                 worst = float(np.maximum(worst, np.abs(given - expected[chosen]).max()))
                 answers[chosen] = given
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise CheckpointError(f"ONNX Runtime does not take the exported network {file}: {reason(error)}") from error
+        raise NotExpressible(f"ONNX Runtime does not take the exported network: {reason(error)}") from error
     allowed = TOLERANCE * max(1.0, float(np.abs(expected).max()))
     if not worst <= allowed:  # so that nan is refused as well
-        padding = "; a network of texts must not see the padding" if len(tests) > 1 else ""
+        remedy = "a network must not draw random numbers or mix the inputs of a batch in eval mode"
+        if len(tests) > 1:
+            remedy = "a network of texts must not see the padding"
         raise CheckpointError(
             f"The exported network answers otherwise than the checkpoint: {session.get_outputs()[0].name} differ by up "
-            f"to {worst:.3g}, allowed are {allowed:g}{padding}. No bundle was written."
+            f"to {worst:.3g}, allowed are {allowed:g}; {remedy}. No bundle was written."
         )
     return answers
 

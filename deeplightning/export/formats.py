@@ -26,9 +26,11 @@ from deeplightning.export.bundle import (
     added,
     card_of,
     golden_inputs,
+    program_of,
     reason,
 )
 from deeplightning.kinds import KINDS
+from deeplightning.private.lightning import traceable
 from deeplightning.runfolder import RunFolder
 
 Free = dict[int, Any]
@@ -98,7 +100,7 @@ def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
 
 
 def _write_pt2(model: nn.Module, example: torch.Tensor, free: Free, file: Path) -> None:
-    program = torch.export.export(model, (example,), dynamic_shapes=(free,))
+    program = program_of(model, example, free)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine
     torch.export.save(program, file)
@@ -107,7 +109,8 @@ def _write_pt2(model: nn.Module, example: torch.Tensor, free: Free, file: Path) 
 def _write_torchscript(model: nn.Module, example: torch.Tensor, free: Free, file: Path) -> None:
     """Write TorchScript without `debug_pkl`, which contains source paths of this machine; torch does not need it."""
     content = io.BytesIO()
-    torch.jit.save(torch.jit.trace(model, example), content)
+    with traceable():
+        torch.jit.save(torch.jit.trace(model, example), content)
     with zipfile.ZipFile(content) as whole, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as kept:
         for entry in whole.infolist():
             if not entry.filename.endswith(".debug_pkl"):

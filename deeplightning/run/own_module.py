@@ -6,7 +6,6 @@ Shapes: N samples, C channels, H height, W width.
 from __future__ import annotations
 
 import json
-import math
 import zipfile
 from typing import Any
 
@@ -23,6 +22,9 @@ from deeplightning.image_spec import MODES, ImageSpec
 from deeplightning.kinds import MAX_COMPARED_NUMBERS, is_plain
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
+
+SIZES = (2, 17, 1)
+"""Batch sizes that a module must take. A tensor of two samples may pass for a batch of two parts."""
 
 
 def servable(task: Any, folder: RunFolder) -> Any:
@@ -53,8 +55,8 @@ def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.
     inputs, example = inputs_of(_transferred(task, data, batch)), inputs_of(task.example_input_array)
     if isinstance(example, Tensor) and not (isinstance(inputs, Tensor) and inputs.shape[1:] == example.shape[1:]):
         inputs = example
-    if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
-        raise _refused(task, f"the inputs of a validation batch are {structure(inputs)}, not a tensor (N, …)")
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs) or inputs.is_complex():
+        raise _refused(task, f"the inputs of a validation batch are {structure(inputs)}, not a real tensor (N, …)")
     inputs, spec = inputs.detach().cpu(), getattr(data, "image_spec", None)
     about = {
         "dtype": str(inputs.dtype).removeprefix("torch."),
@@ -104,6 +106,7 @@ class OwnModule:
                 about = json.loads(str(file["about"]))
                 samples: np.ndarray = file["images" if "image_spec" in about else "arrays"][:2]
             dtype, names = getattr(torch, about["dtype"]), about["names"]
+            dtype = torch.float32 if dtype.is_floating_point else dtype  # as the weights are
             spec = ImageSpec.from_dict(about["image_spec"]) if "image_spec" in about else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
             message = f"{folder.samples} cannot be read ({first_line(error)}); `deeplightning export RUN` keeps some"
@@ -118,14 +121,18 @@ class OwnModule:
     def _outputs(self, module: pl.LightningModule, samples: np.ndarray) -> int:
         """Return how many numbers the module returns per sample."""
         name = self._model.name
-        try:
-            with torch.inference_mode():
-                found = self._model.outputs(torch.from_numpy(samples))
-        except Exception as error:  # raised by the user's code
-            raise _refused(module, f"{name} does not take {structure(samples)}: {first_line(error)}") from error
-        if not isinstance(found, Tensor) or found.ndim < 1 or len(found) != len(samples):
-            raise _refused(module, f"{name} gives {structure(found)}, not a tensor (N, …)")
-        if (count := math.prod(found.shape[1:])) > MAX_COMPARED_NUMBERS:
+        for size in SIZES:
+            given = torch.from_numpy(np.resize(samples, (size, *samples.shape[1:])))
+            try:
+                with torch.inference_mode():
+                    found = self._model.outputs(given)
+            except Exception as error:  # raised by the user's code
+                reason = first_line(error).rstrip(".")
+                raise _refused(module, f"{name} does not take {structure(given)}: {reason}") from error
+            is_real = isinstance(found, Tensor) and not found.is_complex() and found.numel() > 0
+            if not is_real or (size > 1 and found.shape[:1] != (size,)):
+                raise _refused(module, f"{name} gives {structure(found)}, not a real tensor (N, …)")
+        if (count := found.numel()) > MAX_COMPARED_NUMBERS:
             raise _refused(module, f"{name} gives {count:,} numbers a sample; {MAX_COMPARED_NUMBERS:,} are allowed")
         return count
 
@@ -157,7 +164,7 @@ class _Forward(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         found: Tensor = self.outputs(inputs)
-        return found.float().reshape(found.shape[0], -1)
+        return found.float().reshape(inputs.shape[0], -1)  # some modules squeeze a batch of one
 
 
 def _refused(task: object, why: str) -> ConfigError:

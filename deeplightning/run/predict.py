@@ -21,7 +21,7 @@ from rich.progress import track
 
 from deeplightning.faults import CheckpointError, Fault, SetupError
 from deeplightning.image_spec import files_below
-from deeplightning.kinds import KINDS
+from deeplightning.kinds import KINDS, labels_of
 from deeplightning.run.inputs import ENDINGS, Place, inputs_of
 from deeplightning.run.load import trained_task
 from deeplightning.run.own_module import servable
@@ -113,7 +113,7 @@ class _Network:
         self._max_side: int = cfg.serve.max_side
         self._model = task.inference_model()  # must precede the spec of texts
         self.spec: Any = getattr(task, KINDS[kind].spec)
-        self.labels = [str(name) for name in task.class_names] if KINDS[kind].has_labels else []
+        self.labels = labels_of(task)
         self.output: dict[str, Any] = getattr(task, "answer_details", dict)()
 
     def prepare(self, path: Path, max_pixels: int) -> np.ndarray:

@@ -209,14 +209,14 @@ def _export(task: Any, data: object, record: Any) -> None:
         keep_samples(task, data, record.folder)
         export_run(record.folder)
         record.log_model(card_of(record.folder)["task"])
-    except ConfigError as error:
-        if not is_plain(task):
-            raise
-        log.info("bundle     none: %s", error.faults[0].message)
     except FormatError as error:
         log.warning("bundle     %s", error)
     except NotExpressible as error:
         log.warning("bundle     none; `deeplightning serve` answers by torch, from the checkpoint: %s", error)
+    except (CheckpointError, ConfigError) as error:
+        if not is_plain(task):  # a user's module need not be fit for a server
+            raise
+        log.info("bundle     none: %s", error.faults[0].message)
 
 
 def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:

@@ -45,6 +45,18 @@ class KnowsTheBatchSize(nn.Module):
         return x.reshape(2, -1)
 
 
+class TakesTheLength(nn.Module):
+    def forward(self, x):
+        return x.reshape(len(x), -1)[:, :3]
+
+
+class InDoublePrecision(nn.Module):
+    """ONNX Runtime has no convolution of float64."""
+
+    def forward(self, x):
+        return nn.functional.conv2d(x.double(), torch.ones(4, 4, 1, 1, dtype=torch.float64)).float()
+
+
 class AnswersOtherwiseWhenExported(nn.Module):
     def forward(self, x):
         return x * 1.1 if torch.compiler.is_exporting() else x
@@ -242,6 +254,18 @@ def test_any_batch_size_is_taken(small):
     assert session.get_inputs()[0].shape == ["batch", 3, 6, 5]
 
 
+def test_the_length_of_a_batch_leaves_its_size_free(folder):
+    """`len(x)` in a forward pass fixes the batch size for the exporter's first attempt only. Names that two classes
+    share get their numbers, so that a server can tell the classes apart."""
+    task = task_of(TakesTheLength())
+    task.class_names = ["crane", "heron", "crane"]
+    export(task, folder, pixels(3), RUN)
+    served = Bundle.open(folder.bundle)
+    assert served.labels == ["crane (0)", "heron", "crane (2)"]
+    expected = task.inference_model()(torch.from_numpy(pixels(5))).numpy()
+    np.testing.assert_allclose(served.predict(pixels(5)), expected, atol=1e-6)
+
+
 def test_plain_weights_are_the_models(small, tmp_path):
     """weights.safetensors contains every parameter and buffer by its name; one that two layers share is stored once."""
     task, folder = small
@@ -272,6 +296,7 @@ def test_files_of_a_bundle_are_as_readable_as_their_run(tmp_path):
     [
         (small_network(nn.Sequential(DependsOnValues())), "(in layer network.3.0): Could not guard on data-dependent"),
         (nn.Sequential(nn.Flatten(), KnowsTheBatchSize(), nn.Linear(90, 3)), "it takes one number of images only"),
+        (small_network(InDoublePrecision()), "ONNX Runtime does not take the exported network: "),
         (small_network(AnswersOtherwiseWhenExported()), "probabilities differ by up to"),
         (
             small_network(nn.Conv2d(4, 4, 1).requires_grad_(False).apply(lambda it: it.weight.fill_(torch.nan))),
@@ -279,7 +304,7 @@ def test_files_of_a_bundle_are_as_readable_as_their_run(tmp_path):
         ),
         (nn.Sequential(nn.Flatten(), nn.Linear(90, 4)), "The network gives 4 probabilities, and the data has 3 class"),
     ],
-    ids=["values", "batch", "otherwise", "nan", "classes"],
+    ids=["values", "batch", "double", "otherwise", "nan", "classes"],
 )
 def test_a_network_that_cannot_be_exported_leaves_the_old_bundle(small, folder, capfd, network, words):
     """A network that cannot be exported gives one message and exit code 4; the old bundle is unchanged."""

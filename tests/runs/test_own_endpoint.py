@@ -13,6 +13,7 @@ from tiny import write_pairs
 from torch import nn
 
 from deeplightning.export.bundle import export
+from deeplightning.export.formats import add_format
 from deeplightning.faults import ConfigError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.own_module import OwnModule, samples_of
@@ -24,12 +25,13 @@ from serve.openapi import describe
 
 OWN = """\
 class Task(pl.LightningModule):
-    def __init__(self, cfg, several=False):
+    def __init__(self, cfg, several=False, noise=0):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-        self.several, self.kind = several, "perceptron"
+        self.several, self.noise, self.kind = several, noise, "perceptron"
 
     def forward(self, x):
+        x = x + self.noise * torch.randn(len(x), 4)
         return (self.layers(x), x) if self.several else self.layers(x)
 
     def training_step(self, batch, batch_idx):
@@ -108,14 +110,20 @@ def test_a_built_in_task_takes_the_shape_of_its_arrays_from_the_batches(train):
     np.testing.assert_allclose(answered, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_cannot_be_exported_is_one_note(command, train, here):
-    """A training ends well without a bundle and says why; `export` ends with 2 and one note."""
-    done = train("model.module.params.several=true")
-    words = "pairs.Task cannot be exported: forward gives tuple (float32 (2, 3), float32 (2, 4)), not a tensor"
+@pytest.mark.parametrize(
+    ("param", "code", "words", "remedy"),
+    [
+        ("several", 2, "pairs.Task cannot be exported: forward gives tuple (", "`example_input_array`"),
+        ("noise", 4, "The exported network answers otherwise than the checkpoint", "must not draw random numbers"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_note(command, train, here, param, code, words, remedy):
+    """A training ends well without a bundle and says why; `export` ends with an error and one note."""
+    done = train(f"model.module.params.{param}=1")
     assert f"bundle     none: {words}" in done.out, done
-    refused = command("export", str(done.folder), cwd=here, code=2)
+    refused = command("export", str(done.folder), cwd=here, code=code)
     (note,) = [line for line in refused.err.splitlines() if words in line]
-    assert "`example_input_array`" in note
+    assert remedy in note
     assert "Traceback" not in refused.err
 
 
@@ -162,6 +170,32 @@ class Tokens(pl.LightningModule):
         return self.table(x)
 
 
+class Doubles(Linear):
+    """Has float64 weights, and gives a number for a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+        self.layer = nn.Linear(6, 1, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(1)).squeeze()
+
+
+class Unpacks(pl.LightningModule):
+    """Takes a batch of two parts, which two samples look like."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, _ = batch
+        return x[0, :2]
+
+
+class Complex(Linear):
+    """Gives complex numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(self.layer(x.flatten(1)))
+
+
 def kept(folder, task, batch, data=None):
     found = samples_of(task, data, batch)
     np.savez(folder.samples, **found)
@@ -193,6 +227,16 @@ def test_inputs_are_the_first_part_of_a_batch_or_the_example(tmp_path, task, bat
     torch.testing.assert_close(own.inference_model()(samples), wanted.reshape(len(samples), -1))
 
 
+def test_a_module_of_64_bits_answers_in_32(tmp_path):
+    """Weights and inputs of float64 become float32, and a batch of one has one answer."""
+    task = Doubles()
+    wanted = task(FLOATS.double()).detach().float()[:, None]
+    _, own = kept(RunFolder(tmp_path), task, (FLOATS.double(), 0))
+    model = own.inference_model()
+    torch.testing.assert_close(model(FLOATS), wanted)
+    torch.testing.assert_close(model(FLOATS[:1]), wanted[:1])
+
+
 def test_pictures_are_prepared_as_the_data_module_says(tmp_path):
     """With an `image_spec` the endpoint takes pictures, `forward` gets what it got in training, and class names name
     the answers."""
@@ -209,7 +253,7 @@ def test_pictures_are_prepared_as_the_data_module_says(tmp_path):
 
 @pytest.mark.parametrize("batch", [(PIXELS, 0), (FLOATS, 0)], ids=["pictures", "arrays"])
 def test_a_bundle_is_served_as_pictures_or_arrays(tmp_path, batch):
-    """`/predict` answers with the module's numbers by name, and `/openapi.json` describes it."""
+    """`/predict` answers with the module's numbers by name, `/openapi.json` describes it, and TorchScript has it."""
     folder, task = RunFolder(tmp_path), Linear(batch[0][0].numel())
     found, own = kept(folder, task, batch)
     samples = found.get("images", found.get("arrays"))
@@ -225,15 +269,19 @@ def test_a_bundle_is_served_as_pictures_or_arrays(tmp_path, batch):
     assert {one["name"]: one["value"] for one in answer["predictions"]} == pytest.approx(wanted, rel=1e-5)
     schemas = describe(bundle, Limits(), secured=False)["components"]["schemas"]
     assert "predicted_value" in json.dumps(schemas)
+    assert add_format(own, folder, "torchscript").is_file()
 
 
 @pytest.mark.parametrize(
     ("task", "batch", "words"),
     [
         (Linear(5), FLOATS, "forward does not take float32 (2, 2, 3): "),
-        (Linear(), {"text": ["a", "b"]}, "the inputs of a validation batch are str, not a tensor"),
+        (Linear(), {"text": ["a", "b"]}, "the inputs of a validation batch are str, not a real tensor"),
         (pl.LightningModule(), FLOATS, "it has neither `forward` nor `predict_step`"),
-        (Linear(), torch.ones(3), "the inputs of a validation batch are float32 (3,), not a tensor (N, …)"),
+        (Linear(), torch.ones(3), "the inputs of a validation batch are float32 (3,), not a real tensor (N, …)"),
+        (Linear(), torch.ones(3, 4) * 1j, "the inputs of a validation batch are complex64 (3, 4), not a real tensor"),
+        (Complex(6), FLOATS, "forward gives complex64 (2, 2), not a real tensor"),
+        (Unpacks(), FLOATS, "predict_step does not take float32 (17, 2, 3): too many values to unpack"),
     ],
 )
 def test_a_module_that_takes_something_else_is_refused(tmp_path, task, batch, words):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from deeplightning.image_spec import ImageError, ImageSpec
+from serve.answers import answered
 from serve.batching import TINY_BYTES, TINY_SECONDS, Batcher, Job
 from serve.limits import Limits, Refusal
 from serve.worker_count import choose
@@ -16,7 +17,7 @@ from serve.worker_count import choose
 class Model:
     """Answers each picture with its first pixel, the value of the upload; the test decides when a forward pass ends."""
 
-    task, labels, run, precision = "image_classification", ["a"], {}, "fp32"
+    task, labels, run, precision, output = "image_classification", ["a"], {}, "fp32", {}
     spec = ImageSpec(1, 1, "L")
     samples = np.zeros((1, 1, 1, 1), np.uint8)
     folder = None
@@ -134,6 +135,15 @@ def test_a_fault_is_its_own_pictures(model):
     assert str(unlucky.error()) == "unlucky"
     assert (none.error().status, none.error().message) == (415, "Image 2 of 2: This is not an image.")
     assert batcher.waiting == 0
+
+
+def test_without_a_server_a_fault_is_its_own_pictures_too(model):
+    """`predict` names the input that the model cannot take, and answers all others."""
+    named = []
+    model.prepare = lambda data, max_pixels: Model.prepare(model, data, max_pixels, None)
+    given = enumerate([b"1", b"13", b"2"])
+    told = [number for number, _ in answered(model, given, 1, lambda number, error: named.append((number, str(error))))]
+    assert (told, named) == ([0, 2], [(1, "unlucky")])
 
 
 def test_answers_that_are_not_finite_are_faults():

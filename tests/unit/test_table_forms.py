@@ -376,6 +376,30 @@ def test_decimal_commas_and_separators_give_the_same_numbers():
     assert len(set(found)) == 1
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+def test_values_of_other_types_are_those_of_the_training(name):
+    """Truth values, whole numbers with gaps, dates and decimal numbers of a Parquet file or a DataFrame become the
+    numbers that a training on the same rows learned from, also where a CSV file has them as `True` and `1.0`."""
+    day = pd.Timestamp("2024-02-28")
+    values = {
+        "flag": [True, False, True, None] * 5,
+        "grade": [1.0, None, 2.0, 1.0] * 5,
+        "time": [day + pd.Timedelta(hours=number) for number in range(20)],
+        "date": [(day + pd.Timedelta(days=number % 3)).date() for number in range(20)],
+        "price": [Decimal(number) / 4 for number in range(20)],
+        "y": [0, 1] * 10,
+    }
+    rows = pd.DataFrame(values)
+    rows.to_csv("t.csv", index=False)
+    rows.to_parquet("t.parquet")
+    kinds = dict.fromkeys(("flag", "grade", "date"), "category") | dict.fromkeys(("time", "price"), "number")
+    module = prepared({"train": name, "target": "y", "columns": kinds, "missing": "fill"})
+    learned = np.concatenate([module.dataset(split).large["input"].numpy() for split in ("train", "val", "test")])
+    for asked in ([row for _, row in inputs_of(Path("t.parquet"), "table")], rows.to_dict("records")):
+        answered = [module.table_spec.prepare(row).tolist() for row in asked]
+        assert sorted(map(tuple, answered)) == sorted(map(tuple, learned.tolist()))
+
+
 @pytest.mark.parametrize("counts", [[50, 9, 1], [30, 2, 2, 2, 1, 1], [20, *[1] * 20], [5, 5]])
 @pytest.mark.parametrize("seed", range(4))
 def test_each_class_is_in_the_training_set(counts, seed):
