@@ -17,6 +17,7 @@ from deeplightning.config.target import find, is_reference, is_target, path_of, 
 from deeplightning.config.tree import Entry, kind
 from deeplightning.faults import Fault, nearest
 from deeplightning.signatures.signature import (
+    UNKNOWN,
     Built,
     ListOf,
     Options,
@@ -270,6 +271,8 @@ def value_misfits(value: object, parameter: Parameter) -> list[ValueMisfit]:
     if not _is_annotated(parameter.allowed):
         allowed = None if _is_open(value) else _unlike_default(value, parameter)
         return [("", value, allowed, _value_hint(value, ()))] if allowed else []
+    if parameter.default is not UNKNOWN and _compared(parameter.default, parameter.allowed, ""):
+        return []  # `rate: int = 0.1`: an annotation that its own default contradicts
     return _compared(value, parameter.allowed, "")
 
 

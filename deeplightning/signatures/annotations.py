@@ -8,7 +8,7 @@ from typing import Any
 
 from deeplightning.signatures.bindings import Module
 from deeplightning.signatures.names import Names
-from deeplightning.signatures.signature import UNKNOWN, Options, allowed_by
+from deeplightning.signatures.signature import UNKNOWN, Options, allowed_by, in_config
 from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Frame,
@@ -35,10 +35,9 @@ class ReadClass:
 def plain(node: ast.expr) -> Any:
     """Return a plain value that is written out; else UNKNOWN."""
     try:
-        value = ast.literal_eval(node)
+        return in_config(ast.literal_eval(node))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return UNKNOWN
-    return value if isinstance(value, bool | int | float | str | None) else UNKNOWN
 
 
 def allowed(names: Names, node: ast.expr | None, frame: Frame) -> Options:

@@ -279,6 +279,6 @@ def words_beside(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> 
         path = names.real_path(decorator, frame)
         if path == _RENAMING:
             words |= {n.value for n in ast.walk(decorator) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        elif path not in {*KEEPING, "dataclasses.dataclass"}:
+        elif path not in KEEPING:
             raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
     return words

@@ -38,10 +38,10 @@ _HELD = (
     "operator", "os", "os.path", "types", "typing",
 )  # fmt: skip
 
-# Decorators that leave alone what a function takes.
+# Decorators that leave alone what a function or class with a constructor of its own takes.
 KEEPING = {
     "abc.abstractmethod", "builtins.classmethod", "builtins.property", "builtins.staticmethod",
-    "contextlib.contextmanager", "functools.cache", "functools.lru_cache", "functools.wraps",
+    "contextlib.contextmanager", "dataclasses.dataclass", "functools.cache", "functools.lru_cache", "functools.wraps",
     "pytorch_lightning.utilities.argparse._defaults_from_env_vars", "sklearn.utils._param_validation.validate_params",
     "torch.autograd.grad_mode.enable_grad", "torch.autograd.grad_mode.inference_mode",
     "torch.autograd.grad_mode.no_grad", "torchvision.models._api.register_model",
@@ -190,11 +190,19 @@ class Names:
         return options, doubt
 
     def exports(self, module: Module, name: str) -> bool:
-        """Return whether `from module import *` gives a name."""
-        listed = self.listed(module)
+        """Return whether `from module import *` gives a name.
+
+        Raises:
+            Undecided: a decorator may add it to `__all__`.
+        """
+        listed, options = self.listed(module), module.scope.names.get(name, ())
         if name.startswith("_") if listed is None else name not in listed:
+            nodes = [option.node for option in options if isinstance(option, Defined)] if listed is not None else []
+            for decorator in (each for node in nodes for each in node.decorator_list):
+                if self.real_path(decorator, Frame(module)) not in KEEPING:
+                    raise Undecided(f"@{ast.unparse(decorator)[:60]} may add it to `__all__` of {module.name}")
             return False
-        if any(option is not bindings.UNBOUND for option in module.scope.names.get(name, ())):
+        if any(option is not bindings.UNBOUND for option in options):
             return True
         try:
             self.name_in(module, name)
@@ -445,7 +453,7 @@ class Names:
                     found = replace(found, owner=asked)
                 return found
             for decorator in each.node.decorator_list if name not in ("__init__", "__new__") else ():
-                if self.real_path(decorator, Frame(home)) not in {*KEEPING, "dataclasses.dataclass"}:
+                if self.real_path(decorator, Frame(home)) not in KEEPING:
                     raise Undecided(f"{each.path} is changed by @{ast.unparse(decorator)[:60]}")
         if not complete:
             raise Undecided(f"an ancestor of {thing.path} cannot be read")

@@ -70,7 +70,7 @@ class Parameter:
         position: whether it may be given by position.
         keyword: whether it may be given by name.
         required: whether it has no default.
-        default: the default, where it is a plain value; else UNKNOWN.
+        default: the default, where it is a plain value or a list of such; else UNKNOWN.
         allowed: what its annotation names; None if it has none, or one that names anything else as well. A tensor
             beside a number (`float | Tensor`) does not count: no other plain value can be given for it.
         annotation: as it is written, for people.
@@ -145,6 +145,14 @@ class Undecided(Exception):
     """What a name means cannot be known without importing it; the text says why."""
 
 
+def in_config(value: object) -> Any:
+    """Return a plain value as a config has it, with lists for tuples; of any other, UNKNOWN."""
+    if isinstance(value, tuple | list):
+        items = [in_config(item) for item in value]
+        return UNKNOWN if UNKNOWN in items else items
+    return value if isinstance(value, bool | int | float | str | None) else UNKNOWN
+
+
 def of_object(found: Callable[..., object]) -> Signature:
     """Return the signature of a live class or function.
 
@@ -166,7 +174,7 @@ def of_object(found: Callable[..., object]) -> Signature:
             position=p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD),
             keyword=p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD),
             required=p.default is p.empty,
-            default=p.default if isinstance(p.default, bool | int | float | str | None) else UNKNOWN,
+            default=UNKNOWN if p.default is p.empty else in_config(p.default),
             allowed=allowed_by(hints.get(p.name, p.annotation)),
             annotation=None if p.annotation is p.empty else str(p.annotation),
         )

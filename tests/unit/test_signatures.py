@@ -210,17 +210,19 @@ def test_a_name_is_followed_to_its_definition(own, text, name):
 
 
 def test_what_star_takes_over(own):
-    """`__all__` where there is one, however it is put together; else what has no underscore. The last one wins."""
+    """`__all__` where there is one, however it is put together; else what has no underscore. The last one wins. A
+    decorator may add to `__all__`, as that of timm's models does."""
     own(
         own_a="__all__ = ['f']\n__all__ += ['_g']\n__all__.extend(['h'])\ndef f(a): ...\n"
         "def _g(b): ...\ndef h(c): ...\n"
-        "def i(d): ...",
+        "def i(d): ...\n@register\ndef registered(d): ...",
         own_b="def f(e): ...\ndef _g(f): ...",
         own_c="from own_a import *\nfrom own_b import *\ndef h(g): ...",
     )
     assert [taken(f"own_c.{name}") for name in ("f", "_g", "h")] == [["e!"], ["b!"], ["g!"]]
     with pytest.raises(ValueError, match=re.escape("own_c has no `i`.")):
         look_up("own_c.i")
+    assert "@register may add it to `__all__` of own_a" in why("own_c.registered")
 
 
 def test_a_folder_without_init_is_a_module(own):
@@ -621,7 +623,7 @@ def test_an_annotation_names_what_is_allowed(own, annotation, allowed):
 
 
 def test_a_default_is_a_plain_value(own):
-    """Literals and negative numbers; the rest is unknown."""
+    """Literals, negative numbers, and lists of these; the rest is unknown."""
     own(
         own_thing="""
         SIZE = 3
@@ -629,7 +631,7 @@ def test_a_default_is_a_plain_value(own):
         """,
     )
     values = [p.default for p in look_up("own_thing.Thing").signature().parameters]
-    assert values == [1, -0.5, "x", None, True, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]
+    assert values == [1, -0.5, "x", None, True, UNKNOWN, [1, 2], [], UNKNOWN]
 
 
 # ---- ancestors, documentation, metrics

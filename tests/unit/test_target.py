@@ -184,7 +184,7 @@ Colour = enum.Enum("Colour", "red blue")
 class Named(Protocol):
     name: str
 
-def thing(value: ANNOTATION = ...):
+def thing(value: ANNOTATION):
     pass
 """
 TARGET = "a target {type: MODULE.CLASS, params: {…}}"
@@ -236,6 +236,11 @@ def typed(own, annotation: str, value: Any) -> dict[str, str]:
         ("T", [3]),
         ("np.ndarray", [3]),
         ("Tensor", [1.0, 2.0]),
+        # whose own default contradicts it
+        ("int = 0.1", 0.2),
+        ("int = True", False),
+        ("int = (8, 8)", [4, 4]),
+        ("list[int] = ['a']", ["b"]),
     ],
 )
 def test_what_may_fit_an_annotation_is_right(own, annotation, value):
