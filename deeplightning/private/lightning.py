@@ -1,5 +1,6 @@
 """Private names of Lightning 2.6."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +51,21 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
     return True
 
 
+def before_batches(trainer: "pl.Trainer", call: Callable[[], None]) -> None:
+    """Call a function in each epoch of a training after all hooks of its start, before Lightning iterates the training
+    data. If a name moves, a run that resumes draws other random numbers; the canary fails.
+
+    Lightning iterates the first epoch before, and that of a run that resumes: this is the last chance to do it again.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def on_run_start(fetcher: Any) -> None:
+        call()
+        type(loop).on_run_start(loop, fetcher)
+
+    loop.on_run_start = on_run_start
+
+
 def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
     """Skip batches of the training data before the first one is read. If a name moves, a run that resumes with the
     user's own loaders fails when training starts.
@@ -65,8 +81,11 @@ def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
         for loader in training_loaders(trainer):
             _set_sampler_epoch(loader, trainer.current_epoch)  # Lightning does so after `on_train_start`
         iter(fetcher)
+    source = (
+        fetcher if getattr(fetcher, "batches", None) else fetcher.iterator
+    )  # a fetcher may leave reading to the task
     for _ in range(skip):
-        next(fetcher, None)
+        next(source, None)
     if fetcher.length is not None:
         fetcher.fetched, fetcher.done = 0, False  # Lightning adds the finished batches
 
@@ -90,6 +109,12 @@ def restart_validation(trainer: "pl.Trainer") -> None:
     validation = trainer.fit_loop.epoch_loop.val_loop
     validation._restart_stage = "restarted_mid_evaluation"
     validation.batch_progress.reset()
+
+
+def validated_batches(trainer: "pl.Trainer") -> dict[int, int]:
+    """Return the number of batches that validations of a training have read, by loader: the steps under which Lightning
+    logs their values. If the name moves, the first validation fails."""
+    return trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader
 
 
 def logged_steps(trainer: "pl.Trainer") -> int:
