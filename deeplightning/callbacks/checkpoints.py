@@ -8,11 +8,13 @@ import math
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks.average import refuse_without
+from deeplightning.callbacks.random_state import knows_position
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
@@ -20,7 +22,7 @@ from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint,
 from deeplightning.engine.process_group import replicas
 from deeplightning.engine.restored import check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
-from deeplightning.private.lightning import forget_train_loader, restart_validation
+from deeplightning.private.lightning import forget_train_loader, restart_validation, resume_by_epochs, training_loaders
 from deeplightning.process.streams import Interrupted
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.words import stage_of
@@ -52,6 +54,7 @@ class Checkpoints(LightningCheckpoint):
         self._loaded: list[dict[str, Any]] | None = None
         self._arriving: dict[str, object] | None = None  # until the optimizers are there that it is compared with
         self._plateaus: dict[str, float] = {}
+        self._monitored: dict[str, torch.Tensor] = {}
         self._due = self._validating = False
         self._saved_step = self.resumed_at = -1  # optimizer steps
         self._validated = False
@@ -74,15 +77,18 @@ class Checkpoints(LightningCheckpoint):
             self._arriving = None
         # Whoever asks for `estimated_stepping_batches` in `configure_optimizers`, as a schedule with `auto` does, has
         # Lightning (2.6.6) make loader and iterator before the position is restored: the run would repeat the first
-        # epoch's batches. Strategies that shard parameters learn only after this hook that there is a checkpoint.
-        if trainer.ckpt_path is not None or trainer.strategy.restore_checkpoint_after_setup:
+        # epoch's batches. Strategies that shard parameters learn only after this hook that there is a checkpoint. A
+        # loader that does not know its position keeps the iterator: a second one would draw other numbers.
+        resumes = trainer.ckpt_path is not None or trainer.strategy.restore_checkpoint_after_setup
+        if resumes and any(map(knows_position, training_loaders(trainer))):
             forget_train_loader(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_over(trainer)
         self._find_marks(trainer)
         self.resumed_at = trainer.global_step
-        plateaus, self._plateaus = self._plateaus, {}
+        trainer.callback_metrics.update(self._monitored)
+        plateaus, self._plateaus, self._monitored = self._plateaus, {}, {}
         for number, value in plateaus.items():
             scheduler: Any = trainer.lr_scheduler_configs[int(number)].scheduler
             scheduler.step(value)
@@ -168,7 +174,8 @@ class Checkpoints(LightningCheckpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Note what Lightning 2.6 forgets when it resumes: a step of schedulers that follow a metric, which is to come
-        after this, and a validation that was not finished. That a run was stopped early its callback's state says."""
+        after this, the metrics of those by steps, and a validation that was not finished. That a run was stopped early
+        its callback's state says."""
         epoch: Any = trainer.fit_loop.epoch_progress.current
         batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         ends_epoch = epoch.completed < epoch.processed == epoch.ready
@@ -176,15 +183,21 @@ class Checkpoints(LightningCheckpoint):
             due = _by_metrics(trainer, "epoch" if ends_epoch else "step")
             checkpoint["plateaus"] = {str(number): value for number, _, value in due}
         checkpoint["validating"] = self._validating
+        steps = {c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"}
+        known = trainer.callback_metrics
+        checkpoint["monitored"] = {name: float(known[name]) for name in steps if name in known}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
             refuse_without(trainer.callbacks, checkpoint, trainer.ckpt_path)  # type: ignore[attr-defined]
             check_counters(trainer, checkpoint)
+            resume_by_epochs(trainer)
             if not trainer.strategy.restore_checkpoint_after_setup:  # else states are in a form of the strategy's own
                 self._arriving = checkpoint
         _count_for(checkpoint, replicas(trainer)[0])
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
+        monitored = checkpoint.get("monitored") or {}
+        self._monitored = {name: torch.tensor(value) for name, value in monitored.items() if isinstance(value, float)}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             state = checkpoint.get("callbacks", {}).get(callback.state_key)
             if isinstance(callback, EarlyStopping) and state and trainer.state.fn == "fit":

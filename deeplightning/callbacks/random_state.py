@@ -182,13 +182,14 @@ class Generators(Callback):
         self._saved: list[dict[str, Any]] | None = None  # of each process
         self._before: dict[str, Any] | None = None  # the states before the epoch; None: it is the first
         self._resumes = False  # whether the next epoch is the first of a run that resumes
+        self._validation: dict[str, Any] | None = None  # the states before the validation that is under way
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
         build_network(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"now": _states(self._trainer), "before": self._before}
+        own = {"now": self._validation or _states(self._trainer), "before": self._before}
         every: list[Any] = [own]
         if distributed.is_available() and distributed.is_initialized():
             every *= distributed.get_world_size()
@@ -215,19 +216,27 @@ class Generators(Callback):
         return found
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._resumes = trainer.ckpt_path is not None
-        before_batches(trainer, functools.partial(self._begin_epoch, trainer))
+        self._resumes, self._validation = trainer.ckpt_path is not None, None
+        before_batches(
+            trainer, functools.partial(self._begin_epoch, trainer), functools.partial(self._begin_validation, trainer)
+        )
+
+    def _begin_validation(self, trainer: Trainer) -> None:
+        """Note the states before a validation: a run that is interrupted in it repeats all of it."""
+        self._validation = _states(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation = None
 
     def _begin_epoch(self, trainer: Trainer) -> None:
         """Note the states before an epoch is iterated; where the run resumes, restore them and the iterator."""
         resumes, self._resumes = self._resumes, False
         batches = trainer.fit_loop.epoch_loop.batch_progress
         done = batches.current.ready
-        if resumes and (batches.is_last_batch or done >= trainer.num_training_batches):
-            return  # this epoch has no batch left
         now = self._take(trainer).get("now")
         if resumes and done > 0:
-            if not any(map(knows_position, training_loaders(trainer))):
+            is_over = batches.is_last_batch or done >= trainer.num_training_batches  # but for its validation
+            if not is_over and not any(map(knows_position, training_loaders(trainer))):
                 if self._before is not None:
                     _set_states(trainer, self._before)
                 restart_epoch(trainer, skip=done, new_iterator=self._before is not None)

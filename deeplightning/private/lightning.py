@@ -51,19 +51,33 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
     return True
 
 
-def before_batches(trainer: "pl.Trainer", call: Callable[[], None]) -> None:
+def resume_by_epochs(trainer: "pl.Trainer") -> None:
+    """Let a run with `max_steps` resume like one without: Lightning 2.6 would go once more through an epoch that is
+    over, without a batch. Call this before counters are restored. If the name moves, that epoch is counted twice."""
+    trainer.fit_loop._iteration_based_training = lambda: False
+
+
+def before_batches(
+    trainer: "pl.Trainer", of_training: Callable[[], None], of_validation: Callable[[], None] | None = None
+) -> None:
     """Call a function in each epoch of a training after all hooks of its start, before Lightning iterates the training
-    data. If a name moves, a run that resumes draws other random numbers; the canary fails.
+    data, and one before each validation. If a name moves, a run that resumes draws other random numbers.
 
     Lightning iterates the first epoch before, and that of a run that resumes: this is the last chance to do it again.
     """
-    loop = trainer.fit_loop.epoch_loop
+    loop: Any = trainer.fit_loop.epoch_loop
+    validation = loop.val_loop
 
     def on_run_start(fetcher: Any) -> None:
-        call()
+        of_training()
         type(loop).on_run_start(loop, fetcher)
 
-    loop.on_run_start = on_run_start
+    def run() -> Any:
+        if of_validation is not None:
+            of_validation()
+        return type(validation).run(validation)
+
+    loop.on_run_start, validation.run = on_run_start, run
 
 
 def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:

@@ -120,6 +120,7 @@ class Hooked(Line):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+        assert self.trainer.estimated_stepping_batches == 15
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         return [optimizer], [
             {"scheduler": plateau, "monitor": "train_loss", "interval": "step"},
@@ -327,10 +328,10 @@ def test_checkpoints_hold_plain_hyperparameters_that_lightning_loads(whole, proj
 
 
 def test_a_run_resumes_with_the_weights_of_an_uninterrupted_one(whole, run, tmp_path):
-    """At an epoch's end, and test finds its weights."""
-    store = f"logger.params.tracking_uri={tmp_path}"
-    run(store, "train.num_epochs=2")
-    resumed = run(store, "train.resume_ckpt=auto")
+    """At an epoch's end, also with `max_steps`, and test finds its weights."""
+    settings = [f"logger.params.tracking_uri={tmp_path}", "train.max_steps=15"]
+    run(*settings, "train.num_epochs=2")
+    resumed = run(*settings, "train.resume_ckpt=auto")
     assert "(step 10, epoch 2)" in resumed.out
     assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
     assert run(str(resumed.folder), verb="test").code == 0
@@ -345,14 +346,16 @@ HOOKED = (
 
 
 def test_a_killed_run_ends_like_an_uninterrupted_one_with_states_and_draws_in_hooks(run, tmp_path):
-    """Inside an epoch: weights, points, and an average of the task's `on_train_batch_end`; hooks and the loader's own
-    generator draw, a schedule by steps follows a metric, a hook has skipped the rest of an epoch, each validation batch
-    is logged, and numbers have 64 bits."""
+    """Inside the first epoch and a later one: weights, points, and an average of the task's `on_train_batch_end`; hooks
+    and the loader's own generator draw, a schedule by steps follows a metric, the task asks for the number of steps, a
+    hook has skipped the rest of an epoch, each validation batch is logged, and numbers have 64 bits."""
     first = run(*HOOKED, f"logger.params.tracking_uri={tmp_path / 'whole'}")
-    words = [*HOOKED, f"logger.params.tracking_uri={tmp_path / 'killed'}", "train.checkpoint.every_n_steps=11"]
-    run(*words, code=-signal.SIGKILL, DIES_AT="12")
-    resumed = run(*words, "train.resume_ckpt=auto")
-    assert "(step 11, epoch 3)" in resumed.out
+    store = f"logger.params.tracking_uri={tmp_path / 'killed'}"
+    words = [*HOOKED, store, "train.checkpoint.every_n_steps=3", "train.resume_ckpt=auto"]
+    run(*words, code=-signal.SIGKILL, DIES_AT="4")
+    assert "(step 3, epoch 1)" in run(*words, code=-signal.SIGKILL, DIES_AT="13").out
+    resumed = run(*words)
+    assert "(step 12, epoch 3)" in resumed.out
     assert digest(resumed.folder / "last.ckpt") == digest(first.folder / "last.ckpt")
     series = [read_series(outcome.folder / "metrics.jsonl") for outcome in (first, resumed)]
     assert parted(*series) == []

@@ -232,7 +232,8 @@ def test_an_epoch_begins_again():
 
     class Again(pl.Callback):
         def on_train_start(self, trainer, module):
-            lightning.before_batches(trainer, functools.partial(self._begin, trainer))
+            validates = functools.partial(asked.append, "validation")
+            lightning.before_batches(trainer, functools.partial(self._begin, trainer), validates)
 
         def on_train_epoch_start(self, trainer, module):
             trainer.train_dataloader.sampler.set_epoch(7)
@@ -252,7 +253,7 @@ def test_an_epoch_begins_again():
     data = torch.zeros(4, 2)
     loader = Loader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     trainer.fit(Line(), loader, _loader())
-    assert (asked, trainer.global_step) == (["iterator", "hook", "iterator"], 4)
+    assert (asked, trainer.global_step) == (["iterator", "hook", "iterator", "validation"], 4)
     assert loader.sampler.epoch == 0
 
 
