@@ -72,6 +72,8 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         gathered.Gathered(),
         gathered.PendingGradients(),
     ]
+    if cfg.engine.precision in (64, "64-true"):
+        callbacks.append(start.Double())
     if cfg.engine.activation_checkpointing:
         callbacks.append(start.Recompute(cfg.engine.activation_checkpointing))
     if cfg.engine.profiler == "flops":

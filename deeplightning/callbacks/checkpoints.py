@@ -8,11 +8,13 @@ import math
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks.average import refuse_without
+from deeplightning.callbacks.random_state import knows_position
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
@@ -20,7 +22,7 @@ from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint,
 from deeplightning.engine.process_group import replicas
 from deeplightning.engine.restored import check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
-from deeplightning.private.lightning import forget_train_loader, restart_validation
+from deeplightning.private.lightning import forget_train_loader, restart_validation, resume_by_epochs, training_loaders
 from deeplightning.process.streams import Interrupted
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.words import stage_of
@@ -52,6 +54,7 @@ class Checkpoints(LightningCheckpoint):
         self._loaded: list[dict[str, Any]] | None = None
         self._arriving: dict[str, object] | None = None  # until the optimizers are there that it is compared with
         self._plateaus: dict[str, float] = {}
+        self._monitored: dict[str, torch.Tensor] = {}
         self._due = self._validating = False
         self._saved_step = self.resumed_at = -1  # optimizer steps
         self._validated = False
@@ -74,15 +77,18 @@ class Checkpoints(LightningCheckpoint):
             self._arriving = None
         # Whoever asks for `estimated_stepping_batches` in `configure_optimizers`, as a schedule with `auto` does, has
         # Lightning (2.6.6) make loader and iterator before the position is restored: the run would repeat the first
-        # epoch's batches. Strategies that shard parameters learn only after this hook that there is a checkpoint.
-        if trainer.ckpt_path is not None or trainer.strategy.restore_checkpoint_after_setup:
+        # epoch's batches. Strategies that shard parameters learn only after this hook that there is a checkpoint. A
+        # loader that does not know its position keeps the iterator: a second one would draw other numbers.
+        resumes = trainer.ckpt_path is not None or trainer.strategy.restore_checkpoint_after_setup
+        if resumes and any(map(knows_position, training_loaders(trainer))):
             forget_train_loader(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_over(trainer)
         self._find_marks(trainer)
         self.resumed_at = trainer.global_step
-        plateaus, self._plateaus = self._plateaus, {}
+        trainer.callback_metrics.update(self._monitored)
+        plateaus, self._plateaus, self._monitored = self._plateaus, {}, {}
         for number, value in plateaus.items():
             scheduler: Any = trainer.lr_scheduler_configs[int(number)].scheduler
             scheduler.step(value)
@@ -107,7 +113,7 @@ class Checkpoints(LightningCheckpoint):
             trainer.log_every_n_steps = 1
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self.resumed_at, self._saved_step)
@@ -116,6 +122,7 @@ class Checkpoints(LightningCheckpoint):
             self._due = True
         # Behind a batch that is validated, after that: Lightning 2.6 would not do it after resuming from here.
         if self._due and between_steps(trainer) and not (epoch_is_over(trainer) or _is_validated(trainer)):
+            _call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)
             known = trainer.callback_metrics.get(self.settings.monitor or "")
             if self._of_steps and batch_idx + 1 in self._marks and known is not self._former:
                 self._judge(trainer)
@@ -130,6 +137,7 @@ class Checkpoints(LightningCheckpoint):
             return
         self._validated = True
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            _call_early(pl_module, "on_validation_end")
             self._judge(trainer)
             if self._due and between_steps(trainer):
                 self._save_last(trainer)
@@ -140,7 +148,7 @@ class Checkpoints(LightningCheckpoint):
             return  # stopped inside the epoch: a checkpoint from here would count it as whole
         if trainer.fit_loop.restarting:
             # Lightning 2.6 leaves it out where it resumed in the epoch
-            for _, scheduler, value in _by_metrics(trainer):
+            for _, scheduler, value in _by_metrics(trainer, "epoch"):
                 scheduler.step(value)
         every = self.settings.every_n_epochs
         if self._due or (every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0):
@@ -166,20 +174,30 @@ class Checkpoints(LightningCheckpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Note what Lightning 2.6 forgets when it resumes: a step of schedulers that follow a metric, which is to come
-        after this, and a validation that was not finished. That a run was stopped early its callback's state says."""
+        after this, the metrics of those by steps, and a validation that was not finished. That a run was stopped early
+        its callback's state says."""
         epoch: Any = trainer.fit_loop.epoch_progress.current
-        if epoch.completed < epoch.processed == epoch.ready and not trainer.fit_loop.restarting:
-            checkpoint["plateaus"] = {str(number): value for number, _, value in _by_metrics(trainer)}
+        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        ends_epoch = epoch.completed < epoch.processed == epoch.ready
+        if (ends_epoch and not trainer.fit_loop.restarting) or batch.completed < batch.processed == batch.ready:
+            due = _by_metrics(trainer, "epoch" if ends_epoch else "step")
+            checkpoint["plateaus"] = {str(number): value for number, _, value in due}
         checkpoint["validating"] = self._validating
+        steps = {c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"}
+        known = trainer.callback_metrics
+        checkpoint["monitored"] = {name: float(known[name]) for name in steps if name in known}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
             refuse_without(trainer.callbacks, checkpoint, trainer.ckpt_path)  # type: ignore[attr-defined]
             check_counters(trainer, checkpoint)
+            resume_by_epochs(trainer)
             if not trainer.strategy.restore_checkpoint_after_setup:  # else states are in a form of the strategy's own
                 self._arriving = checkpoint
         _count_for(checkpoint, replicas(trainer)[0])
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
+        monitored = checkpoint.get("monitored") or {}
+        self._monitored = {name: torch.tensor(value) for name, value in monitored.items() if isinstance(value, float)}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             state = checkpoint.get("callbacks", {}).get(callback.state_key)
             if isinstance(callback, EarlyStopping) and state and trainer.state.fn == "fit":
@@ -326,12 +344,29 @@ def _count_for(checkpoint: dict[str, Any], world: int) -> None:
     engine = checkpoint.get("engine") or {}
     was = engine["processes"] // engine.get("tensor_parallel", 1) if "processes" in engine else world
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-    if was == world or progress is None:
+    if progress is None:
         return
-    counts, before = progress["current"], progress["current"]["ready"]
+    counts, total, before = progress["current"], progress["total"], progress["current"]["ready"]
+    for name, count in counts.items():
+        # Where a hook has skipped the rest of an epoch, Lightning 2.6 would repeat the batch of the checkpoint.
+        total[name] = total["ready"] - before + count
+    if was == world:
+        return
     ready = PAST_THE_LAST if progress["is_last_batch"] else counts["ready"] * was // world
     for name, count in counts.items():  # the batch under way may not be completed yet
         counts[name] = ready - (before - count)
+
+
+def _call_early(task: LightningModule, hook: str, *arguments: object) -> None:
+    """Call a hook of the task now, instead of behind the callbacks' hooks: a checkpoint that is saved here has what the
+    hook changes, such as an average of the weights."""
+    getattr(task, hook)(*arguments)
+    own = vars(task).get(hook)
+
+    def skip(*_: object) -> None:
+        delattr(task, hook) if own is None else setattr(task, hook, own)
+
+    setattr(task, hook, skip)
 
 
 def _is_validated(trainer: Trainer) -> bool:
@@ -341,13 +376,19 @@ def _is_validated(trainer: Trainer) -> bool:
     return in_epoch and trainer.fit_loop.epoch_loop.batch_progress.current.ready % batches == 0
 
 
-def _by_metrics(trainer: Trainer) -> list[tuple[int, Any, float]]:
-    """Return the schedulers that follow a metric by epochs and are due after this one: number, scheduler, value."""
+def _by_metrics(trainer: Trainer, interval: str) -> list[tuple[int, Any, float]]:
+    """Return the schedulers that follow a metric by epochs or steps and are due after this one: number, scheduler,
+    value."""
+    if not trainer.lightning_module.automatic_optimization:
+        return []
+    done = (
+        trainer.current_epoch + 1 if interval == "epoch" else trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    )
     return [
         (number, config.scheduler, float(trainer.callback_metrics[config.monitor]))
         for number, config in enumerate(trainer.lr_scheduler_configs)
         if config.reduce_on_plateau
-        and config.interval == "epoch"
-        and (trainer.current_epoch + 1) % config.frequency == 0
+        and config.interval == interval
+        and done % config.frequency == 0
         and config.monitor in trainer.callback_metrics
     ]

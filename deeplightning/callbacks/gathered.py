@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from deeplightning.engine.process_group import replicas
-from deeplightning.private.lightning import add_to_logged_means, logged_means
+from deeplightning.private.lightning import add_to_logged_means, logged_means, validated_batches
 
 log = logging.getLogger("deeplightning")
 
@@ -21,7 +21,8 @@ GRADIENTS = "gradients"
 
 class Gathered(Callback):
     """Keep in each checkpoint from inside an epoch the states of the task's torchmetrics objects, over all processes,
-    and what Lightning has added up of `self.log(on_epoch=True)`.
+    and what Lightning has added up of `self.log(on_epoch=True)`; in each the number of validation batches, at which
+    Lightning logs `self.log(on_step=True)`.
 
     States that a validation updates are left out: a resumed run repeats the validation that was under way.
     """
@@ -32,37 +33,44 @@ class Gathered(Callback):
         self._judging: set[str] = set()  # metrics that validations update
         self._saved: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}  # of the checkpoint, until the task logs it again
+        self._validated: dict[int, int] = {}  # validation batches by loader, before the validation that is next
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counts = {name: metric.update_count for name, metric in _metrics(pl_module).items()}
+        if trainer.state.fn == "fit":
+            validated_batches(trainer).update(self._validated)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, metric in _metrics(pl_module).items():
             if self._counts.get(name, metric.update_count) != metric.update_count:
                 self._judging.add(name)
 
-    def on_validation_end(self, *_: object) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counts = {}
+        self._validated = dict(validated_batches(trainer))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"metrics": states by the module's name, "logged": values of `self.log`}; between epochs nothing."""
+        """Return {"validated": batches by loader, "metrics": states by the module's name, "logged": values of
+        `self.log`}; between epochs only the first."""
         epoch: Any = self._trainer and self._trainer.fit_loop.epoch_progress.current
         if self._trainer is None or epoch.processed == epoch.ready:
-            return {}
+            return {"validated": self._validated}
         metrics = _metrics(self._trainer.lightning_module)
         found = {n: m for n, m in metrics.items() if m.update_called and n not in self._judging}
         found = {n: m for n, m in found.items() if self._counts.get(n, m.update_count) == m.update_count}
         logged = self._logged | logged_means(self._trainer)  # the former of a run that ends before the task logs again
-        return {"metrics": {name: _state_of(metric) for name, metric in found.items()}, "logged": logged}
+        states = {name: _state_of(metric) for name, metric in found.items()}
+        return {"validated": self._validated, "metrics": states, "logged": logged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict if self._trainer is not None and self._trainer.state.fn == "fit" else {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, {}
+        self._validated = dict(saved.get("validated", {}))
         if not saved or replicas(trainer)[1] != 0:  # of a tensor-parallel group all processes count the same samples
             return
         for name, metric in _metrics(pl_module).items():

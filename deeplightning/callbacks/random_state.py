@@ -1,9 +1,9 @@
 """Draw random numbers that a resumed run repeats; Lightning has no callback for it. They follow from seed and position
 alone, or, with a module of the user's own, are those of Lightning's own Trainer."""
 
+import functools
 import math
 import random
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from deeplightning.checks.signature_check import Imported
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import CheckpointError
-from deeplightning.private.lightning import restart_epoch, training_loaders
+from deeplightning.private.lightning import before_batches, restart_epoch, training_loaders
 
 _WORD = 2**64 - 1
 
@@ -71,7 +71,7 @@ def _seed_from(word: int) -> None:
         seed_all_devices(word)
 
 
-@cache
+@functools.cache
 def _device_module() -> Any:
     """Return torch's module for the accelerator of this machine, such as `torch.cuda`; None: it has none."""
     return torch.get_device_module() if torch.accelerator.is_available() else None
@@ -101,6 +101,7 @@ class Seeds(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore_position(trainer)
         self._seed_batch(trainer)
+        before_batches(trainer, functools.partial(self._begin_epoch, trainer))
 
     def _restore_position(self, trainer: Trainer) -> None:
         """Skip the batches that a resumed run has done, in loaders that do not know their position: iterate each epoch
@@ -118,8 +119,7 @@ class Seeds(Callback):
             _seed_from(_mixed(_word(self.seed, 1 + number, replicas(trainer)[1]), int(size) if size < math.inf else 0))
         restart_epoch(trainer, skip=done, new_iterator=number > 0)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seed_batch(trainer)
+    def _begin_epoch(self, trainer: Trainer) -> None:
         if self._begins:
             self._begins = False
             restart_epoch(trainer, skip=0, new_iterator=True)
@@ -134,7 +134,7 @@ class Seeds(Callback):
             self._epoch, self._word = epoch, _word(self.seed, *epoch)
         _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
 
-    on_train_batch_end = _seed_batch
+    on_train_epoch_start = on_train_batch_end = _seed_batch
 
 
 def knows_position(loader: Any) -> bool:
@@ -169,22 +169,27 @@ def build_network(trainer: Trainer, task: LightningModule, stage: str) -> None:
 
 
 class Generators(Callback):
-    """Save the states of each process' generators of Python, NumPy and torch in checkpoints, and restore them.
+    """Save the states of each process' generators of Python, NumPy and torch in checkpoints, and restore them; also of
+    the `generator` that a training loader or its sampler has.
 
     So the numbers are those of `seed_everything` and `Trainer.fit`, and a run that resumes draws what an uninterrupted
-    one does. Inside an epoch it iterates from the states before that epoch, and drops the batches that are done, unless
-    the loader knows its position.
+    one does, whatever hooks draw before its first batch. Inside an epoch it iterates from the states before that epoch,
+    and drops the batches that are done, unless the loader knows its position.
     """
 
     def __init__(self) -> None:
+        self._trainer: Trainer | None = None
         self._saved: list[dict[str, Any]] | None = None  # of each process
         self._before: dict[str, Any] | None = None  # the states before the epoch; None: it is the first
+        self._resumes = False  # whether the next epoch is the first of a run that resumes
+        self._validation: dict[str, Any] | None = None  # the states before the validation that is under way
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
         build_network(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"now": _states(), "before": self._before}
+        own = {"now": self._validation or _states(self._trainer), "before": self._before}
         every: list[Any] = [own]
         if distributed.is_available() and distributed.is_initialized():
             every *= distributed.get_world_size()
@@ -211,29 +216,54 @@ class Generators(Callback):
         return found
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._resumes, self._validation = trainer.ckpt_path is not None, None
+        before_batches(
+            trainer, functools.partial(self._begin_epoch, trainer), functools.partial(self._begin_validation, trainer)
+        )
+
+    def _begin_validation(self, trainer: Trainer) -> None:
+        """Note the states before a validation: a run that is interrupted in it repeats all of it."""
+        self._validation = _states(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation = None
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
+        """Note the states before an epoch is iterated; where the run resumes, restore them and the iterator."""
+        resumes, self._resumes = self._resumes, False
         batches = trainer.fit_loop.epoch_loop.batch_progress
         done = batches.current.ready
-        if trainer.ckpt_path is None or batches.is_last_batch or not 0 < done < trainer.num_training_batches:
+        now = self._take(trainer).get("now")
+        if resumes and done > 0:
+            is_over = batches.is_last_batch or done >= trainer.num_training_batches  # but for its validation
+            if not is_over and not any(map(knows_position, training_loaders(trainer))):
+                if self._before is not None:
+                    _set_states(trainer, self._before)
+                restart_epoch(trainer, skip=done, new_iterator=self._before is not None)
+            if now is not None:
+                _set_states(trainer, now)
             return
-        saved = self._take(trainer)
-        if not any(map(knows_position, training_loaders(trainer))):
-            if self._before is not None:
-                _set_states(trainer, self._before)
-            restart_epoch(trainer, skip=done, new_iterator=self._before is not None)
-        if saved:
-            _set_states(trainer, saved.get("now"))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if saved := self._take(trainer):
-            _set_states(trainer, saved.get("now"))
-            self._before = saved["now"]
+        if now is not None:
+            _set_states(trainer, now)
+        if trainer.current_epoch > 0:
+            self._before = _states(trainer)
+        if resumes and now is not None:
             restart_epoch(trainer, skip=0, new_iterator=True)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._before = _states()
+
+def _generators(trainer: Trainer) -> list[torch.Generator]:
+    """Return the generators of torch that the training loaders and their samplers have."""
+    found: dict[int, torch.Generator] = {}
+    for loader in training_loaders(trainer):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for part in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())
 
 
-def _states() -> dict[str, Any]:
+def _states(trainer: Trainer | None) -> dict[str, Any]:
     """Return the states as plain lists: a pickled tensor would call `torch.save`, which users count."""
     accelerator = _device_module()
     devices = accelerator.get_rng_state_all() if hasattr(accelerator, "get_rng_state_all") else []
@@ -242,6 +272,7 @@ def _states() -> dict[str, Any]:
         "numpy": [each.tolist() if isinstance(each, np.ndarray) else each for each in np.random.get_state()],
         "torch": torch.get_rng_state().tolist(),
         "device": [device.tolist() for device in devices],
+        "loaders": [generator.get_state().tolist() for generator in _generators(trainer)] if trainer else [],
     }
 
 
@@ -258,5 +289,7 @@ def _set_states(trainer: Trainer, states: Any) -> None:
         if states["device"]:
             devices = [torch.tensor(device, dtype=torch.uint8) for device in states["device"]]
             _device_module().set_rng_state_all(devices)
+        for generator, state in zip(_generators(trainer), states.get("loaders", ()), strict=False):
+            generator.set_state(torch.tensor(state, dtype=torch.uint8))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{trainer.ckpt_path}: damaged: the states of generators: {error!r}") from error

@@ -8,9 +8,10 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from torch import distributed
 
@@ -72,11 +73,14 @@ class Signals(LightningCheckpoint):
         return Interrupted(number.name, INTERRUPTED.get(number, INTERRUPTED[signal.SIGTERM]), at_once)
 
     def _look(self, trainer: Trainer, *_: object, **__: object) -> None:
-        if trainer.state.fn == "fit" and not between_steps(trainer):
-            return  # what is saved now would lack the gradients that wait
-        received = self._received if trainer.world_size == 1 else self._received_by_any(trainer)
-        if received:
+        if received := self._heard(trainer):
             raise self._interrupted(received)
+
+    def _heard(self, trainer: Trainer) -> int:
+        """Return the signal that ends the run now, or 0."""
+        if trainer.state.fn == "fit" and not between_steps(trainer):
+            return 0  # what is saved now would lack the gradients that wait
+        return self._received if trainer.world_size == 1 else self._received_by_any(trainer)
 
     def _received_by_any(self, trainer: Trainer) -> int:
         """Return the signal that a process had received when this was last asked, on all the same, or 0.
@@ -98,10 +102,12 @@ class Signals(LightningCheckpoint):
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
 
-    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         self._batches += 1
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the epoch is brought to its end
-            self._look(trainer)
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if not is_last and (received := self._heard(trainer)):  # else the epoch is brought to its end
+            pl_module.on_train_batch_end(*batch)  # Lightning would call it now, and the checkpoint has what it changes
+            raise self._interrupted(received)
 
     def on_train_end(self, trainer: Trainer, *_: object) -> None:
         self._look(trainer)

@@ -1,5 +1,5 @@
-"""Prepare the network before it learns: weights of a checkpoint, a run or a file of tensors (`model.init_from`), and
-modules that compute their activations twice (`engine.activation_checkpointing`)."""
+"""Prepare the network before it learns: weights of a checkpoint, a run or a file of tensors (`model.init_from`), 64
+bits, and modules that compute their activations twice (`engine.activation_checkpointing`)."""
 
 import logging
 from collections.abc import Sequence
@@ -91,6 +91,14 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(Fault(f"{path} cannot be read: {error}", "model.init_from")) from error
+
+
+class Double(Callback):
+    """Give the task 64 bits (`engine.precision`) before weights are restored: where its constructor has built the
+    network, Lightning 2.6 rounds them to 32."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pl_module.double()
 
 
 class Recompute(Callback):

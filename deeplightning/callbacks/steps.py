@@ -210,8 +210,8 @@ def _is_stream(loader: Any) -> bool:
 
 
 class ScheduleSteps(Callback):
-    """Advance a schedule by steps with each, or each n-th, step that its optimizer has taken, and one by a metric of
-    the validation in the epochs that are validated.
+    """Advance a schedule of ours by steps with each, or each n-th, step that its optimizer has taken, and any one by a
+    metric of the validation in the epochs that are validated.
 
     Lightning 2.6 counts batches, accumulated ones too, and advances where the scaler of precision 16 has left a step
     out because its gradients were no numbers. Where an epoch is not validated, it ends the run.
@@ -227,7 +227,8 @@ class ScheduleSteps(Callback):
         for config in trainer.lr_scheduler_configs:
             if config.interval == "epoch" and config.reduce_on_plateau and stage_of(config.monitor or "")[0] == "val":
                 config.frequency = math.lcm(config.frequency, epochs)
-        self._every = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _by_optimizer_steps(c)]
+        if type(pl_module).configure_optimizers.__module__.startswith("deeplightning."):  # else as under Lightning
+            self._every = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _by_optimizer_steps(c)]
         for config, _ in self._every:
             hook = functools.partial(self._taken, config)
             self._hooks.append(config.scheduler.optimizer.register_step_post_hook(hook))

@@ -27,7 +27,7 @@ from deeplightning.words import first_line
 
 _TYPES: dict[str, type] = {
     **dict.fromkeys(("state_dict", "loops", "callbacks", "config", "run", "engine", "versions"), dict),
-    **dict.fromkeys(("gathered", "gradients", "plateaus", "train_metrics"), dict),
+    **dict.fromkeys(("gathered", "gradients", "monitored", "plateaus", "train_metrics"), dict),
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("optimizer_states", "lr_schedulers", "points", "frozen"), list),
 }

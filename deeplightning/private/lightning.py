@@ -1,5 +1,6 @@
 """Private names of Lightning 2.6."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,35 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
     return True
 
 
+def resume_by_epochs(trainer: "pl.Trainer") -> None:
+    """Let a run with `max_steps` resume like one without: Lightning 2.6 would go once more through an epoch that is
+    over, without a batch. Call this before counters are restored. If the name moves, that epoch is counted twice."""
+    trainer.fit_loop._iteration_based_training = lambda: False
+
+
+def before_batches(
+    trainer: "pl.Trainer", of_training: Callable[[], None], of_validation: Callable[[], None] | None = None
+) -> None:
+    """Call a function in each epoch of a training after all hooks of its start, before Lightning iterates the training
+    data, and one before each validation. If a name moves, a run that resumes draws other random numbers.
+
+    Lightning iterates the first epoch before, and that of a run that resumes: this is the last chance to do it again.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    validation = loop.val_loop
+
+    def on_run_start(fetcher: Any) -> None:
+        of_training()
+        type(loop).on_run_start(loop, fetcher)
+
+    def run() -> Any:
+        if of_validation is not None:
+            of_validation()
+        return type(validation).run(validation)
+
+    loop.on_run_start, validation.run = on_run_start, run
+
+
 def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
     """Skip batches of the training data before the first one is read. If a name moves, a run that resumes with the
     user's own loaders fails when training starts.
@@ -66,8 +96,11 @@ def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
         for loader in training_loaders(trainer):
             _set_sampler_epoch(loader, trainer.current_epoch)  # Lightning does so after `on_train_start`
         iter(fetcher)
+    source = (
+        fetcher if getattr(fetcher, "batches", None) else fetcher.iterator
+    )  # a fetcher may leave reading to the task
     for _ in range(skip):
-        next(fetcher, None)
+        next(source, None)
     if fetcher.length is not None:
         fetcher.fetched, fetcher.done = 0, False  # Lightning adds the finished batches
 
@@ -91,6 +124,12 @@ def restart_validation(trainer: "pl.Trainer") -> None:
     validation = trainer.fit_loop.epoch_loop.val_loop
     validation._restart_stage = "restarted_mid_evaluation"
     validation.batch_progress.reset()
+
+
+def validated_batches(trainer: "pl.Trainer") -> dict[int, int]:
+    """Return the number of batches that validations of a training have read, by loader: the steps under which Lightning
+    logs their values. If the name moves, the first validation fails."""
+    return trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader
 
 
 def logged_steps(trainer: "pl.Trainer") -> int:

@@ -2,6 +2,7 @@
 trains them, and gain checkpoints that plain Lightning loads, resume and test."""
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,8 +14,12 @@ import torch
 
 from deeplightning.callbacks.random_state import Generators
 from deeplightning.faults import CheckpointError
+from deeplightning.tracking.metrics_file import parted, read_series
 
 OWN = """\
+import os
+import signal
+
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.cli import OptimizerCallable
@@ -79,6 +84,47 @@ class Line(pl.LightningModule):
 
     def configure_optimizers(self):
         return self.hparams.optimizer(self.parameters())
+
+
+class Drawn(Points):
+    def setup(self, stage):
+        super().setup(stage)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, generator=self.generator)
+
+
+class Hooked(Line):
+    def __init__(self, net: nn.Module, losses: list[nn.Module], optimizer: OptimizerCallable, dropout: float):
+        super().__init__(net, losses, optimizer, dropout)
+        self.register_buffer("average", torch.zeros(2))
+
+    def on_train_start(self):
+        torch.rand(1)
+
+    on_train_epoch_start = on_train_epoch_end = on_train_start
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_step == int(os.environ.get("DIES_AT", -1)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return -1 if self.current_epoch == 1 and batch_idx == 4 else None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.lerp_(self.net.weight.detach()[0] + 0.01 * torch.rand(2), 0.5)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), on_step=True)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+        assert self.trainer.estimated_stepping_batches == 15
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return [optimizer], [
+            {"scheduler": plateau, "monitor": "train_loss", "interval": "step"},
+            {"scheduler": schedule, "interval": "step", "frequency": 2},
+        ]
 
 
 class OfConfig(Line):
@@ -201,9 +247,9 @@ def project(tmp_path_factory):
 def run(project, command):
     """`run(override, …)` trains the config; `code` is the exit code that is expected."""
 
-    def train(*overrides: str, code: int = 0, verb: str = "train", config: str = "config.yaml", ranks: int = 1):
+    def train(*overrides: str, code: int = 0, verb: str = "train", config: str = "config.yaml", ranks: int = 1, **env):
         words = [config] if verb == "train" else []
-        return command(verb, *words, *overrides, cwd=project, ranks=ranks, OWN_TOKEN=TOKEN, code=code)
+        return command(verb, *words, *overrides, cwd=project, ranks=ranks, OWN_TOKEN=TOKEN, code=code, **env)
 
     return train
 
@@ -276,6 +322,41 @@ def test_checkpoints_hold_plain_hyperparameters_that_lightning_loads(whole, proj
     assert Points.load_from_checkpoint(path).hparams.batch_size == 16
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=project, check=True, timeout=300)
+
+
+def test_a_run_resumes_with_the_weights_of_an_uninterrupted_one(whole, run, tmp_path):
+    """At an epoch's end, also with `max_steps`, and test finds its weights."""
+    settings = [f"logger.params.tracking_uri={tmp_path}", "train.max_steps=15"]
+    run(*settings, "train.num_epochs=2")
+    resumed = run(*settings, "train.resume_ckpt=auto")
+    assert "(step 10, epoch 2)" in resumed.out
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    assert run(str(resumed.folder), verb="test").code == 0
+
+
+HOOKED = (
+    "data.module.type=own_line.Drawn",
+    "model.module.type=own_line.Hooked",
+    "engine.precision=64",
+    "~model.module.params.token",
+)
+
+
+def test_a_killed_run_ends_like_an_uninterrupted_one_with_states_and_draws_in_hooks(run, tmp_path):
+    """Inside the first epoch and a later one: weights, points, and an average of the task's `on_train_batch_end`; hooks
+    and the loader's own generator draw, a schedule by steps follows a metric, the task asks for the number of steps, a
+    hook has skipped the rest of an epoch, each validation batch is logged, and numbers have 64 bits."""
+    first = run(*HOOKED, f"logger.params.tracking_uri={tmp_path / 'whole'}")
+    store = f"logger.params.tracking_uri={tmp_path / 'killed'}"
+    words = [*HOOKED, store, "train.checkpoint.every_n_steps=3", "train.resume_ckpt=auto"]
+    run(*words, code=-signal.SIGKILL, DIES_AT="4")
+    assert "(step 3, epoch 1)" in run(*words, code=-signal.SIGKILL, DIES_AT="13").out
+    resumed = run(*words)
+    assert "(step 12, epoch 3)" in resumed.out
+    assert digest(resumed.folder / "last.ckpt") == digest(first.folder / "last.ckpt")
+    series = [read_series(outcome.folder / "metrics.jsonl") for outcome in (first, resumed)]
+    assert parted(*series) == []
+    assert [step for step, _ in series[0]["val_loss_step"]] == [0, 1, 2, 3]
 
 
 def test_modules_that_take_the_config_save_what_is_plain(run, tmp_path):

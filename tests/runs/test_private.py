@@ -226,26 +226,34 @@ def test_the_training_loader_is_made_again(trained):
 
 
 def test_an_epoch_begins_again():
-    """The loader creates a new iterator, whose first batch is read next, and whose sampler has the current epoch."""
+    """The loader creates a new iterator behind the hooks of the epoch's start; its first batch is read next, and its
+    sampler has the current epoch."""
+    asked: list[str] = []
 
     class Again(pl.Callback):
+        def on_train_start(self, trainer, module):
+            validates = functools.partial(asked.append, "validation")
+            lightning.before_batches(trainer, functools.partial(self._begin, trainer), validates)
+
         def on_train_epoch_start(self, trainer, module):
             trainer.train_dataloader.sampler.set_epoch(7)
+            asked.append("hook")
+
+        def _begin(self, trainer):
             lightning.restart_epoch(trainer, skip=0, new_iterator=True)
 
-    asked: list[None] = []
     options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
     class Loader(DataLoader):
         def __iter__(self):
-            asked.append(None)
+            asked.append("iterator")
             return super().__iter__()
 
     trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **options)
     data = torch.zeros(4, 2)
     loader = Loader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     trainer.fit(Line(), loader, _loader())
-    assert (len(asked), trainer.global_step) == (2, 4)
+    assert (asked, trainer.global_step) == (["iterator", "hook", "iterator", "validation"], 4)
     assert loader.sampler.epoch == 0
 
 
@@ -278,13 +286,15 @@ def test_a_validation_is_restarted(trained):
 
 
 def test_steps_and_values_that_are_about_to_be_logged_are_known(trained):
-    """The loop has `_batches_that_stepped`, the trainer `_logger_connector` with `metrics` and `should_update_logs`."""
+    """The loop has `_batches_that_stepped`, the trainer `_logger_connector` with `metrics` and `should_update_logs`,
+    the validation loop `_seen_batches_per_dataloader`."""
     trainer, points = trained
     assert points.due == [(0, False, {"loss"}), (1, True, {"loss"}), (2, False, {"loss"})]
     assert lightning.logged_steps(trainer) == trainer.global_step == 3
     lightning.add_logged_steps(trainer, 2)
     assert lightning.logged_steps(trainer) == 5
     lightning.add_logged_steps(trainer, -2)
+    assert lightning.validated_batches(trainer) == {0: len(_loader())}
 
 
 def test_what_lightning_adds_up_over_an_epoch_is_known_and_can_be_continued(trained):
