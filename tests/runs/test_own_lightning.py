@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import digest
 
 from deeplightning.callbacks.random_state import Generators
 from deeplightning.faults import CheckpointError
