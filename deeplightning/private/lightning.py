@@ -55,7 +55,8 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
 def resume_by_epochs(trainer: "pl.Trainer") -> None:
     """Let a run with `max_steps` resume like one without: Lightning 2.6 would go once more through an epoch that is
     over, without a batch. Call this before counters are restored. If the name moves, that epoch is counted twice."""
-    trainer.fit_loop._iteration_based_training = lambda: False
+    loop: Any = trainer.fit_loop
+    loop._iteration_based_training = lambda: False
 
 
 def before_batches(
