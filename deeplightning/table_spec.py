@@ -416,8 +416,8 @@ def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     lines = io.StringIO(text, newline="")
     for _ in range(above):
         lines.readline()
-    quoting = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
-    reader = csv.reader(lines, delimiter=delimiter, quotechar=quote, quoting=quoting, strict=True)
+    quoted: dict[str, Any] = {"quotechar": quote} if quote else {"quoting": csv.QUOTE_NONE}
+    reader = csv.reader(lines, delimiter=delimiter, strict=True, **quoted)
     try:
         for values in reader:
             if values:

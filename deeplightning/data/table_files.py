@@ -81,7 +81,7 @@ class TableFile:
                 raise DataError(f"{path} cannot be read as a table: Empty CSV file.")
             self.names = named_columns(header, first)
         self._parse = csv.ParseOptions(
-            delimiter=form.delimiter, quote_char=quote or False, newlines_in_values=bool(quote) and quote in text
+            delimiter=form.delimiter, quote_char=quote or False, newlines_in_values=quote is not None and quote in text
         )
 
     # ---- CSV
@@ -260,7 +260,7 @@ def guess_format(path: Path) -> TableFormat:
             best, delimiter, rows = (same, rank), sign, found
     header, first = [*(rows or [values for _, values in itertools.islice(records(text), 1)]), [], []][:2]
     below = [{value.strip() for value in values} for values in itertools.zip_longest(*rows[1:], fillvalue="")]
-    pairs = itertools.zip_longest((name.strip() for name in aligned(header, first)), below, fillvalue=())
+    pairs = itertools.zip_longest((name.strip() for name in aligned(header, first)), below, fillvalue="")
     names_nothing = all(_is_number(name, TableFormat()) or name in values for name, values in pairs)
     if header != [str(n) for n in range(len(header))] and names_nothing:
         raise DataError(f"{path}: the first line, {', '.join(header[:8])}, names no columns; put a header above it.")

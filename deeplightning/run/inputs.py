@@ -4,6 +4,7 @@ Formats that the endpoint accepts in a request are read by the endpoint's own re
 which no client sends, are read here.
 """
 
+import contextlib
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -97,10 +98,13 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def _with_all_keys(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with all keys of their file: as in training, one that is not there stands for a missing value."""
-    absent = dict.fromkeys(name for row in rows for name in row)
-    return [absent | row for row in rows]
+def _with_all_keys(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield JSON objects with all keys of their file: as in training, one that is not there means a missing value."""
+    absent = dict[str, None]()
+    with contextlib.suppress(ValueError):  # the second reading names the line
+        for row in _objects(path):
+            absent |= dict.fromkeys(row)
+    return (absent | row for row in _objects(path))
 
 
 def _text_of(row: Mapping[str, Any]) -> str:
@@ -169,7 +173,7 @@ _READERS: dict[str, dict[str, Reader]] = {
         ".csv": _rows,
         ".tsv": _rows,
         ".json": lambda path, spec: list(rows_from_json(path.read_bytes(), spec.shape[0], _NO_LIMIT)),
-        ".jsonl": lambda path, _: _with_all_keys([*_objects(path)]),
+        ".jsonl": lambda path, _: _with_all_keys(path),
         ".parquet": lambda path, _: _parquet(path),
         ".pq": lambda path, _: _parquet(path),
     },
