@@ -14,6 +14,8 @@ MOST = 10
 
 UNUSED = {
     *("launch.local", "launch.sealed", "process.rendezvous", "engine.sharded", "engine.fsdp"),  # several processes
+    *("callbacks.start", "callbacks.average", "run.find", "tracking.resolve"),  # it begins with new weights
+    *("figures.style", "tracking.picture", "tracking.monitor", "data.remote_files", "data.cache"),
     *("checks.explain", "task.cuda_graphs", "run.class_weights", "run.make_bundle"),
 }
 
