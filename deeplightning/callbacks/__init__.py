@@ -31,7 +31,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     checkpoints to the end."""
     from pytorch_lightning.callbacks import EarlyStopping
 
-    from deeplightning.callbacks import gathered, gradients, random_state, results, start, steps
+    from deeplightning.callbacks import gathered, gradients, random_state, results, steps
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
     from deeplightning.callbacks.record import Record
@@ -52,7 +52,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     checkpoints = Checkpoints(train.checkpoint, record, off=train.fast)
     callbacks: list[pl.Callback] = []
     if cfg.model.init_from is not None:  # weights that are missing end the start before a run is opened
-        callbacks.append(start.StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
+        from deeplightning.callbacks.start import StartWeights
+
+        callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
     callbacks += [
         record,  # the others find an open run
         random_state.Generators() if random_state.draws_as_lightning(cfg) else random_state.Seeds(cfg.seed),
@@ -75,7 +77,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     if cfg.engine.precision in (64, "64-true"):
         callbacks.append(start.Double())
     if cfg.engine.activation_checkpointing:
-        callbacks.append(start.Recompute(cfg.engine.activation_checkpointing))
+        from deeplightning.callbacks.start import Recompute
+
+        callbacks.append(Recompute(cfg.engine.activation_checkpointing))
     if cfg.engine.profiler == "flops":
         callbacks.append(results.Flops(record))
     if cfg.logger.gradient_norm:

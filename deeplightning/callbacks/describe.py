@@ -13,9 +13,11 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder, start_folder
-from deeplightning.tracking.monitor import PORT
 from deeplightning.tracking.store import locate
 from deeplightning.words import printable
+
+PORT = 5001
+"""Where `deeplightning monitor` listens by default."""
 
 
 def note(cfg: Config, folder: RunFolder, run_id: str | None) -> str:

@@ -1,13 +1,15 @@
 """Write what the stages leave: metrics as JSON, a row per sample as CSV, pictures of a validation, histograms of
 weights and gradients, and the operations of a training step."""
 
+from __future__ import annotations
+
 import base64
 import csv
 import io
 import json
 import logging
 import time
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,10 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
 from deeplightning.engine.process_group import replicas
-from deeplightning.figures.style import Drawing, save
 from deeplightning.runfolder import whole, write_whole
-from deeplightning.tracking.picture import histogram, histogram_figure
 from deeplightning.words import first_line
+
+if TYPE_CHECKING:
+    from deeplightning.figures.style import Drawing
 
 log = logging.getLogger("deeplightning")
 
@@ -153,6 +156,8 @@ class ShowPictures(Callback):
         due = (trainer.current_epoch + 1) % self.settings.every_n_epochs == 0
         if not hasattr(pl_module, "pictures") or not (due or last or trainer.state.fn != "fit"):
             return
+        from deeplightning.figures.style import Drawing
+
         for name, picture in pl_module.pictures("val").items():
             if isinstance(picture, Drawing):
                 self._waiting[name] = picture
@@ -166,6 +171,8 @@ class ShowPictures(Callback):
             self._draw()
 
     def _draw(self, *_: object, **__: object) -> None:
+        from deeplightning.figures.style import save
+
         waiting, self._waiting = self._waiting, {}
         try:
             for name, drawing in waiting.items():
@@ -213,6 +220,8 @@ class Histograms(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._due(trainer):
             return
+        from deeplightning.tracking.picture import histogram, histogram_figure
+
         weights = {n: p.detach() for n, p in pl_module.named_parameters() if p.requires_grad}
         found = {name: histogram(values) for name, values in (weights | self._gradients).items()}
         found |= getattr(pl_module, "histograms", dict)()

@@ -13,12 +13,10 @@ import torch
 from torch import Generator, Tensor, nn, uint8
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.data.cache import ImageCache
 from deeplightning.data.cache_files import cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
 from deeplightning.data.loading import DataOfSets
-from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import MAX_PIXELS, ImageSpec
 from deeplightning.words import is_whole
 
@@ -103,6 +101,9 @@ class ImageData(DataOfSets):
         small = {"label": torch.from_numpy(samples.labels)} if self.has_labels else {}
         folder, root = cache_folder(self.cache), self.cfg.data.root
         if folder is not None and not isinstance(samples.items, np.ndarray) and len(samples):
+            from deeplightning.data.cache import ImageCache
+            from deeplightning.data.remote_files import folder_of
+
             source = type(self).__name__ if root is None else str(folder_of(root))
             cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
             if (cached := cache.rows_of(samples.items)) is not None:
@@ -127,6 +128,8 @@ class ImageData(DataOfSets):
             return found | {"name": samples.named(position)}
         if isinstance(samples.items, np.ndarray):
             return found
+        from deeplightning.data.remote_files import folder_of
+
         path, root = Path(samples.items[position]), self.cfg.data.root
         if root is not None and path.is_relative_to(top := folder_of(root)):
             return found | {"name": str(path.relative_to(top))}

@@ -16,7 +16,6 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, move_where_there_is_room
-from deeplightning.data.remote_files import folder_of
 from deeplightning.data.samplers import BatchIndices, go_on, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
 
@@ -106,6 +105,8 @@ class DataOfSets(pl.LightningDataModule):
         Raises:
             DataConfigError: `data.root` is null.
         """
+        from deeplightning.data.remote_files import folder_of
+
         given = {key: name for key, name in names.items() if name is not None}
         files = [*given.values()]
         self.root = self.root_folder(files[0], files) if files else folder_of(self.cfg.data.root or ".")
@@ -124,6 +125,8 @@ class DataOfSets(pl.LightningDataModule):
         """
         if self.cfg.data.root is None:
             raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {content}.")
+        from deeplightning.data.remote_files import folder_of
+
         return folder_of(self.cfg.data.root, files)
 
     def check(self) -> None:

@@ -17,7 +17,6 @@ from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError
 from deeplightning.process.identity import decided, identity, own_rank
 from deeplightning.process.ranks import restarts
-from deeplightning.run.find import find_checkpoint, runs_of, store_of
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.build import refusal
 
@@ -55,6 +54,8 @@ def _decide(cfg: Config) -> Resumption:
         return Resumption()
     if name == "auto":
         return _newest_whole(cfg)
+    from deeplightning.run.find import find_checkpoint
+
     path = find_checkpoint(name, cfg, to_resume=True)
     try:
         checkpoint = read_checkpoint(path)
@@ -69,6 +70,8 @@ def _newest_whole(cfg: Config) -> Resumption:
     Raises:
         CheckpointError: none of that run's checkpoints can be read.
     """
+    from deeplightning.run.find import runs_of, store_of
+
     empty = None
     for folder in runs_of(cfg):
         if (found := _newest_of(folder)) is not None:
@@ -125,6 +128,8 @@ def _of_launch(cfg: Config) -> Resumption | None:
     here = identity()
     if here is None or here.launch is None or not here.may_resume:
         return None
+    from deeplightning.run.find import runs_of
+
     words = f'"launch": {json.dumps(here.launch)}'
     folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
     if folder is None and restarts() > 0:  # it may have ended before it recorded the launch's name
@@ -142,6 +147,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:
+    from deeplightning.run.find import store_of
     from deeplightning.tracking.reader import open_reader
 
     run = open_reader(store_of(cfg)).run(folder.path.parent.name)

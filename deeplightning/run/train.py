@@ -28,7 +28,6 @@ from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import say_path
 from deeplightning.run.assemble import init_module, init_trainer
-from deeplightning.run.find import checkpoint_of, find_checkpoint
 from deeplightning.run.resume import agreement, resumption
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import DATABASE
@@ -165,6 +164,8 @@ def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
     if cfg.test.ckpt is None:
         stages = ", ".join(cfg.stages)
         raise CheckpointError(f"test.ckpt: {stages} without train needs weights: a path, RUN, best or last")
+    from deeplightning.run.find import find_checkpoint
+
     return find_checkpoint(cfg.test.ckpt, cfg)
 
 
@@ -180,6 +181,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
         CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
     """
     from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.run.find import checkpoint_of
     from deeplightning.run.load import load_run
 
     path = checkpoint_of(folder)

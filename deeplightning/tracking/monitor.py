@@ -17,8 +17,6 @@ from deeplightning.tracking.mlflow_store import open_client, uri_of
 from deeplightning.tracking.store import Store, explained, locate
 from deeplightning.tracking.unsent import settle_quietly
 
-PORT = 5001
-"""Where `deeplightning monitor` listens by default."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that mean all of this machine's."""
 
