@@ -75,7 +75,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         gathered.PendingGradients(),
     ]
     if cfg.engine.precision in (64, "64-true"):
-        callbacks.append(start.Double())
+        from deeplightning.callbacks.start import Double
+
+        callbacks.append(Double())
     if cfg.engine.activation_checkpointing:
         from deeplightning.callbacks.start import Recompute
 
