@@ -106,14 +106,13 @@ stop() {
 quietly() {
     env -u UV_TORCH_BACKEND -u UV_REQUIRE_HASHES -u UV_SYSTEM_PYTHON -u PIP_USER -u PIP_TARGET -u PIP_PREFIX -u PYTHONHOME \
         "$@" >>"$log" 2>&1 </dev/null 8>&- &
-    child=$!
-    wait "$child"
+    wait "$!"
 }
 
 # Ends the set-up and the script that asked for it, with the exit code of a process that was interrupted.
 interrupted() {
-    kill "$child" 2>/dev/null
-    wait "$child" 2>/dev/null
+    kill "$!" 2>/dev/null  # a trap may run before the next command, such as `child=$!`
+    wait "$!" 2>/dev/null
     finish
     [ -z "$building" ] || rm -rf -- "$new"
     say "Interrupted; the next start sets up again."
@@ -176,7 +175,7 @@ package index on purpose, do not go on."
 }
 
 set_up() {
-    local new=$work/new building='' child='' base='' uv='' code=0 started=$SECONDS
+    local new=$work/new building='' base='' uv='' code=0 started=$SECONDS
     local step='' since=0 from=0 progress='' columns='' pause=${SETUP_REPORT_SECONDS:-20} # tests are less patient
     if [ -t 2 ] && [ "${TERM:-dumb}" != dumb ]; then
         columns=$(stty size <&2 2>/dev/null | sed 's/.* //')
@@ -202,8 +201,7 @@ try:
 except BlockingIOError:
     print("Another start is setting up the environment; waiting for it.", file=sys.stderr, flush=True)
     fcntl.flock(9, fcntl.LOCK_EX)' &
-    child=$!
-    wait "$child"
+    wait "$!"
     is_current || { building=yes; build; } || { code=$?; rm -rf -- "$new"; }
     trap - INT TERM HUP
     exec 9>&-

@@ -97,9 +97,8 @@ def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
         for loader in training_loaders(trainer):
             _set_sampler_epoch(loader, trainer.current_epoch)  # Lightning does so after `on_train_start`
         iter(fetcher)
-    source = (
-        fetcher if getattr(fetcher, "batches", None) else fetcher.iterator
-    )  # a fetcher may leave reading to the task
+    # Where the task takes `dataloader_iter`, the fetcher reads nothing itself.
+    source = fetcher if getattr(fetcher, "batches", None) else fetcher.iterator
     for _ in range(skip):
         next(source, None)
     if fetcher.length is not None:

@@ -184,16 +184,16 @@ def test_a_config_object_that_was_changed_is_what_trains_and_a_training_that_fai
     config, tmp_path, monkeypatch
 ):
     """The exception has the place in own code; the run keeps a reference where a value is from the environment."""
-    (tmp_path / "own_loss.py").write_text(
+    (tmp_path / "loss_of_mine.py").write_text(
         "from torch import nn\nclass Bad(nn.Module):\n    def forward(self, logits, labels):\n"
         "        raise RuntimeError('of mine')\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("A_NAME", "from the environment")
     named = ["logger.params.experiment_name=${oc.env:A_NAME}", f"logger.params.tracking_uri='{tmp_path}/runs'"]
-    changed = dl.load_config(config, ["train.num_epochs=5", "model.loss={type: own_loss.Bad}", *named])
+    changed = dl.load_config(config, ["train.num_epochs=5", "model.loss={type: loss_of_mine.Bad}", *named])
     changed.train.num_epochs = 1
-    with pytest.raises(UserError, match=r"own_loss\.py:4: RuntimeError: of mine") as caught:
+    with pytest.raises(UserError, match=r"loss_of_mine\.py:4: RuntimeError: of mine") as caught:
         dl.train(changed)
     assert caught.value.exit_code == 5
     (folder,) = tmp_path.glob("runs/*/*/artifacts")
