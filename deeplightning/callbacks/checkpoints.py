@@ -348,9 +348,10 @@ def _count_for(checkpoint: dict[str, Any], world: int) -> None:
     if progress is None:
         return
     counts, total, before = progress["current"], progress["total"], progress["current"]["ready"]
-    for name, count in counts.items():
-        # Where a hook has skipped the rest of an epoch, Lightning 2.6 would repeat the batch of the checkpoint.
-        total[name] = total["ready"] - before + count
+    skipped = total["ready"] - total["completed"] - (before - counts["completed"])
+    if 0 < skipped <= checkpoint.get("epoch", 0) + 1:
+        # Hooks have skipped the rest of so many epochs; Lightning 2.6 would repeat the batch of the checkpoint.
+        total |= {name: total["ready"] - before + count for name, count in counts.items()}
     if was == world:
         return
     ready = PAST_THE_LAST if progress["is_last_batch"] else counts["ready"] * was // world
