@@ -349,7 +349,7 @@ def _count_for(checkpoint: dict[str, Any], world: int) -> None:
         return
     counts, total, before = progress["current"], progress["total"], progress["current"]["ready"]
     skipped = total["ready"] - total["completed"] - (before - counts["completed"])
-    if 0 < skipped <= checkpoint.get("epoch", 0) + 1:
+    if before <= total["ready"] and 0 < skipped <= checkpoint.get("epoch", 0) + 1:
         # Hooks have skipped the rest of so many epochs; Lightning 2.6 would repeat the batch of the checkpoint.
         total |= {name: total["ready"] - before + count for name, count in counts.items()}
     if was == world:
