@@ -192,6 +192,7 @@ class Checkpoints(LightningCheckpoint):
 
             refuse_without(trainer.callbacks, checkpoint, trainer.ckpt_path)  # type: ignore[attr-defined]
             check_counters(trainer, checkpoint)
+            _count_skipped(checkpoint)
             resume_by_epochs(trainer)
             if not trainer.strategy.restore_checkpoint_after_setup:  # else states are in a form of the strategy's own
                 self._arriving = checkpoint
@@ -345,18 +346,24 @@ def _count_for(checkpoint: dict[str, Any], world: int) -> None:
     engine = checkpoint.get("engine") or {}
     was = engine["processes"] // engine.get("tensor_parallel", 1) if "processes" in engine else world
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-    if progress is None:
+    if was == world or progress is None:
         return
-    counts, total, before = progress["current"], progress["total"], progress["current"]["ready"]
-    skipped = total["ready"] - total["completed"] - (before - counts["completed"])
-    if before <= total["ready"] and 0 < skipped <= checkpoint.get("epoch", 0) + 1:
-        # Hooks have skipped the rest of so many epochs; Lightning 2.6 would repeat the batch of the checkpoint.
-        total |= {name: total["ready"] - before + count for name, count in counts.items()}
-    if was == world:
-        return
+    counts, before = progress["current"], progress["current"]["ready"]
     ready = PAST_THE_LAST if progress["is_last_batch"] else counts["ready"] * was // world
     for name, count in counts.items():  # the batch under way may not be completed yet
         counts[name] = ready - (before - count)
+
+
+def _count_skipped(checkpoint: dict[str, Any]) -> None:
+    """Count batches, in place, as if no hook had skipped the rest of an epoch: Lightning 2.6 would repeat the batch of
+    the checkpoint. A checkpoint has at most one skipped batch for each epoch; other differences are faults."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+    if progress is None:
+        return
+    counts, total = progress["current"], progress["total"]
+    skipped = total["ready"] - total["completed"] - (counts["ready"] - counts["completed"])
+    if counts["ready"] <= total["ready"] and 0 < skipped <= checkpoint.get("epoch", 0) + 1:
+        total |= {name: total["ready"] - counts["ready"] + count for name, count in counts.items()}
 
 
 def _call_early(task: LightningModule, hook: str, *arguments: object) -> None:

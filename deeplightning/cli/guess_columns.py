@@ -19,7 +19,7 @@ MAX_ROWS = 200_000
 MAX_CLASSES = 1000
 """Different values of a column; one with more holds no classes."""
 MAX_STRAY = 20
-"""Maximum number of different words that stand for a missing value in a column of numbers."""
+"""A column of numbers has at most so many different words for a missing value."""
 NUMBERS = 0.9
 """The part of numbers and words that must be numbers, for the words to be missing values; signs always are."""
 _SIGN = re.compile(r"\W*|[+-]?inf(inity)?", re.IGNORECASE)
@@ -29,7 +29,7 @@ TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value"
 """Names of a column that is to be predicted, the likeliest first; the manual lists them."""
 
 GAPS = tuple(word for word in MISSING if word != "none")
-"""Words that always stand for a missing value. "None" does so only in a column of numbers; elsewhere it is a class."""
+"""Words that always mean a missing value. "None" means one only in a column of numbers; elsewhere it is a class."""
 DATE = re.compile(r"\d{4}([-/.])\d\d?\1\d\d?([T ].*)?|\d\d?([-/.])\d\d?\3(\d\d){1,2}([T ].*)?|" + NAMED_DAY.pattern)
 
 

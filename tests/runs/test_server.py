@@ -309,8 +309,8 @@ def test_a_client_that_leaves_is_no_fault(server):
 
 
 def test_a_key_is_asked_for_and_kept_secret(start):
-    """Only the variable's value is accepted, and no log has it. A server that others can reach says so at its start,
-    and answers only for the hosts that it is given."""
+    """The server accepts the variable's value alone and logs it nowhere. If others can reach it, it says so when it
+    starts, and it answers only for the hosts that it is given."""
     public = ("--host", "0.0.0.0", "--allowed-hosts", "model.example,10.0.0.5")
     server = start("--api-key-env", "OWN_KEY", *public, OWN_KEY="s3cret-value")
     assert "public" in server.line

@@ -12,7 +12,7 @@ from test_layers import LAYERS
 MOST = 10
 """Calls from a lower layer to a higher one: targets that the config names, and functions that are handed down."""
 
-MODULES, LINES = 137, 26_548
+MODULES, LINES = 137, 26_555
 """Files of ours that a run of one process imports, and their lines; on 29 November 2026 it imported so many."""
 
 UNUSED = {

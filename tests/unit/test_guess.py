@@ -171,7 +171,7 @@ def masked(place, values, number=4, size=(8, 8), ending="png"):
 
 def test_masks_are_found_as_the_training_finds_them():
     """Also with another case of the ending; a picture and its mask must have one size; noise around two values is no
-    class; sets in the folders `images` and `masks` are told."""
+    class; a note names sets in the folders `images` and `masks`."""
     masked("s/{}", [0, 1], ending="PNG")
     assert config("segmentation", "s")[0]["model"]["network"]["params"]["num_classes"] == 2
     masked("t/{}/train", [0, 1])
@@ -259,7 +259,7 @@ def test_signals_give_classes_channels_and_length():
 
 
 def test_signals_in_tables_may_have_semicolons_and_decimal_commas():
-    """A file of each way gives the same numbers; more channels than steps are told."""
+    """All forms give the same numbers; a note names signals with more channels than steps."""
     for number, (sign, point) in enumerate([(",", "."), (";", ","), ("\t", "."), (";", ".")]):
         Path(f"s/{'ab'[number % 2]}").mkdir(parents=True, exist_ok=True)
         lines = [f"1{point}5{sign}-2{sign}3e-1"] * 2
@@ -282,7 +282,7 @@ def test_texts_are_read_with_the_columns_that_init_has_seen(header, monkeypatch)
 
 
 def test_a_column_of_sets_is_no_label():
-    """Texts are not divided by it, and a note says so."""
+    """`init` chooses another column, and a note says that the sets do not divide the texts."""
     rows = [[f"text {number}", "abcde"[number % 5], ("train", "test")[number % 2]] for number in range(40)]
     table("t.csv", ["text", "topic", "set"], *rows)
     written, notes = config("text", "t.csv")
