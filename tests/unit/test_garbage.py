@@ -39,9 +39,10 @@ def test_between_the_start_of_a_command_and_its_training_garbage_waits():
     garbage.resume()
     assert gc.get_threshold() == thresholds
     gc.set_threshold(123, 4, 5)  # of a user who runs no command
-    held = gc.get_freeze_count()
+    held, made = gc.get_freeze_count(), [[number] for number in range(1000)]
     garbage.resume()
-    assert (gc.get_threshold(), gc.get_freeze_count()) == ((123, 4, 5), held)
+    assert gc.get_threshold() == (123, 4, 5)
+    assert gc.get_freeze_count() < held + len(made)  # not equal to `held`: frozen objects may be freed meanwhile
 
 
 def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected(monkeypatch):
@@ -51,7 +52,7 @@ def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected(mon
         patch.setitem(sys.modules, "triton._C.libtriton", ModuleType("libtriton"))
         garbage.postpone()
         garbage.resume()
-        assert gc.get_freeze_count() == held
+        assert gc.get_freeze_count() <= held
     monkeypatch.delitem(sys.modules, "triton._C.libtriton", raising=False)
     Circle()
     garbage.postpone()
