@@ -41,6 +41,7 @@ class ArraySpec:
         shape: of one array, for a signal (C, T).
         mean, std: one number, or one for each entry of the first dimension; the array becomes (array - mean) / std, in
             float64. Empty: 0 and 1.
+        takes_any_length: whether `prepare` fits arrays of another length, see `fitted`.
 
     Raises:
         ValueError: a value is impossible.
@@ -49,6 +50,7 @@ class ArraySpec:
     shape: tuple[int, ...]
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    takes_any_length: bool = False
 
     def __post_init__(self) -> None:
         sides = self.shape
@@ -79,6 +81,8 @@ class ArraySpec:
             ArrayError: it has another shape, or an element is not a finite number.
         """
         found = read_npy(values) if isinstance(values, bytes | bytearray | memoryview) else _array(values)
+        if self.takes_any_length and found.size and found.shape[:-1] == self.shape[:-1]:
+            found = fitted(found, self.shape[-1])
         if found.shape != self.shape:
             raise ArrayError(f"The array has the shape {shown(found.shape)}, not {shown(self.shape)}.")
         return self.scaled(found)
@@ -105,7 +109,8 @@ class ArraySpec:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON types, for a checkpoint and a bundle."""
-        return {"shape": list(self.shape), "mean": list(self.mean), "std": list(self.std)}
+        values = {"shape": list(self.shape), "mean": list(self.mean), "std": list(self.std)}
+        return values | ({"takes_any_length": True} if self.takes_any_length else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ArraySpec":
@@ -114,8 +119,15 @@ class ArraySpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
         """
-        require_keys("an array spec", values, ("shape", "mean", "std"))
+        optional = ("takes_any_length",) if "takes_any_length" in values else ()
+        require_keys("an array spec", values, ("shape", "mean", "std", *optional))
         return cls(**values)
+
+
+def fitted(values: np.ndarray, length: int) -> np.ndarray:
+    """Cut the last dimension of an array at its end, or fill it with zeros, to a length."""
+    values = values[..., :length]
+    return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, length - values.shape[-1])])
 
 
 def _array(values: object) -> np.ndarray:

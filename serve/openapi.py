@@ -145,7 +145,7 @@ def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
     if kind.takes == "table":
         return _row_bodies(spec, most, example)
     if kind.takes == "array":
-        return _array_bodies(spec.shape, most, example)
+        return _array_bodies(spec, most, example)
     if kind.takes == "text":
         text = {"type": "string", "minLength": 1}
         document = _one_key("Either key, not both.", texts=_list(text, 1, most), text=text)
@@ -196,14 +196,16 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
     return bodies
 
 
-def _array_bodies(shape: tuple[int, ...], most: int, example: object) -> JsonObject:
+def _array_bodies(spec: Any, most: int, example: object) -> JsonObject:
     array: JsonObject = NUMBER
-    for side in reversed(shape):
+    for side in reversed(spec.shape):
         array = _list(array, side, side)
+        if array["items"] is NUMBER and spec.takes_any_length:
+            array = {"type": "array", "items": NUMBER, "minItems": 1}
     names = ("arrays", "array", "signals", "signal")
     keys = {name: _list(array, 1, most) if name.endswith("s") else array for name in names}
     document: JsonObject = {"schema": _one_key("One key, not several.", **keys)}
-    if example is not None and math.prod(shape) <= MAX_SHOWN:
+    if example is not None and math.prod(spec.shape) <= MAX_SHOWN:
         document["example"] = {"arrays": [example]}
     npy = {"schema": BINARY}
     return {"application/json": document, "application/octet-stream": npy, "application/x-npy": npy}

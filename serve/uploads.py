@@ -234,7 +234,7 @@ def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
         found = read_npy(body)
     except ArrayError as error:
         raise Refusal(error.status, f"{error} {ARRAYS_USAGE.capitalize()}.") from error
-    return list(found) if found.shape[1:] == shape and len(found) else [found]
+    return list(found) if found.ndim == len(shape) + 1 and len(found) else [found]
 
 
 def _marks(body: bytes) -> int:

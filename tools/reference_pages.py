@@ -22,6 +22,7 @@ import griffe
 from combination_tables import engines, table
 
 from deeplightning import faults
+from deeplightning.array_spec import ArraySpec
 from deeplightning.checks.allowed import options_of, sections
 from deeplightning.cli import cli, manual
 from deeplightning.config import schema
@@ -232,7 +233,7 @@ def http() -> str:
     """The addresses of the server, its answers by status, and the bodies that each kind of run takes and gives."""
     specs: dict[str, Any] = {
         "table": SimpleNamespace(columns=[], missing="fill", unknown="other"),
-        "array": SimpleNamespace(shape=(1, 1)),
+        "array": ArraySpec((1, 1)),
     }
     models: dict[str, Any] = {
         task: SimpleNamespace(task=task, labels=["a"], spec=specs.get(kind.takes), example=None)

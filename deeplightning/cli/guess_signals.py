@@ -40,6 +40,5 @@ def signals(data: Path) -> Guess:
     steps = length or lengths[0]
     if first is None or channels[0] * steps > MAX_SHOWN:
         return Guess(values, notes, files[0] if files[0].suffix.lower() == ".npy" else None)
-    rows = [[round(float(value), 6) for value in row[:steps]] for row in first]
-    body = json.dumps({"signal": [row + [0.0] * (steps - len(row)) for row in rows]})
+    body = json.dumps({"signal": [[round(float(value), 6) for value in row[:steps]] for row in first]})
     return Guess(values, notes, "signal.json", {"signal.json": f"{body}\n"})

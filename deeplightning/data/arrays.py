@@ -7,7 +7,7 @@ N samples, C channels, T steps of a signal; the shape of one array is any, (C, â
 
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ class ArrayData(ColumnData):
     Attributes:
         array_spec: how an array is prepared; there after `setup`.
     """
+
+    takes_any_length = False  # of the arrays that are predicted, see `ArraySpec`
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class ArrayData(ColumnData):
     def learn(self, train: Arrays) -> None:
         """Compute mean and deviation; raise DataError if an input is not finite."""
         shape, moments = train.inputs.shape[1:], Moments()
+        self.array_spec = ArraySpec(shape, takes_any_length=self.takes_any_length)
         if self.normalise:
             # The first numbers are subtracted, so that constants have no deviation at all.
             first = train.load(slice(1)).astype(np.float64).reshape(shape[0], -1)[:, 0]
@@ -166,9 +169,8 @@ class ArrayData(ColumnData):
             if not np.isfinite(moments.std).all():
                 raise DataError(f"{self._describe()}: the training inputs have numbers that are not finite.")
             std = np.where(moments.std > 0, moments.std, 1.0)
-            self.array_spec = ArraySpec(shape, tuple((first + moments.mean).tolist()), tuple(std.tolist()))
-        else:
-            self.array_spec = ArraySpec(shape)
+            mean = tuple((first + moments.mean).tolist())
+            self.array_spec = replace(self.array_spec, mean=mean, std=tuple(std.tolist()))
         if not self.class_names:
             targets = train.targets
             names = [f"target_{n}" for n in range(targets.shape[1])] if targets.shape[1] > 1 else ["target"]

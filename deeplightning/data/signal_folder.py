@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deeplightning.array_spec import SIGNALS as EXTENSIONS
-from deeplightning.array_spec import ArrayError, shown
+from deeplightning.array_spec import ArrayError, fitted, shown
 from deeplightning.array_spec import read_signal as read_file
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.arrays import ArrayData
@@ -30,8 +30,8 @@ class SignalFolder(ArrayData):
 
     Args:
         cfg: the whole config.
-        length: T, to which longer signals are cut at their end and shorter ones are filled up with zeros; None: all
-            must have the same.
+        length: T, to which longer signals are cut at their end and shorter ones are filled with zeros, those of
+            predictions too; None: all must have the same.
         normalise, limit: see `deeplightning.data.arrays.ArrayData`.
     """
 
@@ -40,6 +40,7 @@ class SignalFolder(ArrayData):
         if length is not None:
             require_whole("length", length)
         self.root, self.length = self.root_folder("the signals"), length
+        self.takes_any_length = length is not None
         self.folders = ClassFolders(self.root, "signal", EXTENSIONS)
 
     def check(self) -> None:
@@ -60,8 +61,7 @@ class SignalFolder(ArrayData):
     def _fitted(self, path: Path, others: Sequence[np.ndarray]) -> np.ndarray:
         signal = read_signal(path)
         if self.length is not None:
-            signal = signal[:, : self.length]
-            signal = np.pad(signal, ((0, 0), (0, self.length - signal.shape[1])))
+            signal = fitted(signal, self.length)
         if others and signal.shape != others[0].shape:
             raise DataError(
                 f"{path}: the signal is {shown(signal.shape)} (channels x steps), and not {shown(others[0].shape)}, as "

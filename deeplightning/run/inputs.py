@@ -147,7 +147,8 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 def _arrays_of_npy(path: Path, spec: Any) -> list[Any]:
     arrays = arrays_from_npy(path.read_bytes(), spec.shape)
-    return [array[None] if (1, *array.shape) == spec.shape else array for array in arrays]  # (T,) of one channel
+    of_one_channel = spec.shape[0] == 1
+    return [array[None] if of_one_channel and array.ndim < len(spec.shape) else array for array in arrays]  # (T,)
 
 
 def _signal(path: Path, spec: Any) -> list[Any]:

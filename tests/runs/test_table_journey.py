@@ -91,13 +91,15 @@ def priced_orders(command, store, place):
 
 @pytest.fixture(scope="module")
 def signals(command, store, tmp_path_factory):
-    """A run that tells slow waves from quick ones, of two channels; each class has files of all kinds."""
+    """A run that tells slow waves from quick ones, of two channels; each class has files of all kinds, and quick ones
+    have other lengths."""
     place, random, steps = tmp_path_factory.mktemp("signals"), np.random.default_rng(1), np.arange(40)
     for name, speed in (("quick", 0.9), ("slow", 0.2)):
         (place / name).mkdir()
         for n in range(30):
             wave_of = np.sin(steps * speed + random.random((2, 1)) * 6)
             signal = wave_of * 0.5 + random.normal(0, 0.05, (2, 40))  # (2, 40)
+            signal = signal[:, : 30 + n] if name == "quick" else signal
             if n % 3 == 0:
                 np.save(place / name / f"{n}.npy", signal)
             elif n % 3 == 1:
@@ -111,7 +113,7 @@ def signals(command, store, tmp_path_factory):
                     file.writeframes(np.rint(signal.T.clip(-1, 1) * 32767).astype("<i2").tobytes())
     return run_of(
         command, store, place, "waves",
-        ["model.network.params={num_channels: auto, num_outputs: auto, width: 4}"],
+        ["model.network.params={num_channels: auto, num_outputs: auto, width: 4}", "data.module.params.length=40"],
         data="deeplightning.data.signal_folder.SignalFolder", task="classif.Classification", network="signal.SignalNet",
         loss="CrossEntropyLoss",
     )  # fmt: skip
@@ -257,8 +259,9 @@ def test_predicted_numbers_are_in_the_unit_of_the_data(server, place, priced_ord
 
 
 @pytest.mark.parametrize("server", ["signals"], indirect=True)
-def test_answers_to_signals_are_those_of_the_network(server):
-    """In JSON and as .npy files, one or several, the probabilities of plain torch to 1e-5."""
+def test_answers_to_signals_are_those_of_the_network(server, command, tmp_path):
+    """In JSON and as .npy files, one or several, the probabilities of plain torch to 1e-5; also those of other lengths,
+    which `predict` answers as well."""
     from deeplightning.model.signal import SignalNet
 
     network = SignalNet(2, 2, 4)
@@ -281,8 +284,20 @@ def test_answers_to_signals_are_those_of_the_network(server):
     np.testing.assert_allclose(found, expected.max(1), atol=1e-5)
     assert ask(server, {"signals": given[:3].tolist()})[1] == {"predictions": said["predictions"][:3]}
     assert ask(server, {"array": given[0].tolist()})[1] == said["predictions"][0]
+    short = given[0, :, :30]
+    filled = np.pad(short, ((0, 0), (0, 10)))
+    assert ask(server, {"signal": short.tolist()}) == ask(server, {"signal": filled.tolist()})
+    described = server.ask("GET", "/openapi.json")[1]["paths"]["/predict"]["post"]["requestBody"]["content"]
+    channel = described["application/json"]["schema"]["properties"]["signal"]["items"]
+    assert channel == {"type": "array", "items": {"type": "number"}, "minItems": 1}
+    files = tmp_path / "short.npy", tmp_path / "filled.npy"
+    for path, signal in zip(files, (short, filled), strict=True):
+        np.save(path, signal)
+    answers = csv.reader(command("predict", server.folder, *files, cwd=tmp_path, code=0).out.splitlines())
+    _, one, two = (line[-3:] for line in answers)
+    assert one == two
     for body, kind, words in (
-        ({"signal": given[0, :, :30].tolist()}, "application/json", "the shape 2 x 30, not 2 x 40"),
+        ({"signal": given[0, :1].tolist()}, "application/json", "the shape 1 x 40, not 2 x 40"),
         (b"hello", "application/octet-stream", "not an array in numpy's format"),
     ):
         status, said = ask(server, body, kind)

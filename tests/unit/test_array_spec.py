@@ -56,6 +56,20 @@ def test_what_is_no_such_array_is_refused(given, words, status):
     assert caught.value.status == status
 
 
+def test_arrays_of_another_length_are_cut_or_filled_where_the_spec_says_so():
+    """Zeros are added before the scaling, as in training; other dimensions must agree."""
+    spec = ArraySpec((2, 3), (1.0,), (2.0,), takes_any_length=True)
+    for given, expected in (
+        ([[1, 3, 5, 7], [1, 1, 1, 1]], [[0, 1, 2], [0, 0, 0]]),
+        ([[3], [5]], [[1, -0.5, -0.5], [2, -0.5, -0.5]]),
+    ):
+        assert spec.prepare(given).tolist() == spec.prepare(npy(np.array(given))).tolist() == expected
+    for given in (np.zeros((2, 0)), np.zeros((3, 3)), np.zeros(3), np.zeros((10**6, 1)), np.zeros((2, 2, 3))):
+        with pytest.raises(ArrayError, match=f"the shape {' x '.join(map(str, given.shape))}, not 2 x 3"):
+            spec.prepare(given)
+    assert ArraySpec.from_dict(spec.to_dict()) == spec
+
+
 @pytest.mark.parametrize("dtype", ["<f4", ">f8", "<i2", "|u1", "|b1", "<f2"])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_a_file_is_read_as_numpy_reads_it(dtype, order):
