@@ -3,8 +3,8 @@
 These folders come first on `sys.path`, as the folder of a program does under `python program.py`, in every process that
 a run starts. A file there that hides an installed module is one warning with both paths.
 
-`lightning` in own code and configs means `pytorch_lightning`, whose classes Deep Lightning uses, whether the package
-`lightning` is installed or not. Installed modules that import it get the package itself.
+`lightning` means `pytorch_lightning`, whose classes Deep Lightning uses, in own code, configs and installed modules,
+whether the package `lightning` is installed or not: modules of libraries that are written for it train as they are.
 
 A sealed launch (`deeplightning.launch.sealed`) keeps a copy of these folders as they were when it was submitted. In its
 processes the copy of each folder takes the place of the folder, here and in `sys.path`.
@@ -44,12 +44,17 @@ _NEVER_OWN = {*LIBRARIES, "serve", *sys.builtin_module_names}
 _UNIFIED = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 """The packages that the package `lightning` unites, and their own names."""
 UNIFIED = "deeplightning.unified"
-"""The module that has the names of its top level; imported where own code imports any part of `lightning`."""
+"""The module that has the names of its top level; imported with any part of `lightning`."""
 
 ON_IMPORT: dict[str, Callable[[], None]] = {}
 """What to call, by the name of an installed module, after own code imports it."""
 
-INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_TARGETS = [place for place in sys.path if place not in ("", os.getcwd()) and any(Path(place).glob("*.dist-info"))]  # noqa: PTH109
+INSTALLED = tuple(
+    f"{place}{os.sep}"
+    for place in [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), *_TARGETS]
+)
+"""The folders of installed modules, also those of `pip install --target`."""
 
 OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve", "plugins"))
 EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
@@ -199,7 +204,8 @@ def is_own(file: str | None) -> bool:
 
 
 def full_name(name: str) -> str:
-    """Return the module that own code and configs mean by a name: `lightning` is `pytorch_lightning`."""
+    """Return the module that code and configs mean by a name: `lightning` is `pytorch_lightning`, but for a module of
+    the user's own."""
     top, *rest = name.split(".")
     if top != "lightning" or getattr(top_level(top), "loader", None) is not None:
         return name
@@ -291,11 +297,14 @@ def _places(spec: ModuleSpec) -> set[str]:
 
 
 class _Finder:  # importlib.abc would import a dozen modules
-    """Finds own modules, and gives them their own `import`."""
+    """Finds own modules, and gives them their own `import`; finds `lightning`, unless it was imported before."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        full = full_name(name)
+        if full != name and ("." not in name or sys.modules.get("lightning") is sys.modules.get(UNIFIED)):
+            return ModuleSpec(name, _Alias(full))  # type: ignore[arg-type]
         if path is None:
             if name in _NEVER_OWN:
                 return _installed(name)
@@ -312,6 +321,21 @@ class _Finder:  # importlib.abc would import a dozen modules
         return spec
 
 
+class _Alias:
+    """Loads another module under a second name."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__  # importlib puts that of the second name in its place
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = vars(builtins) | {"__import__": _import}
@@ -326,16 +350,10 @@ def _import(
     level: int = 0,
 ) -> ModuleType:
     """Do what an `import` in own code asks for."""
-    full = name if level else full_name(name)
-    if full == name or fromlist:
-        if full != name:
-            importlib.import_module(UNIFIED)  # the log tells of it
-        module = builtins.__import__(full, globals, locals, fromlist, level)
-        if (call := ON_IMPORT.get(full.partition(".")[0])) is not None and not level:
-            call()
-        return module
-    importlib.import_module(full)
-    return importlib.import_module(UNIFIED)
+    module = builtins.__import__(name, globals, locals, fromlist, level)
+    if (call := ON_IMPORT.get(name.partition(".")[0])) is not None and not level:
+        call()
+    return module
 
 
 sys.meta_path.insert(0, _Finder())

@@ -105,10 +105,6 @@ class Module:
         """Return whether it is the user's own code rather than installed."""
         return self.file is not None and not str(self.file).startswith(INSTALLED)
 
-    def full_name(self, name: str) -> str:
-        """Return the module that an `import` in this file means."""
-        return own_code.full_name(name) if own_code.is_own(str(self.file)) else name
-
     def place(self, line: int) -> str:
         """Return ` (file:line)` for own code, else ""."""
         return f" ({short(str(self.file))}:{line})" if self.is_ours else ""
@@ -306,10 +302,10 @@ class _Reader:
             case ast.Import():
                 for alias in node.names:
                     bound = alias.name if alias.asname else alias.name.partition(".")[0]
-                    full = self.scope.module.full_name(alias.name)
+                    full = own_code.full_name(alias.name)
                     self.imported(full, node.lineno)
                     if alias.asname is None:
-                        full = self.scope.module.full_name(bound)
+                        full = own_code.full_name(bound)
                     self.bind(alias.asname or bound, Imported, node.lineno, full, None)
             case ast.ImportFrom():
                 self.import_from(node)
@@ -457,7 +453,7 @@ def _joined(several: list[Names]) -> Names:
 def absolute(node: ast.ImportFrom, module: Module) -> str:
     """Return the module that `from … import` names."""
     if node.module and not node.level:
-        return module.full_name(node.module)
+        return own_code.full_name(node.module)
     above = module.name.split(".")
     above = above[: len(above) - node.level + (module.folders is not None)] if node.level else []
     return ".".join([*above, *([node.module] if node.module else [])])
@@ -466,7 +462,7 @@ def absolute(node: ast.ImportFrom, module: Module) -> str:
 def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | None]]:
     for node in body:
         if isinstance(node, ast.Import):
-            yield from ((module.full_name(alias.name), None) for alias in node.names)
+            yield from ((own_code.full_name(alias.name), None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((absolute(node, module), None if a.name == "*" else a.name) for a in node.names)
 

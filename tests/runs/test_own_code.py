@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -289,3 +290,19 @@ def test_a_package_that_a_function_needs(command, tiny, tmp_path, function):
         assert outcome.err.count("error: ") == 1
         assert "needs skimage, which is not installed here (mine.py:7): pip install scikit-image" in outcome.err
     assert command("check", tiny, "model.loss.type=mine.L", cwd=tmp_path).code == 0
+
+
+def test_what_pip_installs_into_a_folder_is_no_own_code(tmp_path):
+    """A folder of `pip install --target` on PYTHONPATH; others there, and the working directory, are own code."""
+    for name in ("target", "mine", "here"):
+        (tmp_path / name).mkdir()
+    for name in ("target", "here"):
+        (tmp_path / name / "library-1.0.dist-info").mkdir()
+    script = "from deeplightning import own_code\nprint(*map(own_code.is_theirs, PLACES))"
+    places = [str(tmp_path / name / "module.py") for name in ("target", "mine", "here")]
+    path = f"{tmp_path / 'target'}{os.pathsep}{tmp_path / 'mine'}"
+    done = subprocess.run(
+        [sys.executable, "-c", script.replace("PLACES", repr(places))],
+        cwd=tmp_path / "here", env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == "False True True\n", done.stderr

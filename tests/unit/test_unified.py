@@ -1,7 +1,9 @@
-"""`lightning` means `pytorch_lightning` in own code and configs, and what is installed everywhere else."""
+"""`lightning` means `pytorch_lightning`, in own code, configs and installed modules."""
 
 import importlib
+import itertools
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import lightning_fabric
@@ -66,10 +68,14 @@ def parts(request, tmp_path, monkeypatch):
     (installed / "lightning" / "pytorch").mkdir(parents=True)
     (installed / "lightning" / "__init__.py").write_text("NAME = 'the package'\n")
     (installed / "lightning" / "pytorch" / "__init__.py").write_text("class LightningModule: ...\n")
-    (installed / "third_party.py").write_text("import lightning as L\nimport lightning.pytorch as pl\n")
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries" / "third_party.py").write_text(PARTS)
     monkeypatch.chdir(own)
     if request.param == "installed":
         monkeypatch.syspath_prepend(installed)
+    monkeypatch.syspath_prepend(tmp_path / "libraries")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
+        monkeypatch.delitem(sys.modules, name)
     before, names = own_code.original_roots(), {*sys.modules}
     own_code.use_import_roots(own)
     yield request.param
@@ -79,34 +85,39 @@ def parts(request, tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def test_every_form_of_the_import_gives_the_classes_of_pytorch_lightning(parts):
-    """Also inside a function, also where the package `lightning` is installed."""
-    module = importlib.import_module("unified_parts")
+@pytest.mark.parametrize("name", ["unified_parts", "third_party"])
+def test_every_form_of_the_import_gives_the_classes_of_pytorch_lightning(parts, name):
+    """In own code and in a library; also inside a function, also where the package `lightning` is installed."""
+    module = importlib.import_module(name)
     assert {pl.LightningModule} == {*module.FOUND}
     assert {pl.Trainer} == {*module.SAME}
     assert module.callbacks is pl.callbacks
     assert module.Callback is pl.Callback
     assert module.seed_everything is lightning_fabric.utilities.seed.seed_everything
     assert own_code.UNIFIED in sys.modules
+    assert {each.__spec__.name for each in (pl, pl.callbacks)} == {"pytorch_lightning", "pytorch_lightning.callbacks"}
+    with pytest.raises(ModuleNotFoundError, match=r"lightning\.app"):
+        importlib.import_module("lightning.app")
 
 
 def test_check_reads_the_same_names(parts):
     """By the source alone and with imports: wrong params of a class from `lightning` are found."""
-    for importing in (False, True):
-        assert examine("config.yaml", [], importing=importing).faults == []
-        (fault,) = examine("config.yaml", ["train.callbacks.1.params.evry=2"], importing=importing).faults
-        assert "unified_parts.Own has no param `evry`. Did you mean every?" in str(fault)
+    for importing, name in itertools.product((False, True), ("unified_parts", "third_party")):
+        of_library = [f"data.module.type={name}.Data", f"train.callbacks.1.type={name}.Own"]
+        assert examine("config.yaml", of_library, importing=importing).faults == []
+        wrong = [*of_library, "train.callbacks.1.params.evry=2"]
+        (fault,) = examine("config.yaml", wrong, importing=importing).faults
+        assert f"{name}.Own has no param `evry`. Did you mean every?" in str(fault)
 
 
-def test_an_installed_module_gets_the_installed_package(parts):
-    """The alias is for own code alone."""
-    if parts == "not installed":
-        with pytest.raises(ModuleNotFoundError, match="lightning"):
-            importlib.import_module("lightning")
-        return
-    third_party = importlib.import_module("third_party")
-    assert third_party.L.NAME == "the package"
-    assert third_party.pl.LightningModule is not pl.LightningModule
+def test_a_package_that_was_imported_before_stays(parts, monkeypatch):
+    """In a notebook, say: the parts of two packages must not be mixed."""
+    if parts == "installed":
+        spec = PathFinder.find_spec("lightning")
+        package = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "lightning", package)
+        spec.loader.exec_module(package)
+        assert importlib.import_module("lightning.pytorch").LightningModule is not pl.LightningModule
 
 
 def test_a_package_of_the_users_that_is_called_lightning_stays_theirs(parts):
