@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import LIMIT_SECONDS, environment
 from conftest import digest
 from gpu_runs import Cell, Runs, note, spread
 
@@ -117,9 +117,9 @@ def test_a_resumed_run_of_deepspeed_has_the_loss_scale_that_it_had(stage, tmp_pa
     settings += ["engine.setup_hook=half.allow", "data.batch_size=8", "model.optimizer.params.eps=0.0001"]
     settings += ["stages=[train]", "train.export=false", "train.checkpoint.every_n_steps=3", "train.resume_ckpt=auto"]
     straight, killed = ("logger.params.experiment_name=" + name for name in ("straight", "killed"))
-    done = runs.train(*settings, straight)
-    assert runs.start(*settings, killed, KILL_AT="13").code != 0
-    resumed = runs.train(*settings, killed)
+    done = runs.train(*settings, straight, limit=LIMIT_SECONDS)
+    assert runs.start(*settings, killed, limit=LIMIT_SECONDS, KILL_AT="13").code != 0
+    resumed = runs.train(*settings, killed, limit=LIMIT_SECONDS)
     assert "resumes " in resumed.out
     (state,) = read_checkpoint(resumed.folder / "last.ckpt")["optimizer_states"]
     assert state["loss_scale"]["cur_iter"] > 13
