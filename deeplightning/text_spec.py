@@ -58,6 +58,7 @@ class TextSpec:
         lower: whether words are converted to lower case; a file of Hugging Face has its own setting.
         max_length: longer texts are cut to this number of tokens and keep their last token; None: they are not cut.
         limit: the most tokens that the network accepts; None: any number.
+        column: name of the column of the training table that has the texts; None: unknown.
 
     Raises:
         ValueError: a value is out of range.
@@ -70,6 +71,7 @@ class TextSpec:
     lower: bool = True
     max_length: int | None = None
     limit: int | None = None
+    column: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokenizer, str) or self.tokenizer not in FILES:
@@ -80,6 +82,8 @@ class TextSpec:
                 raise ValueError(f"{name} must be null or a whole number of tokens of at least 1, not {value!r}")
         if not isinstance(self.lower, bool):
             raise ValueError(f"lower must be true or false, not {self.lower!r}")
+        if not isinstance(self.column, str | None):
+            raise ValueError(f"column must be null or the name of a column, not {self.column!r}")
         self._encoder  # noqa: B018 (raises if the content is invalid)
 
     @property
@@ -141,7 +145,7 @@ class TextSpec:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON types, for a bundle, which keeps the content in another file."""
-        return {name: getattr(self, name) for name in _KEYS}
+        return {name: getattr(self, name) for name in (*_KEYS, "column")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], content: str) -> "TextSpec":
@@ -150,8 +154,9 @@ class TextSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is out of range or does not match this content.
         """
-        require_keys("a text spec", values, _KEYS)
-        spec = cls(values["tokenizer"], content, values["lower"], values["max_length"], values["limit"])
+        require_keys("a text spec", values, _KEYS, ["column"])  # older bundles lack it
+        given = {name: value for name, value in values.items() if name not in ("file", "size")}
+        spec = cls(content=content, **given)
         for name in ("file", "size"):
             if getattr(spec, name) != values[name]:
                 raise ValueError(f"{name} is {getattr(spec, name)!r}, not {values[name]!r}")

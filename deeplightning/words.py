@@ -127,9 +127,14 @@ def is_number(cell: str) -> bool:
     return True
 
 
-def require_keys(what: str, values: object, known: Sequence[str]) -> None:
-    """Raise ValueError unless `values` is a mapping with exactly these keys; `what` names it in the message."""
+def require_keys(what: str, values: object, known: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Raise ValueError unless `values` is a mapping with these keys, and no others but the optional ones.
+
+    Args:
+        what: its name in the message.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(f"{what} must be a mapping, not {type(values).__name__}")
-    if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
+    faults = [key for key in known if key not in values]
+    if faults := faults + [str(key) for key in values if key not in (*known, *optional)]:
         raise ValueError(f"{what} has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")

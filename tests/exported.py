@@ -21,7 +21,7 @@ from deeplightning.text_spec import TextSpec, vocabulary
 
 LABELS = ["low", "middle", "high"]
 TEXTS = ["a fine film", "dull", "it 's not a dull film , and not a fine one either", "unheard-of"]
-WORDS = TextSpec("words", vocabulary(TEXTS[:3]), limit=24)
+WORDS = TextSpec("words", vocabulary(TEXTS[:3]), limit=24, column="review")
 SHOP = TableSpec((Column("age", "number", 40.0, 10.0), Column("city", "category", categories=("Bern", "Rome"))))
 SIGNAL = ArraySpec((2, 12), (0.5,), (2.0,))
 RUN = {"id": "abc", "folder_name": "a run", "created": "now", "versions": {}}

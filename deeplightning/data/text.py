@@ -11,7 +11,7 @@ N samples, B batch, L tokens of a batch's longest text.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,17 @@ class Texts(Divisible):
         labels: int64 (N,); None: the file has none.
         lines: where each stands in its file, from 1, int64 (N,).
         path: of the file, or where else they come from; for messages.
+        column: name of their column, in which `deeplightning predict` finds the texts of other tables; None: it has
+            none.
     """
 
-    shared = ("path",)
+    shared = ("path", "column")
 
     texts: list[str]
     labels: np.ndarray | None
     lines: np.ndarray
     path: Path
+    column: str | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -214,7 +217,7 @@ class TextData(DataOfSets):
         return found
 
     def learn(self, train: Texts) -> None:
-        self.text_spec = self._spec(train)
+        self.text_spec = replace(self._spec(train), column=train.column)
 
     def _spec(self, train: Texts) -> TextSpec:
         most = self.max_length if self.cut_always else None

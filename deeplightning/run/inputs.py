@@ -7,13 +7,14 @@ which no client sends, are read here.
 import contextlib
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deeplightning.array_spec import read_signal
 from deeplightning.image_spec import EXTENSIONS
 from deeplightning.table_spec import TableSpec
+from deeplightning.text_spec import TextSpec
 from serve.limits import Limits, Refusal
 from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json
 
@@ -26,7 +27,7 @@ ENDINGS = {
 """File endings, in lower or upper case, by what a network takes."""
 
 TEXT_COLUMNS = ("text", "sentence")
-"""Names of a column of texts; a table with a single column needs none of them."""
+"""Names of a column of texts besides that of the training table; a table with a single column needs none of them."""
 
 _NO_LIMIT = Limits(max_images=10**9)  # a local file may have more rows than a request
 
@@ -53,7 +54,7 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
 
     Args:
         takes: of `deeplightning.kinds.INPUTS`.
-        spec: prepares a row (`TableSpec`) or an array (`ArraySpec`).
+        spec: prepares a text (`TextSpec`), a row (`TableSpec`) or an array (`ArraySpec`).
 
     Raises:
         ValueError: the file is of another kind, damaged, or has no inputs.
@@ -107,16 +108,21 @@ def _with_all_keys(path: Path) -> Iterator[dict[str, Any]]:
     return (absent | row for row in _objects(path))
 
 
-def _text_of(row: Mapping[str, Any]) -> str:
-    names = [name for name in TEXT_COLUMNS if name in row] or (list(row) if len(row) == 1 else [])
-    if not names:
-        columns = ", ".join(map(str, row))
-        raise ValueError(
-            f"there is no column {' or '.join(TEXT_COLUMNS)}, but {columns:.200}; rename that of the texts"
-        )
-    if not isinstance(row[names[0]], str):
-        raise ValueError(f"{names[0]} is no text, but {row[names[0]]!r:.80}")
-    return str(row[names[0]])
+def _columns(spec: TextSpec) -> list[str]:
+    """Return the names that a column of texts may have, that of the training table first."""
+    return [*dict.fromkeys((spec.column or TEXT_COLUMNS[0], *TEXT_COLUMNS))]
+
+
+def _texts(rows: Iterable[Mapping[str, Any]], spec: TextSpec) -> Iterator[str]:
+    known = _columns(spec)
+    for row in rows:
+        names = [name for name in known if name in row] or (list(row) if len(row) == 1 else [])
+        if not names:
+            columns = ", ".join(map(str, row))
+            raise ValueError(f"there is no column {' or '.join(known)}, but {columns:.200}; rename that of the texts")
+        if not isinstance(row[names[0]], str):
+            raise ValueError(f"{names[0]} is no text, but {row[names[0]]!r:.80}")
+        yield row[names[0]]
 
 
 def _tabbed(path: Path) -> Iterator[dict[str, str]]:
@@ -165,9 +171,9 @@ Reader = Callable[[Path, Any], "Iterator[Any] | list[Any]"]
 _READERS: dict[str, dict[str, Reader]] = {
     "text": {
         ".txt": lambda path, _: _lines(path),
-        ".csv": lambda path, _: map(_text_of, rows_from_csv(path.read_bytes(), _NO_LIMIT, TEXT_COLUMNS)),
-        ".tsv": lambda path, _: map(_text_of, _tabbed(path)),
-        ".jsonl": lambda path, _: map(_text_of, _objects(path)),
+        ".csv": lambda path, spec: _texts(rows_from_csv(path.read_bytes(), _NO_LIMIT, _columns(spec)), spec),
+        ".tsv": lambda path, spec: _texts(_tabbed(path), spec),
+        ".jsonl": lambda path, spec: _texts(_objects(path), spec),
         ".json": lambda path, _: [text.decode() for text in texts_from_json(path.read_bytes())],
     },
     "table": {

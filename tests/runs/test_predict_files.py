@@ -122,15 +122,17 @@ def test_rows_of_tables_are_answered(runs, asked, tmp_path, kind, write):
     [
         lambda folder: folder / "a.txt",
         lambda folder: table(folder / "a.csv", [{"text": text, "n": 1} for text in TEXTS]),
-        lambda folder: table(folder / "a.csv", [{"review": text} for text in TEXTS]),
+        lambda folder: table(folder / "a.csv", [{"note": text} for text in TEXTS]),
+        lambda folder: table(folder / "a.csv", [{"text": "n", "review": text} for text in TEXTS]),
+        lambda folder: lines(folder / "a.jsonl", *[{"review": text, "n": 1} for text in TEXTS]),
         lambda folder: folder / "a.tsv",
         lambda folder: lines(folder / "a.jsonl", *[{"text": text} for text in TEXTS]),
         lambda folder: lines(folder / "a.json", {"texts": TEXTS}),
     ],
-    ids=["txt", "csv", "one column", "tsv", "jsonl", "json"],
+    ids=["txt", "csv", "one column", "trained", "trained jsonl", "tsv", "jsonl", "json"],
 )
 def test_texts_are_answered(runs, asked, tmp_path, write):
-    """A line each, or the column `text` or `sentence`, or the only one."""
+    """A line each, or the column of the training table, `text` or `sentence`, or the only one."""
     (tmp_path / "a.txt").write_text("\n\n".join(TEXTS) + "\n")
     (tmp_path / "a.tsv").write_text("index\tsentence\n" + "".join(f"{n}\t{text}\n" for n, text in enumerate(TEXTS)))
     file = write(tmp_path)
@@ -243,7 +245,7 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "name", "content", "words"),
     [
-        ("text_classification", "a.csv", "a,b\nx,y\n", "there is no column text or sentence, but a, b"),
+        ("text_classification", "a.csv", "a,b\nx,y\n", "there is no column review or text or sentence, but a, b"),
         ("text_classification", "a.txt", "\n\n", "there is nothing in this file"),
         ("text_classification", "a.txt", b"\xff\xfe", "not UTF-8"),
         ("text_classification", "a.tsv", "text\tn\na\tb\tc\n", "row 1 has not as many columns as the header"),

@@ -279,6 +279,8 @@ def test_texts_are_read_with_the_columns_that_init_has_seen(header, monkeypatch)
     monkeypatch.chdir("new project")
     module = runpy.run_path("texts.py")["TextsOfColumns"](data_config(), **written["data"]["module"]["params"])
     assert sum(map(len, module.read().values())) == 40
+    module.setup("fit")
+    assert module.text_spec.column == "review"
 
 
 def test_a_column_of_sets_is_no_label():

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+from dataclasses import replace
 
 import modules
 import numpy as np
@@ -56,8 +57,10 @@ def test_tokens_are_numbers_of_words_and_an_end():
 
 def test_a_spec_travels_as_plain_types():
     """From its dictionary and its content comes the same spec again; a dictionary that does not fit is refused."""
-    spec = TextSpec("words", vocabulary(["a b"]), lower=False, max_length=9, limit=12)
+    spec = TextSpec("words", vocabulary(["a b"]), lower=False, max_length=9, limit=12, column="review")
     assert TextSpec.from_dict(spec.to_dict(), spec.content) == spec
+    older = {key: value for key, value in spec.to_dict().items() if key != "column"}
+    assert TextSpec.from_dict(older, spec.content) == replace(spec, column=None)
     with pytest.raises(ValueError, match="size is 5, not 6"):
         TextSpec.from_dict(spec.to_dict() | {"size": 6}, spec.content)
     with pytest.raises(ValueError, match="look at lower"):
