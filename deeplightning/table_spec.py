@@ -49,6 +49,11 @@ _UNIT = re.compile(r"(?<![^+-])[$€£¥₹]\s?|\s?[$€£¥₹%]$")
 NAMED_DAY = re.compile(r"[A-Za-z]{3,9}[-/. ]\d\d?[-/., ]+\d{4}|\d\d?[-/. ]+[A-Za-z]{3,9}[-/. ]+(?:\d\d){1,2}", re.ASCII)
 """A date whose month is a word, so that it is clear which number is the day."""
 
+_SPELLED = re.compile(
+    r"([+-]?[0-9]+)\.0+|([0-9]{4}-[0-9]{2}-[0-9]{2})[T ]00:00:00(?:\.0+)?|true|True|TRUE|false|False|FALSE"
+)
+"""Words of a value that has another, usual spelling."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 
 MAX_SHOWN = 40
@@ -133,6 +138,27 @@ class TableFormat:
             return (day - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
+class Codes(dict[str, int]):
+    """The number of each of some words, from `first`, by which `find` knows other spellings of the same value too.
+
+    True of pandas and TRUE of R are true in JSON and Parquet; 1.0, in a column with gaps, is 1, and 2024-02-29 00:00:00
+    the day.
+    """
+
+    def __init__(self, words: Sequence[str], first: int = 0):
+        super().__init__((word, number) for number, word in enumerate(words, first))
+        for word, number in [*self.items()]:
+            self.setdefault(_usual(word), number)
+
+    def find(self, word: str, otherwise: int) -> int:
+        return self.get(word, self.get(_usual(word), otherwise))
+
+
+def _usual(word: str) -> str:
+    found = _SPELLED.fullmatch(word)
+    return (found[1] or found[2] or found[0].lower()) if found else word
+
+
 @dataclass(frozen=True)
 class Column:
     """How one column is prepared.
@@ -168,9 +194,9 @@ class Column:
         object.__setattr__(self, "categories", tuple(words))
 
     @cached_property
-    def codes(self) -> dict[str, int]:
+    def codes(self) -> Codes:
         """The number of each word, from 1."""
-        return {word: number for number, word in enumerate(self.categories, 1)}
+        return Codes(self.categories, 1)
 
 
 @dataclass(frozen=True)
@@ -290,10 +316,10 @@ class TableSpec:
     def _code(self, column: Column, value: object) -> float:
         if self.format.is_missing(value):
             return self._gap(column)
-        words = spellings(value)
-        if not words:
+        word = word_of(value)
+        if not word:
             raise TableError(f"Column {column.name}: {_shown(value)} is neither a text nor a number.")
-        code = next((column.codes[word] for word in words if word in column.codes), 0)
+        code = column.codes.find(word, 0)
         if not code and self.unknown == "refuse":
             known = ", ".join(column.categories[:10]) + (", …" if len(column.categories) > 10 else "")
             raise TableError(f"Column {column.name}: {_shown(value)} is not a known category; known: {known}.")
@@ -334,7 +360,7 @@ class TableSpec:
         return numbers
 
     def _codes(self, column: Column, values: "Words", before: int) -> np.ndarray:
-        codes = np.array([*(column.codes.get(word, 0) for word in values.words), 0])[values.indices]
+        codes = np.array([*(column.codes.find(word, 0) for word in values.words), 0])[values.indices]
         gaps = values.indices < 0
         if self.unknown == "refuse" and (wrong := (codes == 0) & ~gaps).any():
             row = int(wrong.argmax())
@@ -378,18 +404,13 @@ def _refused(column: Column, row: int, words: str) -> TableError:
     return TableError(f"column {column.name}, row {row + 1}: {words}")
 
 
-def spellings(value: object) -> tuple[str, ...]:
-    """Return the words that a category may have in a file, the usual one first; none: it cannot be one.
-
-    Parquet and JSON have 1 and true; in CSV files, pandas writes 1.0 in a column with gaps, and True; R writes TRUE.
-    """
-    if isinstance(value, bool):
-        return str(value).lower(), str(value), str(value).upper()
+def word_of(value: object) -> str:
+    """Return the word of a value of a category; "": it cannot be one."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int):
-        return str(value), f"{value}.0"
-    return (str(value).strip(),) if isinstance(value, str | float | Decimal | date) else ()
+    return str(value).strip() if isinstance(value, str | int | float | Decimal | date) else ""
 
 
 def decoded(data: bytes, encoding: str = "utf-8") -> str:

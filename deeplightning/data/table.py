@@ -24,7 +24,7 @@ from deeplightning.data.loading import SPLITS, ColumnData, Moments, by_set
 from deeplightning.data.splits import SET_NAMES, deal
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import CHUNK, Rows, Table, encoded, in_memory, numbers_of, on_disk
-from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
+from deeplightning.table_spec import DELIMITERS, MISSING, Codes, Column, TableError, TableFormat, TableSpec, Words
 from deeplightning.words import did_you_mean, free_memory
 
 log = logging.getLogger("deeplightning.data")
@@ -335,8 +335,8 @@ class TableData(ColumnData):
 
     def _classes(self, target: Words) -> torch.Tensor:
         """Return the class of each row, int64 (N,)."""
-        numbers = {name: number for number, name in enumerate(self.class_names)}
-        labels = np.array([*(numbers.get(word, -1) for word in target.words), -1])[target.indices]
+        codes = Codes(self.class_names)
+        labels = np.array([*(codes.find(word, -1) for word in target.words), -1])[target.indices]
         if (labels < 0).any():
             row = int((labels < 0).argmax())
             raise DataError(

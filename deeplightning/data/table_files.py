@@ -27,6 +27,7 @@ from deeplightning.table_spec import (
     aligned,
     named_columns,
     records,
+    word_of,
 )
 
 HEAD = 2**20
@@ -185,7 +186,9 @@ class TableFile:
         is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
         try:
             if kind != "number":
-                return _words(pc.cast(column, pa.string()), self.form)
+                texts = pc.cast(column, pa.string())
+                is_float = pa.types.is_floating(column.type)  # of which Arrow writes 1e+12 for a whole number
+                return _words(pc.cast(texts, pa.float64()) if is_float else texts, self.form)
             if not is_text:
                 numbers = pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
                 infinite = [value for value in (math.inf, -math.inf) if self.form.is_missing(value)]
@@ -380,14 +383,14 @@ def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
     return numbers[found.indices]
 
 
-def _words(texts: pa.Array, form: TableFormat) -> Words:
-    """Return texts as words without blanks around them."""
-    encoded = pc.dictionary_encode(pc.utf8_trim_whitespace(texts))
-    words = encoded.dictionary.to_pylist()
-    gone = [number for number, word in enumerate(words) if form.is_missing(word)]
+def _words(column: pa.Array, form: TableFormat) -> Words:
+    """Return texts, without blanks around them, or floating point numbers as words."""
+    encoded = pc.dictionary_encode(column if pa.types.is_floating(column.type) else pc.utf8_trim_whitespace(column))
+    values = encoded.dictionary.to_pylist()
+    gone = [number for number, value in enumerate(values) if form.is_missing(value)]
     indices = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
     indices = np.where(np.isin(indices, gone), -1, indices)
-    return Words(["" if word is None else word for word in words], indices)
+    return Words([*map(word_of, values)], indices)
 
 
 def _first(error: Exception) -> str:

@@ -376,28 +376,39 @@ def test_decimal_commas_and_separators_give_the_same_numbers():
     assert len(set(found)) == 1
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "t.jsonl", "r.csv"])
 def test_values_of_other_types_are_those_of_the_training(name):
-    """Truth values, whole numbers with gaps, dates and decimal numbers of a Parquet file or a DataFrame become the
-    numbers that a training on the same rows learned from, also where a CSV file has them as `True` and `1.0`."""
-    day = pd.Timestamp("2024-02-28")
+    """Truth values, whole numbers with gaps, dates and decimal numbers of a file of any kind or a DataFrame become the
+    numbers that a training on the same rows learned from, also where a CSV file has them as `True` or `TRUE` and
+    `1.0`."""
+    names, day = ["t.csv", "t.parquet", "t.jsonl", "r.csv"], pd.Timestamp("2024-02-28")
     values = {
         "flag": [True, False, True, None] * 5,
-        "grade": [1.0, None, 2.0, 1.0] * 5,
+        "grade": [1.0, None, 2.0, 1e12] * 5,
         "time": [day + pd.Timedelta(hours=number) for number in range(20)],
         "date": [(day + pd.Timedelta(days=number % 3)).date() for number in range(20)],
         "price": [Decimal(number) / 4 for number in range(20)],
-        "y": [0, 1] * 10,
+        "y": [False, True] * 10,
     }
     rows = pd.DataFrame(values)
-    rows.to_csv("t.csv", index=False)
+    text = str(rows.to_csv("t.csv", index=False) or Path("t.csv").read_text())
+    Path("r.csv").write_text(text.replace("True", "TRUE").replace("False", "FALSE"))
     rows.to_parquet("t.parquet")
+    jsonable = rows.assign(
+        time=rows["time"].astype(str), date=rows["date"].astype(str), price=rows["price"].astype(float)
+    )
+    jsonable.to_json("t.jsonl", orient="records", lines=True)
     kinds = dict.fromkeys(("flag", "grade", "date"), "category") | dict.fromkeys(("time", "price"), "number")
-    module = prepared({"train": name, "target": "y", "columns": kinds, "missing": "fill"})
+    params = {"train": name, "target": "y", "columns": kinds, "missing": "fill"}
+    module = prepared(params)
     learned = np.concatenate([module.dataset(split).large["input"].numpy() for split in ("train", "val", "test")])
-    for asked in ([row for _, row in inputs_of(Path("t.parquet"), "table")], rows.to_dict("records")):
-        answered = [module.table_spec.prepare(row).tolist() for row in asked]
+    asked = [[row for _, row in inputs_of(Path(other), "table", module.table_spec)] for other in names]
+    for given in (*asked, rows.to_dict("records")):
+        answered = [module.table_spec.prepare(row).tolist() for row in given]
         assert sorted(map(tuple, answered)) == sorted(map(tuple, learned.tolist()))
+    for other in names:  # as files of the tests
+        module = prepared({**params, "test": other, "unknown": "refuse"})
+        assert module.dataset("test").small["label"].tolist() == [0, 1] * 10
 
 
 @pytest.mark.parametrize("counts", [[50, 9, 1], [30, 2, 2, 2, 1, 1], [20, *[1] * 20], [5, 5]])
