@@ -54,7 +54,9 @@ class Column:
         self.numbers = self.filled - sum(strays.values())
         self.letters = sum(len(word) * number for word, number in words.items())
         self.is_whole = bool(numbers) and all(value.is_integer() for value in numbers.values())
-        self.has_codes = any(re.fullmatch(r"0\d+", word) for word in words)  # as 00501
+        long = [word for word in words if re.fullmatch(r"\d{16,300}", word, re.ASCII)]
+        is_exact = len({*map(int, long)}) == len({*map(float, long)})
+        self.has_codes = not is_exact or any(re.fullmatch(r"0\d+", word) for word in words)  # as 00501
         self.has_dates = bool(words) and all(map(DATE.fullmatch, words))
         self.type = kind
 

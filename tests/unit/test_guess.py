@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from modules import data_config
 from PIL import Image
@@ -225,6 +226,16 @@ def test_a_table_of_numbers_gives_inputs_and_target():
     assert "missing values, which are filled: size (1)" in notes
     row = {"size": float(rows[0][1]), "town": "Bern", "rooms": 0.0}
     assert json.loads(Path("new project/row.json").read_text()) == {"rows": [row]}
+
+
+@pytest.mark.parametrize("name", ["n.csv", "n.parquet"])
+def test_long_whole_numbers_are_categories_where_they_would_lose_digits(name):
+    """Account numbers that are one number in 64 bits; of nanoseconds since 1970, numbers that differ stay so."""
+    rows = [[10**17 + i % 3, 10**17 + i, 17 * 10**17 + 10**9 * i, i % 2] for i in range(60)]
+    table("n.csv", ["branch", "account", "nanoseconds", "y"], *rows)
+    pd.read_csv("n.csv").to_parquet("n.parquet")
+    kinds = {"branch": "category", "account": "ignore", "nanoseconds": "number", "y": "category"}
+    assert config("table", name)[0]["data"]["module"]["params"]["columns"] == kinds
 
 
 @pytest.mark.parametrize(("target", "classes"), [("kind", ["a", "b"]), ("rooms", ["0", "1", "2"]), ("price", None)])

@@ -22,6 +22,16 @@ def test_numbers_come_first_and_are_standardised():
     assert SPEC.prepare({"age": 50, "city": "Genf"}).dtype == np.float32
 
 
+@pytest.mark.parametrize(("start", "second"), [(1.7e9, 1), (1.7e18, 1e9)])
+def test_times_in_seconds_and_nanoseconds_stay_different(start, second):
+    """They are standardised in 64 bits, and 32 bits tell apart the minutes of a year."""
+    spec = TableSpec((Column("time", "number", start, 1e7 * second),))
+    times = start + 60 * second * np.arange(5)
+    steps = np.diff(spec.encode({"time": times})[:, 0])
+    assert steps == pytest.approx(np.full(4, 6e-6), rel=1e-3)
+    assert [spec.prepare({"time": time})[0] for time in times.tolist()] == spec.encode({"time": times})[:, 0].tolist()
+
+
 @pytest.mark.parametrize("gap", [None, "", "NaN", "n/a", "NULL", math.nan])
 def test_a_missing_value_is_filled_or_refused(gap):
     """As the spec says: by the mean of a number, and the number 0 of a category."""
