@@ -30,7 +30,7 @@ from deeplightning.run.load import trained_task
 from deeplightning.run.make_bundle import origin_of
 from deeplightning.run.own_module import servable
 from deeplightning.runfolder import RunFolder
-from deeplightning.words import first_line
+from deeplightning.words import InputError, first_line
 from serve.__main__ import options_parser, serve
 from serve.bundle import GPU_TOLERANCE
 from serve.device import CPU, Device, DeviceError
@@ -121,6 +121,8 @@ class Checkpoint(Model):
                 return self.network(torch.tensor(inputs, device=str(self.device))).cpu().numpy()
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
+        except IndexError as error:
+            raise InputError(f"The network does not take these values: {first_line(error)}.") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

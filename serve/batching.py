@@ -18,6 +18,7 @@ import numpy as np
 
 from deeplightning.image_spec import ImageError
 from deeplightning.kinds import KINDS
+from deeplightning.words import InputError
 from serve.answers import DEFAULT_TOP_K, rows_of
 from serve.limits import Limits, Refusal
 from serve.log import log_event
@@ -166,9 +167,8 @@ class Batcher:
             pictures = job.read(max_pixels is not None)
             if max_pixels is not None and len(pictures) > 1:
                 return False
-            for number, data in enumerate(pictures, 1):
-                place = f"{self._what} {number} of {len(pictures)}: " if len(pictures) > 1 else ""
-                pixels.append(self._prepare(job, data, place, max_pixels))
+            for number, data in enumerate(pictures):
+                pixels.append(self._prepare(job, data, self._place(number, len(pictures)), max_pixels))
                 self._check_time(job)  # a request may have many large pictures
         except NotTiny:
             return False
@@ -187,6 +187,10 @@ class Batcher:
             self._free -= 1
         self._run_lane()
         return True
+
+    def _place(self, number: int, total: int) -> str:
+        """Return the place of an input in its request, for a message."""
+        return f"{self._what} {number + 1} of {total}: " if total > 1 else ""
 
     def _decode(self, job: Job, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
         """Return the prepared picture, uint8 (C, H, W)."""
@@ -240,6 +244,8 @@ class Batcher:
                     log_event(f"the memory is too small for a single request: {row}")
                     words = "The model has no memory for this request now; send it again in 1 s."
                     self._end(job, Refusal(503, words, {"Retry-After": "1"}))
+                elif isinstance(row, InputError):
+                    self._end(job, Refusal(row.status, f"{self._place(number, len(job.rows))}{row}"))
                 elif isinstance(row, Exception):
                     self._end(job, row)
                 else:

@@ -22,11 +22,11 @@ import numpy as np
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
-from deeplightning.words import first_line
+from deeplightning.words import InputError, first_line
 from serve.answers import DEFAULT_TOP_K, encoder
 from serve.device import CPU, Device, DeviceError
 from serve.model import Model, prepared
-from serve.private import is_out_of_memory, onnxruntime
+from serve.private import is_out_of_memory, onnxruntime, refused_values
 from serve.session import open_session, tensorrt_options
 
 TOLERANCES = {"fp32": 1e-4, "int8": 0.05, "fp16": 0.02}
@@ -155,6 +155,8 @@ class Bundle(Model):
         except Exception as error:  # onnxruntime's exceptions have no common class of their own
             if self.device.on_gpu and is_out_of_memory(error):
                 raise MemoryError(str(error)) from error
+            if reason := refused_values(error):
+                raise InputError(f"The network does not take these values: {reason}.") from error
             raise
 
 

@@ -66,6 +66,7 @@ class Model:
 
         Raises:
             MemoryError: the device has too little memory for this batch.
+            deeplightning.words.InputError: the network does not take the values, such as an index out of range.
         """
         raise NotImplementedError
 

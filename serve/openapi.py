@@ -125,7 +125,7 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
         "requestBody": {"required": True, "content": _content(model, kind, limits.max_images)},
         "responses": {
             "200": _success(kind),
-            "400": _error(f"The {one} is missing, empty or damaged, or the request is malformed."),
+            "400": _error(f"The {one} is missing, damaged or not what the network takes, or the request is malformed."),
             "408": _error("The request came too slowly."),
             "413": _error(f"The request, the number of {what}, or one of them is too large."),
             "415": _error(f"The body or the {one} is of a kind that is not read."),

@@ -18,10 +18,13 @@ from deeplightning.faults import ConfigError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.own_module import OwnModule, samples_of
 from deeplightning.runfolder import RunFolder
+from deeplightning.torch_server import Checkpoint
 from serve.answers import answers
+from serve.app import application
 from serve.bundle import Bundle
 from serve.limits import Limits
 from serve.openapi import describe
+from serve.prediction import Service
 
 OWN = """\
 class Task(pl.LightningModule):
@@ -270,6 +273,23 @@ def test_a_bundle_is_served_as_pictures_or_arrays(tmp_path, batch):
     schemas = describe(bundle, Limits(), secured=False)["components"]["schemas"]
     assert "predicted_value" in json.dumps(schemas)
     assert add_format(own, folder, "torchscript").is_file()
+
+
+def test_a_value_that_the_network_does_not_take_is_a_bad_request(tmp_path):
+    """An index outside an embedding, of ONNX Runtime and of torch, is 400 with the input and the reason."""
+    folder = RunFolder(tmp_path)
+    found, own = kept(folder, Tokens(), torch.tensor([[1, 8], [0, 2]]))
+    export(own, folder, found["arrays"], {"id": "1"})
+    bundle = Bundle.open(folder.bundle)
+    shared = {"spec": own.row_spec, "labels": own.class_names, "run": {}, "samples": bundle.samples}
+    by_torch = Checkpoint(folder=tmp_path, task=own.kind, network=own.inference_model(), **shared)
+    for model, reason in ((bundle, "idx=9 must be within"), (by_torch, "index out of range")):
+        client = application(Service(model)).test_client()
+        response = client.post("/predict", json={"arrays": [[0, 8], [9, 0]]})
+        assert response.status_code == 400
+        assert response.json["ERROR"].startswith("Array 2 of 2: The network does not take these values: ")
+        assert reason in response.json["ERROR"]
+        assert client.post("/predict", json={"array": [0, 8]}).status_code == 200
 
 
 @pytest.mark.parametrize(

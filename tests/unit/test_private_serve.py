@@ -1,5 +1,6 @@
 """Canaries for the undocumented features of ONNX Runtime in `serve.private`. `test_server.py` checks the thread that
-`ORT_DISABLE_TELEMETRY` prevents, and `test_session.py` a real out-of-memory error."""
+`ORT_DISABLE_TELEMETRY` prevents, `test_session.py` a real out-of-memory error, and `test_own_endpoint.py` an index that
+is out of range."""
 
 import ast
 from pathlib import Path
