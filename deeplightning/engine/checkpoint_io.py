@@ -5,6 +5,7 @@ A checkpoint is one file. If processes share the tensors, each writes its shards
 """
 
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import distributed
@@ -24,6 +26,8 @@ from deeplightning.engine import shards
 from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, no_room
 from deeplightning.runfolder import sync_names, whole
 from deeplightning.words import first_line
+
+log = logging.getLogger("deeplightning")
 
 _TYPES: dict[str, type] = {
     **dict.fromkeys(("state_dict", "loops", "callbacks", "config", "run", "engine", "versions"), dict),
@@ -43,13 +47,23 @@ class SafeCheckpointIO(TorchCheckpointIO):
     Writing in place lost 40 of 40 checkpoints to kills, this way none of 100 (November 2026).
     """
 
+    _is_checked = False
+
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Save atomically.
+        """Save atomically; the first time, warn of values that will not be read again.
 
         Raises:
             SetupError: the folder cannot be written, or the disk is full; an older file at `path` stays.
         """
         _write(checkpoint, Path(path))
+        if not self._is_checked and (unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+            log.warning(
+                "%s cannot be read again: it holds %s, and only plain values are loaded. In `on_save_checkpoint` or "
+                "`state_dict`, put numbers, texts, tensors, and lists and dicts of such in their place",
+                path,
+                ", ".join(sorted(unsafe)),
+            )
+        self._is_checked = True
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = True
@@ -95,7 +109,7 @@ def _write(content: dict[str, object], target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole(target) as file:
-            torch.save(content, file)
+            torch.save(_plain(content), file)
     except (OSError, RuntimeError) as error:
         first: BaseException = error
         while first.__context__ is not None:  # closing torch's archive after a failed write fails too
@@ -108,6 +122,21 @@ def _write(content: dict[str, object], target: Path) -> None:
     finally:
         with contextlib.suppress(OSError):  # must not hide the error before
             beside.unlink()
+
+
+def _plain(value: Any) -> Any:
+    """Return numpy's numbers and arrays, which `weights_only` refuses, as Python's numbers and as tensors; arrays of
+    texts as lists."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(value.copy())
+        except (TypeError, ValueError):  # texts, or another order of bytes
+            return value.tolist()
+    if type(value) is dict:
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:

@@ -5,7 +5,9 @@ import pickle
 import resource
 import signal
 import zipfile
+from datetime import datetime
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +59,28 @@ def test_what_is_saved_comes_back(path, checkpoint):
     assert torch.equal(found.pop("state_dict")["weight"], checkpoint.pop("state_dict")["weight"])
     assert found == checkpoint
     assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_values_of_numpy_come_back_as_plain_ones(tmp_path, checkpoint):
+    """In dicts, lists and tuples, also as keys; those of the user stay as they are."""
+    own = {"best": np.float64(1.5), np.int64(3): [np.arange(3)[::-1], (np.bool_(True),)], "words": np.array(["a"])}
+    SafeCheckpointIO().save_checkpoint(checkpoint | {"own": own}, tmp_path / "last.ckpt")
+    found = read_checkpoint(tmp_path / "last.ckpt")["own"]
+    assert (found["best"], found[3][0].tolist(), found[3][1], found["words"]) == (1.5, [2, 1, 0], (True,), ["a"])
+    assert (type(own["best"]), type(own[3][0])) == (np.float64, np.ndarray)
+
+
+def test_the_first_save_warns_of_what_is_not_read_again(tmp_path, checkpoint, caplog):
+    """The note names the class; the run goes on, and later saves are silent."""
+    io, path = SafeCheckpointIO(), tmp_path / "last.ckpt"
+    for _ in range(2):
+        io.save_checkpoint(checkpoint | {"own": {"at": datetime(2026, 1, 1)}}, path)
+    (note,) = [each.getMessage() for each in caplog.records]
+    assert note.startswith(
+        f"{path} cannot be read again: it holds datetime.datetime, and only plain values are loaded."
+    )
+    with pytest.raises(CheckpointError, match=r"datetime\.datetime"):
+        read_checkpoint(path)
 
 
 def test_a_kill_while_saving_leaves_the_old_file_whole(path, checkpoint):
