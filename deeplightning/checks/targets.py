@@ -262,14 +262,15 @@ def _sections(report: Report, config: Config) -> None:
         if section is None:
             continue
         required, module = f"{name}.{_REQUIRED[name]}", section.module
+        if module is None or not report.answered.isdisjoint(upwards(f"{name}.module.type")):
+            continue  # what it would need is not known
         try:
-            is_right = module is not None and report.answered.isdisjoint(upwards(f"{name}.module.type"))
-            signature = report.meanings.signature(module.type) if is_right else None
+            signature = report.meanings.signature(module.type)
         except Undecided as why:
             if required not in report.places:
                 report.leave(required, f"{module.type}: whether it takes the config: {why}")
             continue
-        if signature is None or signature.config() is not None:
+        if signature.config() is not None:
             _require(report, section, name)
             continue
         known = {p.name: p for p in signature.parameters if p.keyword}

@@ -89,7 +89,7 @@ def test_one_wrong_value_is_one_note(override, words):
     """Unknown, of another type, no known word, out of range, missing: what is found and what is allowed."""
     found = notes(override, ways=BY_SOURCE)  # with such a fault nothing is imported
     assert words in found[0]
-    assert len(found) == (2 if override == "data=null" else 1)
+    assert len(found) == 1
 
 
 def test_an_item_of_a_param_is_told_at_its_own_line():

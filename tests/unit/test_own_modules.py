@@ -176,9 +176,8 @@ NOTES = {
 @pytest.mark.parametrize("module", NOTES)
 def test_what_a_module_cannot_be_given_is_one_note(module):
     """Misspelt, missing, of another type, at any depth; and what no param can give."""
-    first, *more = [note for note in faults(f"model.module={module}") if ": model.optimizer: missing" not in note]
-    assert NOTES[module] in first
-    assert more == []
+    (note,) = faults(f"model.module={module}")
+    assert NOTES[module] in note
 
 
 def test_nested_targets_become_objects_and_callables():
@@ -256,6 +255,22 @@ def test_a_module_that_takes_the_config_needs_what_it_reads():
     ]
     cfg = config("model.module={type: own_module.Named, params: {width: 1}}", "model.optimizer=null")
     assert cfg.model.optimizer is None
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.module.type=own_modul.Plain", "model.module.type: there is no module own_modul to import"),
+        ("data.module.type=deeplightning.data.digits.Digitz", "data.digits has no `Digitz`. Did you mean"),
+        ("model.module={typ: own_module.Plain}", "model.module.typ: unknown key. Did you mean type?"),
+        ("model={modul: {type: own_module.Plain}}", "model.modul: unknown key. Did you mean module?"),
+        ("data.module=3", "data.module: must be a target"),
+    ],
+)
+def test_a_module_that_is_not_known_needs_nothing_else(override, words):
+    """Whether it takes the config, and so needs an optimizer or a batch size, is known once its name is right."""
+    (note,) = faults(override)
+    assert words in note
 
 
 # ---- runs of others
