@@ -144,7 +144,7 @@ def _serve() -> None:
 
     for name in ("out", "err"):
         Path(name).touch()
-    Path("some_parts.py").write_text("def anything(*args, **kwargs): ...\n")
+    Path("some_parts.py").write_text("def anything(cfg=None, *args, **kwargs): ...\n")
     Path("c.yaml").write_text(BASE)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         cli.cli.main(["check", "c.yaml"], standalone_mode=False)  # imports everything

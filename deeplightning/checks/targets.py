@@ -17,7 +17,7 @@ from deeplightning.config.section_kinds import HOOK, no_part, role_of
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, nodes, plain
 from deeplightning.faults import Notice, nearest, upwards
-from deeplightning.signatures.signature import UNKNOWN, Options, Parameter, Undecided, of_item
+from deeplightning.signatures.signature import UNKNOWN, Options, Undecided, of_item
 
 Wanted = Callable[[], Options]
 
@@ -259,9 +259,7 @@ def _sections(report: Report, config: Config) -> None:
     written = [entry.written or "" for _, entry in nodes(report.source.root)]
     for name in _READ:
         section = getattr(config, name)
-        if section is None:
-            continue
-        required, module = f"{name}.{_REQUIRED[name]}", section.module
+        required, module = f"{name}.{_REQUIRED[name]}", section and section.module
         if module is None or not report.answered.isdisjoint(upwards(f"{name}.module.type")):
             continue  # what it would need is not known
         try:
@@ -273,7 +271,7 @@ def _sections(report: Report, config: Config) -> None:
         if signature.config() is not None:
             _require(report, section, name)
             continue
-        known = {p.name: p for p in signature.parameters if p.keyword}
+        known = ", ".join(p.name for p in signature.parameters if p.keyword) or signature.rest or "nothing"
         defaults = dict(schema.defaults(type(section)))
         for key in _READ[name]:
             is_referred_to = any(f"${{{name}.{key}" in text for text in written)
@@ -291,12 +289,12 @@ def _require(report: Report, section: Any, name: str) -> None:
         report.fault(f"missing: {known['doc'].partition('; null')[0]}{example}", f"{name}.{key}")
 
 
-def _refuse(report: Report, config: Config, key: str, module: Target, known: dict[str, Parameter]) -> None:
+def _refuse(report: Report, config: Config, key: str, module: Target, known: str) -> None:
     """Report a key that a module does not read: a fault where the user has set it, a notice where a base file has."""
     below = [place for k, place in report.places.items() if f"{k}.".startswith(f"{key}.")]
     if not any(map(report.source.is_top, below)):
         text = f"{key}, set by a base file, is left out: {module.type} does not take the config"
         config.notices = [*(config.notices or []), Notice(text, unasked=False, key=key)]
         return
-    takes = f"set what it takes under {key.partition('.')[0]}.module.params: {', '.join(known) or 'nothing'}"
+    takes = f"set what it takes under {key.partition('.')[0]}.module.params: {known}"
     report.fault(f"is not read by {module.type}, which does not take the config; {takes}", key)

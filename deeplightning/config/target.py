@@ -178,7 +178,7 @@ def signature_of(name: str, found: Any) -> Signature:
         Undecided: it has no signature (a function written in C).
     """
     live = of_object(found)
-    if live.rest is None and not live.variadic and not live.unresolved:
+    if live.rest is None and not live.unresolved:
         return live
     from deeplightning.signatures import definition
 

@@ -131,10 +131,8 @@ class Handed:
         own = self.own()
         if bound and own and own[0].position:
             own = own[1:]
-        is_lightnings = self.frame.module.name.startswith("pytorch_lightning")  # whose constructors ignore arguments
-        variadic = self.node.args.vararg is not None and not is_lightnings
         if self.node.args.kwarg is None:
-            return Signature(tuple(own), variadic=variadic)
+            return Signature(tuple(own))
         uses = uses_of(self.node, self.node.args.kwarg.arg)
         more: dict[str, Parameter] = {}
         first: list[Parameter] = []
@@ -149,7 +147,7 @@ class Handed:
             for parameter in taken.parameters:
                 more[parameter.name] = _either(more.get(parameter.name, parameter), parameter)
             if position and len(uses.calls) == 1:
-                first, variadic = [p for p in taken.parameters if p.position], taken.variadic
+                first = [p for p in taken.parameters if p.position]
         words = uses.words
         if uses.dynamic:
             why.append(f"{self.node.name} looks up names that show only when it is run")
@@ -171,7 +169,7 @@ class Handed:
             *(p for p in own if not p.position),
             *(replace(p, position=False) for p in more.values() if p.name not in known and p.keyword),
         ]
-        return Signature(tuple(ordered), next(filter(None, why), None), variadic)
+        return Signature(tuple(ordered), next(filter(None, why), None))
 
     def own(self) -> list[Parameter]:
         arguments, frame = self.node.args, Frame(self.frame.module)

@@ -92,24 +92,18 @@ class Signature:
     Attributes:
         parameters: in order, without `self`, `*args` and `**kwargs`; those that `**kwargs` hand on are among them.
         rest: None if no other keyword is taken; else why others cannot be judged, in words that follow "unchecked: ".
-        variadic: whether it takes any number of positional arguments, and where they go is not known.
         unresolved: whether an annotation of a live object names something that cannot be found.
     """
 
     parameters: tuple[Parameter, ...]
     rest: str | None = None
-    variadic: bool = field(default=False, compare=False)
     unresolved: bool = field(default=False, compare=False)
 
     def config(self) -> Parameter | None:
         """Return the parameter of a module that gets the whole config: the first one, if it is named `cfg` or annotated
         with the type of the config."""
-        first = next(iter(self.parameters), None)
-        if first is not None and (first.name == "cfg" or TheConfig in (first.allowed or ())):
-            return first
-        if self.variadic and not any(p.position for p in self.parameters):
-            return Parameter("cfg", keyword=False)
-        return None
+        first = self.parameters[:1]
+        return next((p for p in first if p.name == "cfg" or TheConfig in (p.allowed or ())), None)
 
     def lacking(self, params: Collection[str]) -> list[str]:
         """Return the names of the parameters that must be given and are not among `params`."""
@@ -185,9 +179,14 @@ def of_object(found: Callable[..., object]) -> Signature:
     if isinstance(called, types.FunctionType) and hasattr(called, "__wrapped__"):  # it may take more than it shows
         parameters = [*parameters, *inspect.signature(called, follow_wrapped=False).parameters.values()]
     rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
-    is_lightnings = getattr(called, "__module__", "").startswith("pytorch_lightning.")  # which ignores its arguments
-    variadic = not is_lightnings and any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return Signature(known, rest, variadic, unresolved)
+    # a metaclass, or a class before the one that names its parameters, hands the config on
+    kinds = {p.kind for p in parameters} - {inspect.Parameter.KEYWORD_ONLY}
+    if inspect.isclass(found) and kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        inits = [init for each in found.__mro__ if isinstance(init := vars(each).get("__init__"), types.FunctionType)]
+        line = (Signature(of_object(init).parameters[1:]) for init in inits)
+        config = next((each.config() for each in line if any(p.position for p in each.parameters)), None)
+        known = known if config is None else (replace(config, required=False), *known)
+    return Signature(known, rest, unresolved)
 
 
 def allowed_by(hint: object) -> Options:

@@ -27,7 +27,7 @@ PARTS = """\
 import pytorch_lightning as pl
 
 
-def anything(*args, **kwargs): ...
+def anything(cfg=None, *args, **kwargs): ...
 
 
 FusedAdam = fp16_compress_hook = anything

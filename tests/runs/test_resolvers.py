@@ -25,7 +25,7 @@ value = 5
 @pytest.fixture(autouse=True)
 def here(here):
     """A working directory with a module of the user's; `imported` appears in it when that is imported."""
-    Path("some_parts.py").write_text("def anything(*args, **kwargs): ...\n")
+    Path("some_parts.py").write_text("def anything(cfg=None, *args, **kwargs): ...\n")
     Path("own_functions.py").write_text(OWN)
     return here
 

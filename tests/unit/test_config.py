@@ -37,7 +37,7 @@ train: {num_epochs: 1}
 @pytest.fixture(autouse=True)
 def here(here):
     """A working directory with a module of the user's."""
-    write("def anything(*args, **kwargs): ...\n", "some_parts.py")
+    write("def anything(cfg=None, *args, **kwargs): ...\n", "some_parts.py")
     return here
 
 
@@ -427,7 +427,7 @@ def test_a_variable_is_text_wherever_any_value_may_be(key, text, monkeypatch):
 
 def test_a_number_from_a_variable_says_how_to_decode_it():
     """A param that must be a number names `oc.decode`, also where only the default counts."""
-    write("def anything(*args, lr: float = 0.1, **kwargs): ...\n", "some_parts.py")
+    write("def anything(cfg=None, *args, lr: float = 0.1, **kwargs): ...\n", "some_parts.py")
     faults = check(write(SMALL), ["model.optimizer.params.lr=${oc.env:IT_IS_NOT_SET,0.1}"]).faults
     assert [fault.message for fault in faults if str(fault.key).endswith("lr")] == [
         "some_parts.anything takes a number here, not the text that ${oc.env:IT_IS_NOT_SET,0.1} gives; write "

@@ -112,7 +112,7 @@ def config(tmp_path, monkeypatch):
     """A config as a task gets it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "some_parts.py").write_text("def anything(*args, **kwargs): ...\n")
+    (tmp_path / "some_parts.py").write_text("def anything(cfg=None, *args, **kwargs): ...\n")
     (tmp_path / "c.yaml").write_text(SMALL)
     overrides = ["data.root='\\${x} and ???'", "data.dataset='\\???'", "model.network={type: some_parts.anything}"]
     return load("c.yaml", [*overrides, "model.network.params={num_classes: 42, size: [1, 2]}"])

@@ -153,6 +153,101 @@ def test_only_a_first_parameter_that_asks_for_it_gets_the_config(name, params, g
     assert build(cfg.model.module, cfg).given == tuple(cfg if value == "cfg" else value for value in given)
 
 
+TAKES_ANYTHING = """\
+import pytorch_lightning as pl
+from own_module import Named, Plain
+
+
+class Passing:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class Meta(type(pl.LightningModule)):
+    def __call__(cls, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+def decorated(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def registered(found):
+    return found
+
+
+class Keywords(pl.LightningModule):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.given = (kwargs,)
+
+
+class Mixed(Passing, Keywords): ...
+
+
+class Made(Plain, metaclass=Meta): ...
+
+
+class Decorated(pl.LightningModule):
+    @decorated
+    def __init__(self, width):
+        super().__init__()
+        self.given = (width,)
+
+
+class NamedToo(pl.LightningModule):
+    def __init__(self, cfg, **kwargs):
+        super().__init__()
+        self.given = (cfg, kwargs)
+
+
+class MixedNamed(Passing, NamedToo): ...
+
+
+class MadeNamed(Named, metaclass=Meta): ...
+
+
+@registered
+class RegisteredNamed(Passing, Named): ...
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.given = (kwargs,)
+
+
+class MixedData(Passing, Data): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("Mixed", ({"width": 3},)),
+        ("Made", (3, 0.1, None)),
+        ("Decorated", (3,)),
+        ("MixedData", ({"width": 3},)),
+        ("MixedNamed", ("cfg", {"width": 3})),
+        ("MadeNamed", ("cfg", 3)),
+        ("RegisteredNamed", ("cfg", 3)),
+    ],
+)
+def test_a_constructor_that_takes_anything_gets_the_config_only_where_it_hands_it_to_a_name(name, given):
+    """A mixin, a metaclass and a decorator show `*args, **kwargs`: the params are keyword arguments, as for others."""
+    Path("takes_anything.py").write_text(TAKES_ANYTHING)
+    section = "data" if name == "MixedData" else "model"
+    override = f"{section}.module={{type: takes_anything.{name}, params: {{width: 3}}}}"
+    needs = ["model.optimizer=null"] if given[0] == "cfg" else []
+    Path("c.yaml").write_text(PLAIN)
+    assert examine("c.yaml", [override, *needs]).faults == []
+    cfg = config(override, *needs)
+    assert build(getattr(cfg, section).module, cfg).given == tuple(cfg if value == "cfg" else value for value in given)
+
+
 NOTES = {
     "{type: own_module.Plain, params: {widht: 3}}": "own_module.Plain has no param `widht`. Did you mean width?",
     "{type: own_module.Plain}": "model.module.params: own_module.Plain needs width",
