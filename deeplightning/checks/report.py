@@ -9,7 +9,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import Source
 from deeplightning.config.tree import MAX_FAULTS, TAG, nodes
 from deeplightning.faults import ConfigError, Fault, Notice, error_of, place_of, upwards
-from deeplightning.signatures.signature import Options, Undecided
+from deeplightning.signatures.signature import Parameter, Undecided
 
 
 @dataclass
@@ -99,10 +99,9 @@ class Report:
             self.leave(key, f"{name}: {why}")
         return None
 
-    def allowed(self, name: str, param: str) -> Options:
-        """Return what a param of a class may be; None: anything, or not known."""
-        parameter = self.meanings.parameters(name).get(param)
-        return None if parameter is None else parameter.allowed
+    def parameter(self, name: str, param: str) -> Parameter:
+        """Return a parameter of a class; where it is not known, one that allows anything."""
+        return self.meanings.parameters(name).get(param, Parameter(param))
 
     def add(self, *faults: Fault) -> None:
         """Add further faults: those without a place get that of their key, or of the nearest section above. None

@@ -18,8 +18,10 @@ from deeplightning.config.schema import Target, value_at, with_keys
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
 from deeplightning.own_code import original_roots
+from deeplightning.signatures.signature import Parameter
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
+OF_STRATEGY = Parameter("params", allowed=())  # a strategy builds nothing from a mapping
 
 
 def read_config(report: Report) -> schema.Config | None:
@@ -92,7 +94,7 @@ def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPat
         section.name = key
     if isinstance(section, schema.Engine) and section.params:
         for name, item in entry.value["params"].value.items():
-            note_inside(report, item, f"{prefix}params.{name}", (*path, "params", name))
+            note_inside(report, item, f"{prefix}params.{name}", (*path, "params", name), lambda: OF_STRATEGY)
     return section
 
 

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from deeplightning.checks import strategy
@@ -17,7 +18,7 @@ from deeplightning.config.section_kinds import HOOK, no_part, role_of
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, nodes, plain
 from deeplightning.faults import Notice, nearest, upwards
-from deeplightning.signatures.signature import UNKNOWN, Options, Undecided, of_item
+from deeplightning.signatures.signature import UNKNOWN, Options, Parameter, Undecided, of_item
 
 Wanted = Callable[[], Options]
 
@@ -71,33 +72,50 @@ def note_target(report: Report, name: str, entry: Entry, key: str, path: KeyPath
 
     report.targets.append(compare)
     for param, item in items.items():
-        inside = functools.partial(report.allowed, name, param)
-        note_inside(report, item, f"{key}.params.{param}", (*path, "params", param), inside)
+        parameter = functools.partial(report.parameter, name, param)
+        note_inside(report, item, f"{key}.params.{param}", (*path, "params", param), parameter)
 
 
-def note_inside(report: Report, entry: Entry, key: str, path: KeyPath, wanted: Wanted = lambda: None) -> None:
+def note_inside(report: Report, entry: Entry, key: str, path: KeyPath, parameter: Callable[[], Parameter]) -> None:
     """Put targets and references inside params, at any depth, on the list of what is compared.
 
     Args:
-        wanted: what the parameter allows that the value is for.
+        parameter: what the value is for; of a value inside a list or mapping, with what is allowed there.
     """
     if isinstance(entry.value, dict):
         if is_target(plain(entry)):
-            note_target(report, entry.value["type"].value, entry, key, path, wanted)
+            note_target(report, entry.value["type"].value, entry, key, path, lambda: parameter().allowed)
             return
         if is_reference(plain(entry)):
             ref = entry.value["ref"]
             report.targets.append(lambda: report.meaning(ref.value, f"{key}.ref", ref.place))
             return
-        for name in {"_target_", "class_path"} & set(entry.value):  # it would stay a mapping
-            if "." in str(entry.value[name].value):
-                report.fault(f"unknown key.{known_elsewhere(report, f'{key}.{name}')}", f"{key}.{name}", found=name)
+        for name in {"_target_", "class_path"} & set(entry.value):
+            if "." in (target := str(entry.value[name].value)):
+                _note_mapping(report, f"{key}.{name}", target, parameter())
         for name, item in entry.value.items():
-            note_inside(report, item, f"{key}.{name}", (*path, name))
+            note_inside(report, item, f"{key}.{name}", (*path, name), lambda: replace(parameter(), allowed=None))
     elif isinstance(entry.value, list):
         for number, item in enumerate(entry.value):
-            of_one = functools.partial(lambda number: of_item(wanted(), number), number)
+            of_one = functools.partial(lambda n: replace(parameter(), allowed=of_item(parameter().allowed, n)), number)
             note_inside(report, item, f"{key}.{number}", (*path, number), of_one)
+
+
+def _note_mapping(report: Report, key: str, target: str, parameter: Parameter) -> None:
+    """Note a target in the words of another tool, which stays a mapping. A class may build it by itself: it is a fault
+    only where its parameter does not allow a mapping, or is annotated with a class, or the module, of the target."""
+    annotation = parameter.annotation or ""
+    if parameter.allowed is not None:
+        is_right = dict in parameter.allowed
+    else:
+        found = Meanings().known(target)  # its source alone: nothing is imported
+        classes = {base.rpartition(".")[2] for base in found.bases()[0]} if found is not None else set()
+        is_right = classes.isdisjoint(re.findall(r"\w+", annotation)) and not target.startswith(f"{annotation}.")
+    if is_right:
+        text = f"{key}: the mapping is passed as it is; `type` and `params` in its place make an object"
+        report.hints.append(Notice(text, unasked=False, key=key))
+    else:
+        report.fault(f"unknown key.{known_elsewhere(report, key)}", key, found=key.rpartition(".")[2])
 
 
 def compare(report: Report, config: Config) -> None:

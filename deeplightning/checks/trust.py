@@ -319,11 +319,12 @@ def _not_plain(what: str, place: str, config: RunConfig, key: str | None = None)
 
 
 def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
-    """Yield what a config may import: the text of each `type` and `ref`, at any place."""
+    """Yield what a config may import: the text of each `type` and `ref`, at any place, and of what own code may build
+    by itself."""
     return (
         (path, entry)
         for path, entry in leaves(root)
-        if path[-1] in ("type", "ref") and isinstance(entry.value, str) and "." in entry.value
+        if path[-1] in ("type", "ref", "_target_", "class_path") and isinstance(entry.value, str) and "." in entry.value
     )
 
 

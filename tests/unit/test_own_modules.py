@@ -62,6 +62,21 @@ class Nested(pl.LightningModule):
         self.given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
 
 
+class Builds(pl.LightningModule):
+    def __init__(
+        self,
+        part=None,
+        parts: list | None = None,
+        by_name: dict | None = None,
+        net: nn.Module | None = None,
+        nets: dict[str, nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer = None,
+        scheduler: torch.optim.lr_scheduler = None,
+    ):
+        super().__init__()
+        self.given = (part, parts, by_name)
+
+
 class Named(pl.LightningModule):
     def __init__(self, cfg, width: int = 1):
         super().__init__()
@@ -303,6 +318,32 @@ def test_nested_targets_become_objects_and_callables():
     assert type(build(cfg.model.module, cfg).given["act"]) is torch.nn.GELU
 
 
+@pytest.mark.parametrize(
+    ("param", "value", "is_fault"),
+    [
+        ("part", "{_target_: torch.nn.ReLU}", False),
+        ("part", "{inner: {class_path: torch.nn.ReLU}}", False),
+        ("parts", "[{_target_: torch.nn.ReLU}]", False),
+        ("by_name", "{class_path: torch.nn.ReLU}", False),
+        ("net", "{_target_: torch.nn.ReLU}", True),
+        ("nets", "{one: {class_path: torch.nn.ReLU}}", True),
+        ("optimizer", "{_target_: torch.optim.SGD, lr: 0.1}", True),
+        ("scheduler", "{_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}", True),
+    ],
+)
+def test_a_mapping_that_a_module_may_build_by_itself_is_passed_as_it_is(param, value, is_fault):
+    """As with `hydra.utils.instantiate` in its code. A param that is for an object needs `type` and `params`."""
+    override = f"model.module={{type: own_module.Builds, params: {{{param}: {value}}}}}"
+    notes = faults(override)
+    hints = [hint.text for hint in examine("c.yaml", [override]).hints]
+    assert any("unknown key. Here it is called" in note for note in notes) == bool(notes) == is_fault
+    assert ["the mapping is passed as it is" in hint for hint in hints] == [True] * (not is_fault)
+    if not is_fault:
+        cfg = config(override)
+        params = cfg.model.module.params
+        assert build(cfg.model.module, cfg).given == tuple(params.get(name) for name in ("part", "parts", "by_name"))
+
+
 # ---- sections that a module does not read
 
 
@@ -388,6 +429,10 @@ def test_nested_targets_of_a_foreign_run_are_admitted_as_others_are():
         (text, (), "model.module.type"),
         (text.replace("torch.optim.SGD", "torch.hub.load"), ("own_module",), "model.module.params.optimizer.type"),
         (text.replace("torch.nn.Linear", "os.system"), ("own_module",), "model.module.params.net.type"),
+        (
+            text.replace("{type: torch.nn.Linear", "{_target_: os.system, type: torch.nn.Linear"),
+            *(("own_module",), "model.module.params.net._target_"),
+        ),
     ):
         with pytest.raises(CheckpointError) as refused:
             admit(text_, *allow)
