@@ -5,6 +5,7 @@ A checkpoint is one file. If processes share the tensors, each writes its shards
 """
 
 import contextlib
+import io
 import logging
 import os
 import pickle
@@ -47,29 +48,55 @@ class SafeCheckpointIO(TorchCheckpointIO):
     Writing in place lost 40 of 40 checkpoints to kills, this way none of 100 (November 2026).
     """
 
-    _is_checked = False
+    def __init__(self) -> None:
+        super().__init__()
+        self._unsafe: dict[tuple[str, object], bool] = {}  # by place
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Save atomically; the first time, warn of values that will not be read again.
+        """Save atomically, without what hooks have added that would not be read again; the first time, warn of it.
 
         Raises:
             SetupError: the folder cannot be written, or the disk is full; an older file at `path` stays.
         """
-        _write(checkpoint, Path(path))
-        if not self._is_checked and (unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+        places = _added(checkpoint)
+        new = {place: _is_unsafe(*place, checkpoint) for place in places if place not in self._unsafe}
+        self._unsafe |= new
+        if any(new.values()):
             log.warning(
-                "%s cannot be read again: it holds %s, and only plain values are loaded. In `on_save_checkpoint` or "
-                "`state_dict`, put numbers, texts, tensors, and lists and dicts of such in their place",
-                path,
-                ", ".join(sorted(unsafe)),
+                "checkpoints of this run do not hold %s: only plain values are read again. In `on_save_checkpoint` "
+                "and `state_dict`, put numbers, texts, tensors, and lists and dicts of such in their place",
+                ", ".join(f"{key}[{name!r}]" if name else key for (key, name), unsafe in new.items() if unsafe),
             )
-        self._is_checked = True
+        checkpoint = {**checkpoint}
+        for key, name in (place for place in places if self._unsafe[place]):
+            value = checkpoint.pop(key)
+            if name is not None:
+                assert isinstance(value, dict)
+                checkpoint[key] = {other: inner for other, inner in value.items() if other != name}
+        _write(checkpoint, Path(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = True
     ) -> dict[str, object]:
         """Load with `weights_only=True`, regardless of the argument."""
         return read_checkpoint(path)
+
+
+def _added(checkpoint: dict[str, Any]) -> list[tuple[str, object]]:
+    """Return the places of what users' code may have added: a key, and a key of the dict that lies there or None."""
+    others = {key: value for key, value in checkpoint.items() if key not in _TYPES or key == "callbacks"}
+    return [(key, name) for key, value in others.items() for name in (value if isinstance(value, dict) else [None])]
+
+
+def _is_unsafe(key: str, name: object, checkpoint: dict[str, Any]) -> bool:
+    """Return whether the value at a place would not be read again, or cannot be saved."""
+    stream = io.BytesIO()
+    try:
+        torch.save(_plain(checkpoint[key] if name is None else checkpoint[key][name]), stream)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return True
+    stream.seek(0)
+    return bool(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
 
 
 def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
