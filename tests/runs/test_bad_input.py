@@ -223,7 +223,10 @@ def test_a_run_folder_without_weights(refused, tiny, here):
 
 @pytest.mark.parametrize(
     ("code", "overrides"),
-    [(3, ["data.module.type=deeplightning.data.mnist.MNIST", "data.root=no"]), (4, ["train.resume_ckpt=no.ckpt"])],
+    [
+        pytest.param(3, ["data.module.type=deeplightning.data.mnist.MNIST", "data.root=no"], marks=pytest.mark.slow),
+        (4, ["train.resume_ckpt=no.ckpt"]),
+    ],
 )
 def test_a_fresh_process_says_the_same(refused, tiny, code, overrides):
     """What a person starts ends like what is forked here."""

@@ -275,7 +275,10 @@ def test_what_the_table_of_engines_refuses_is_refused(setting, backend):
 
 @pytest.mark.parametrize(
     ("setting", "backend"),
-    [pytest.param(*c.values, id=c.id, marks=[*c.marks, *[pytest.mark.slow] * (n % 2)]) for n, c in enumerate(LEGAL)],
+    [
+        pytest.param(*c.values, id=c.id, marks=[*c.marks, *[pytest.mark.slow] * (n % 4 > 0)])
+        for n, c in enumerate(LEGAL)
+    ],
 )
 def test_what_the_table_of_engines_allows_trains(setting, backend, job):
     """Over two CPU processes, to its end; what it becomes there stands in cfg.yaml."""

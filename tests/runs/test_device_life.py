@@ -87,7 +87,7 @@ def test_tensors_are_on_one_device_from_the_first_step_to_the_export(engine, pro
 
 
 @pytest.mark.parametrize(
-    "engine", ["null", "fsdp", *(pytest.param(e, marks=SLOW) for e in ("ddp", "deepspeed_stage_3"))]
+    "engine", ["null", *(pytest.param(e, marks=SLOW) for e in ("ddp", "fsdp", "deepspeed_stage_3"))]
 )
 def test_a_seed_gives_the_same_weights_on_a_device_as_on_the_cpu(engine, lives, train):
     """The pretended device's run ends with the weights of a run on the CPU, under every way to build the network."""
@@ -124,7 +124,7 @@ def configs(tmp_path_factory, store):
 
 
 TASKS = [
-    ("gan", "ddp"),
+    pytest.param("gan", "ddp", marks=SLOW),
     ("regression", "fsdp"),  # it has buffers of its own
     *(pytest.param(task, "null", marks=SLOW) for task in ("gan", "text", "segmentation", "reconstruction")),
     *(pytest.param(task, "deepspeed_stage_3", marks=SLOW) for task in ("text", "regression")),

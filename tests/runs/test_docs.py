@@ -176,9 +176,8 @@ def runs(page: Path) -> bool:
 
 
 RUN = [README, *filter(runs, MANUAL), ROOT / "examples" / "own_code" / "README.md"]
-CHECKED = [ROOT / "docs" / "how-to" / f"{topic}.md" for topic in ("several-machines",)]
-CHECKED += [page for name in ("ray", "slurm") for page in ROOT.glob(f"plugins/*/*/docs/{name}.md")]
-QUICK = {*ROOT.glob("docs/reference/*.md"), *CHECKED}  # the others train: minutes together
+QUICK = {*ROOT.glob("docs/reference/*.md")}  # the others train: minutes together
+QUICK |= {page for name in ("ray", "slurm") for page in ROOT.glob(f"plugins/*/*/docs/{name}.md")}
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,12 @@ SLOW = pytest.mark.slow
     ("backend", "params"),
     [
         ("ddp", "{find_unused_parameters: true, process_group_backend: gloo}"),
-        ("ddp", "{static_graph: true, gradient_as_bucket_view: true, bucket_cap_mb: 1, broadcast_buffers: false}"),
-        ("ddp", BF16),
         ("fsdp", "{cpu_offload: true, wrap: [Linear], timeout: 60, process_group_backend: gloo}"),
+        pytest.param(
+            *("ddp", "{static_graph: true, gradient_as_bucket_view: true, bucket_cap_mb: 1, broadcast_buffers: false}"),
+            marks=SLOW,
+        ),
+        pytest.param("ddp", BF16, marks=SLOW),
         pytest.param("fsdp", "{reshard_after_forward: false, wrap: 100}", marks=SLOW),
         pytest.param("fsdp", "{output_dtype: float32, reduce_dtype: float32, wrap: [features.0]}", marks=SLOW),
         pytest.param("deepspeed_stage_3", "{zero_optimization: false}", marks=SLOW),

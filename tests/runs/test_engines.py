@@ -69,7 +69,7 @@ def test_every_engine_learns_what_one_process_learns(engine, learned, tracked):
         assert found[name] == [(step, pytest.approx(value, abs=1e-3)) for step, value in points], name
 
 
-AROUND = [("null", "ddp"), ("deepspeed_stage_1", "deepspeed_stage_2")]
+AROUND = [("null", "ddp")]
 PAIRS = [*AROUND, *((before, after) for before in ENGINES for after in ENGINES if (before, after) not in AROUND)]
 
 
@@ -129,7 +129,7 @@ INSIDE, EDGE = (1, 2), (2, 0)  # of an epoch
 KILLS = [(engine, processes, at, ()) for engine in SPREAD for processes in (1, 2) for at in (INSIDE, EDGE)]
 KILLS += [(e, 2, INSIDE, (ACCUMULATED,)) for e in ("ddp", "fsdp", "deepspeed_stage_3")]
 KILLS += [(e, 2, INSIDE, OWN_TASK) for e in ("ddp", "fsdp", "deepspeed_stage_3")]
-QUICK = [("deepspeed_stage_3", 2, INSIDE, ()), ("deepspeed_stage_3", 2, INSIDE, OWN_TASK)]
+QUICK = [("deepspeed_stage_3", 2, INSIDE, ())]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,10 @@ def _distance(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("engine", SPREAD)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(e, marks=[pytest.mark.slow] * (e not in ("fsdp", "deepspeed_stage_3"))) for e in SPREAD],
+)
 def test_every_engine_exports_the_same_network(engine, learned, command, place):
     """`deeplightning export` of a run under each engine answers like that of one process, to 1e-5."""
     expected, found = (_probabilities(learned(name).folder, command, place) for name in ("null", engine))

@@ -148,7 +148,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize(
-    "verb", [pytest.param(v, marks=[pytest.mark.slow] * (v in ("reproduce", "export"))) for v in VERBS]
+    "verb", [pytest.param(v, marks=[pytest.mark.slow] * (v in ("reproduce", "export", "compare"))) for v in VERBS]
 )
 def test_no_verb_prints_what_a_foreign_run_holds_as_it_is(
     command, begun, made, table, foreign, refused, tmp_path, verb

@@ -126,10 +126,18 @@ def changed(draw) -> str:
     return "\n".join(lines)
 
 
-@times(350)
+@times(100)
 @given(text=changed())
 def test_a_config_with_changes(check, text):
     """A right config, with up to four changes."""
+    assert_answered(check, text)
+
+
+@pytest.mark.slow
+@times(350)
+@given(text=changed())
+def test_many_configs_with_changes(check, text):
+    """The same, and more of them."""
     assert_answered(check, text)
 
 

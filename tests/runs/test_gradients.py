@@ -106,7 +106,10 @@ def test_three_losses_are_one_gradient(fit):
     ("spread", "whole"),
     [
         ("engine.processes=2 data.batch_size=16 train.accumulator_factor=2", "data.batch_size=64"),
-        ("engine.processes=3 data.batch_size=7 train.accumulator_factor=3", "data.batch_size=63"),
+        pytest.param(
+            *("engine.processes=3 data.batch_size=7 train.accumulator_factor=3", "data.batch_size=63"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["two", "three"],
 )

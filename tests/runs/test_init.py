@@ -98,10 +98,10 @@ DATA = {
 }
 
 
-WRITTEN = [pytest.param(kind, None, marks=() if kind in ("images", "text") else pytest.mark.slow) for kind in KINDS]
-WRITTEN += [
-    pytest.param(kind, data, marks=() if kind in ("images", "table") else pytest.mark.slow)
-    for kind, data in (*DATA.items(), ("images", labelled), ("table", awkward))
+QUICK = [("text", None), ("images", pictures), ("table", awkward)]
+WRITTEN = [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
+    for case in (*((kind, None) for kind in KINDS), *DATA.items(), ("images", labelled), ("table", awkward))
 ]
 
 

@@ -65,7 +65,7 @@ def test_an_uninterrupted_run_is_what_is_to_be_shown(whole):
     assert {*WRITING, "after fsync", "before link", "after append", "after deliver"} <= set(events)
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.slow)])
 def test_a_signal_while_a_run_is_opened_is_no_fault_of_the_store(start, whole, name, code):
     """The exit code is the signal's, and the note names it."""
     _, (events,), _ = whole(1)
@@ -119,6 +119,7 @@ def test_a_killed_run_ends_like_one_that_was_not(kills, start, store, whole):
     assert_ends_like_whole(start, store, whole, 1 + ("1" in kills[0][0]), kills, name)
 
 
+@pytest.mark.slow
 def test_a_run_killed_as_it_begins_is_none(start, store, whole):
     """Once when its first line is written, once while its config is: in the end there is one run."""
     _, (events,), _ = whole(1)

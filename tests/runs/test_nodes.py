@@ -91,8 +91,16 @@ ABSENT = "MASTER_ADDR=127.0.0.1, MASTER_PORT=1: rank 0 does not answer there aft
     ("present", "overrides", "own", "variables", "words"),
     [
         pytest.param([0], TWO, (), {"wait": "1"}, ["waiting for node 1: 1 of 2 did not come in 1 s"], id="no second"),
-        pytest.param([1], TWO, (), {"wait": "1", "MASTER_PORT": "1"}, [ABSENT], id="no first"),
-        pytest.param([0, 1], THREE, (), {"wait": "2"}, ["waiting for node 2: 1 of 3 did not come"], id="no third"),
+        pytest.param([1], TWO, (), {"wait": "1", "MASTER_PORT": "1"}, [ABSENT], id="no first", marks=pytest.mark.slow),
+        pytest.param(
+            [0, 1],
+            THREE,
+            (),
+            {"wait": "2"},
+            ["waiting for node 2: 1 of 3 did not come"],
+            id="no third",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *([0, 1, 1], THREE, (), {}, ["node 1 is there twice, also on "]), id="twice", marks=pytest.mark.slow
         ),
@@ -136,7 +144,7 @@ def program_at_a_port(says):
         thread.join()
 
 
-@pytest.mark.parametrize("says", [b"HTTP/1.0 400 Bad Request\r\n\r\n", None])
+@pytest.mark.parametrize("says", [b"HTTP/1.0 400 Bad Request\r\n\r\n", pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_port_of_another_program_is_named(says, number, nodes):
     """A web server, or one that never answers: exit 3 on the machine that listens and on the one that calls."""

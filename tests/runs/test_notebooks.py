@@ -41,6 +41,7 @@ def test_a_notebook_runs(path):
     assert not [output for cell in cells for output in cell.outputs if output.get("name") == "stderr"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_ends_the_run_and_leaves_the_kernel_alive(tmp_path):
     """As Ctrl-C does: the run saves a checkpoint, the cell ends with KeyboardInterrupt, and the next cell runs."""
     Path("c.yaml").write_text(TINY.replace("STORE", str(tmp_path / "runs")))

@@ -128,7 +128,7 @@ def test_a_message_on_a_name_says_which_file_was_read(command, tiny, place, tmp_
         assert f"yaml has no `Nett`. `yaml` was read from {yaml.__file__}." in outcome.err, outcome
 
 
-@pytest.mark.parametrize("module", ["serve", "deeplightning.torch_server"])
+@pytest.mark.parametrize("module", ["serve", pytest.param("deeplightning.torch_server", marks=pytest.mark.slow)])
 def test_our_server_starts_beside_a_serve_py(module, place):
     """With the flag that `deeplightning serve` starts it with."""
     done = subprocess.run([sys.executable, "-P", "-m", module, "--help"], cwd=place, capture_output=True, text=True)

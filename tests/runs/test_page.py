@@ -106,8 +106,7 @@ def test_a_dropped_image_gets_the_servers_answer(page: Page, server: Server, tmp
     assert ([row[0] for row in answer["rows"]], answer["others"]) == (["blue"], "red, green: below 0.1 %")
 
 
-@pytest.mark.parametrize("width", [320, 1000])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (1000, "dark")])
 def test_it_can_be_read_everywhere(
     page: Page, open_page: Any, server: Server, tmp_path: Path, width: int, scheme: str
 ) -> None:
@@ -412,7 +411,11 @@ COMMANDS = "[...document.querySelectorAll('figure pre')].map((one) => one.textCo
 
 
 @pytest.mark.parametrize(
-    "kind", ["image_classification", "table_regression", "text_classification", "array_multilabel"]
+    "kind",
+    [
+        *("image_classification", "text_classification"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("table_regression", "array_multilabel")),
+    ],
 )
 def test_the_docs_show_each_address_with_a_command_that_works(
     open_page: Any, serving: Any, place: Path, kind: str

@@ -31,6 +31,7 @@ def at_home(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_its_config_trains_by_short_names_and_answers(at_home):
     """As its README says; the run keeps the full names."""
     done = at_home("deeplightning", "train", CONFIG, "logger.pictures=null")

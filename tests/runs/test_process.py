@@ -26,7 +26,9 @@ def run_in(store: Path) -> Path:
 # ---- a stdout that nobody reads
 
 
-@pytest.mark.parametrize("how", ["stdout", "both", "full", "closed"])
+@pytest.mark.parametrize(
+    "how", ["stdout", "closed", *(pytest.param(h, marks=pytest.mark.slow) for h in ("both", "full"))]
+)
 def test_a_run_outlives_the_reader_of_its_stdout(how, command, tiny, place, tmp_path):
     """It ends with the training's exit code; a closed stdout is /dev/null."""
     words = ("train", tiny, f"logger.params.tracking_uri='{tmp_path}'", "logger.progress=bar")
@@ -179,6 +181,7 @@ class Notes(pl.Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_a_callback_leaves_open_is_written_at_the_end(tiny, tmp_path):
     """The collector of garbage leaves alone what a command imported, and still closes the file in the end."""
     (tmp_path / "own.py").write_text(OWN)

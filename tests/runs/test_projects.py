@@ -88,7 +88,9 @@ def test_the_projects_are_none_of_ours():
         assert not [node for node in names if "deeplightning" in ast.dump(node)], path
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("contrastive", "segmentation"))) for name in NAMES]
+)
 def test_a_project_is_checked_and_trains_as_trainer_fit_trains_it(name, run, trained, plain):
     """Weights bit for bit on the CPU; the last value of each metric is tracked and shown."""
     assert "error" not in run("check", f"{name}.yaml").err

@@ -230,7 +230,7 @@ def test_a_second_signal_or_half_a_minute_ends_processes_that_wait_for_each_othe
 # ---- how the processes meet
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_port_in_use_is_named_at_once(ranks, command, tiny, here):
     """Exit code 3 with the remedy, whatever starts the processes."""
     with socket.socket() as taken:
@@ -342,7 +342,8 @@ def test_a_launched_process_that_is_killed(launched, tracked):
 LOCAL = "{type: deeplightning.launch.Local}"
 
 
-@pytest.mark.parametrize("launcher", ["null", pytest.param(LOCAL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["null", LOCAL])
 def test_a_process_that_dies_after_its_work_fails_no_run(launcher, launched, tracked):
     """Its exit functions were called before, so nothing of the run is lost; all have the seed that rank 0 has drawn."""
     run = launched(at(1, "abort_late"), f"engine.launcher={launcher}", "seed=null")

@@ -136,13 +136,11 @@ def undisturbed(command, tiny, here, tracked, tmp_path_factory):
 # ---- how often
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("restarts", "when", "code", "needed"),
-    [
-        pytest.param(0, "0", 5, 0, id="0-one", marks=pytest.mark.slow),
-        pytest.param(1, "0", 0, 1, id="1-one"),
-        pytest.param(3, "0123", 5, 3, id="3-every", marks=pytest.mark.slow),
-    ],
+    [(0, "0", 5, 0), (1, "0", 0, 1), (3, "0123", 5, 3)],
+    ids=["0-one", "1-one", "3-every"],
 )
 def test_a_lost_process_is_started_again_as_often_as_allowed(
     restarts, when, code, needed, launch, tracked, undisturbed
@@ -198,9 +196,11 @@ def test_an_edit_does_not_reach_a_restart(launch, tracked, undisturbed, here, tm
     config.write_text("train: {callbacks: [{type: edited.At, params: {rank: 1, what: edit}}]}\n")
     done = launch(config, EDITS=f"{code}{os.pathsep}{config}").end(code=0)
     assert len(restarts_of(done)) == 1
+    run = tracked(done.folder)
+    assert (run.status, run.tags["restarts"], "failure" in run.tags) == ("FINISHED", "1", False)
     assert "this was edited" in code.read_text()
     assert "this was edited" in config.read_text()
-    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2)
+    assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(2)
     kept = read_code(done.folder / "code.zip")
     assert kept.roots[0] == kept.working_directory == str(here)
     assert kept.names()["edited.py"] == LOSSES.encode()
@@ -285,6 +285,9 @@ def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_p
     files.mkdir()
     callbacks = f"{at(1, 'kill')[:-1]}, {{type: losses.Writes}}]"
     done = launch("engine.setup_hook=losses.hook", "engine.env={FLAVOUR: bitter}", callbacks, FILES=str(files)).end(0)
+    (told,) = restarts_of(done)
+    assert told.startswith("restart 1 of 1: rank 1: a worker was lost: ")
+    assert told.endswith(f"resumes from {done.folder / 'last.ckpt'}")
     said = {path.name: path.read_text() for path in files.glob("start *")}
     assert said == {f"start {start} of rank {rank}": "no group yet, bitter" for start in (0, 1) for rank in (0, 1)}
     for rank in (0, 1):
@@ -391,7 +394,7 @@ def test_where_there_is_no_room_it_waits_longer_and_longer(full, code, monkeypat
     assert told == [f"engine.processes: no room; tries again in {pause:g} s" for pause in pauses]
 
 
-@pytest.mark.parametrize("resumed", ["null", "auto"])
+@pytest.mark.parametrize("resumed", ["null", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, store):
     """The run has a config and no name of its launch yet; the restart continues it all the same."""
     from mlflow.tracking import MlflowClient

@@ -196,7 +196,7 @@ def test_a_checkpoint_of_a_fraction_is_judged_by_the_validation_of_that_moment(p
     assert {first, second} & {4, 13, 22}
 
 
-@pytest.mark.parametrize("validating", ["true", "false"])
+@pytest.mark.parametrize("validating", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_run_killed_inside_an_epoch_keeps_the_same_checkpoints(validating, parts, train, tracked):
     """Killed in a validation inside an epoch, or right behind it, and resumed: as an uninterrupted run."""
     settings = [*PARTS, f"logger.params.experiment_name=killed-{validating}"]

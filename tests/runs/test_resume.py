@@ -487,14 +487,16 @@ def test_processes_that_were_started_apart_and_drew_two_seeds_are_refused(job):
     assert "seed is " in "".join(rank.err for rank in refused.ranks)
 
 
-def test_another_number_of_processes_goes_on_behind_the_same_sample(job):
+@pytest.mark.parametrize(
+    ("step", "checkpoint"), [pytest.param(10, "{every_n_epochs: 1}", marks=pytest.mark.slow), (7, "{every_n_steps: 7}")]
+)
+def test_another_number_of_processes_goes_on_behind_the_same_sample(step, checkpoint, job):
     """One process that resumes from a checkpoint of two ends with their weights but for the order of additions."""
     store = ["logger.params.experiment_name=other", "logger.log_every_n_steps=1"]
     whole = job("train.num_epochs=3", *store)
-    for step, checkpoint in ((10, "{every_n_epochs: 1}"), (7, "{every_n_steps: 7}")):
-        cut = job("train.num_epochs=3", f"train.max_steps={step}", f"train.checkpoint={checkpoint}", *store)
-        resume = [f"train.resume_ckpt='{cut.folder / 'last.ckpt'}'", "train.accumulator_factor=2"]
-        one = job("train.num_epochs=3", *resume, *store, ranks=1)
-        assert one.out.count("val_loss") == (1 if step == 10 else 2)
-        ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, whole))
-        assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
+    cut = job("train.num_epochs=3", f"train.max_steps={step}", f"train.checkpoint={checkpoint}", *store)
+    resume = [f"train.resume_ckpt='{cut.folder / 'last.ckpt'}'", "train.accumulator_factor=2"]
+    one = job("train.num_epochs=3", *resume, *store, ranks=1)
+    assert one.out.count("val_loss") == (1 if step == 10 else 2)
+    ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, whole))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5

@@ -178,7 +178,9 @@ def test_a_fault_before_the_run_leaves_none(train, store, tmp_path):
     assert count_runs(store) == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_signal_ends_the_run_politely_and_it_goes_on_bit_for_bit(
     number, code, command, tiny, place, train, whole, tracked, tmp_path
 ):

@@ -437,6 +437,7 @@ def test_no_network_and_no_environment_is_a_note(bare):
     assert not (bare.root / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_an_old_uv_is_not_used(bare):
     """A uv from before `--torch-backend` counts as none."""
     (bare.bin / "uv").write_text(UV.replace("0.13.8", "0.5.1"))

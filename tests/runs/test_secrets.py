@@ -443,7 +443,13 @@ def test_a_digest_that_ends_after_the_run_is_its_owners_alone(tmp_path, monkeypa
     assert folder.data.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(("mode", "umask"), [(0o700, 0o022), (0o755, 0o077), (0o777, 0o022), (0o2770, 0o077)])
+@pytest.mark.parametrize(
+    ("mode", "umask"),
+    [
+        *((0o777, 0o022), (0o2770, 0o077)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0o700, 0o022), (0o755, 0o077))),
+    ],
+)
 def test_a_run_inherits_the_permissions_of_its_store(mode, umask, tmp_path):
     """Of its folder, whatever the user's umask is; but what it makes is never writable for all."""
     store = locate(tmp_path / "mlruns")

@@ -74,7 +74,10 @@ def test_the_process_imports_no_torch_and_leaves_cleanly(start):
     }
 
 
-@pytest.mark.parametrize("module", ["serve.bundle", "deeplightning.export.bundle", "deeplightning.export.int8"])
+@pytest.mark.parametrize(
+    "module",
+    ["serve.bundle", "deeplightning.export.bundle", pytest.param("deeplightning.export.int8", marks=pytest.mark.slow)],
+)
 def test_onnxruntime_reports_to_nobody(tmp_path, module):
     """Its telemetry, on by default from 1.29, is off before it can start a thread or write to the user's home."""
     code = f"import os, {module}; print('threads', len(os.listdir('/proc/self/task')))"

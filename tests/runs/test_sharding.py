@@ -343,7 +343,7 @@ def test_a_full_disk_on_one_process_leaves_the_former_checkpoint(trained):
 
 @pytest.mark.parametrize(
     "engine",
-    ["ddp", "deepspeed_stage_3", *(pytest.param(e, marks=pytest.mark.slow) for e in ("fsdp", "deepspeed_stage_2"))],
+    ["deepspeed_stage_3", *(pytest.param(e, marks=pytest.mark.slow) for e in ("ddp", "fsdp", "deepspeed_stage_2"))],
 )
 def test_what_is_judged_is_what_is_saved(engine, trained, tracked, jobs, tiny, own):
     """With batch norm too the last val_loss of two processes is that of one process with the checkpoint."""
@@ -401,7 +401,7 @@ def test_every_stage_computes_in_the_precision_of_the_run(engine, shares, traine
 VIT_L = 304_326_632
 
 
-@pytest.mark.parametrize(("fails", "code"), [("true", 5), ("false", 0)])
+@pytest.mark.parametrize(("fails", "code"), [("true", 5), pytest.param("false", 0, marks=pytest.mark.slow)])
 def test_every_process_of_deepspeed_leaves_its_group(fails, code, trained):
     """Also after a failed run; torch warns of a group of NCCL that is left open at the end of a process."""
     done, _ = trained(

@@ -83,7 +83,7 @@ def imported(tmp_path_factory):
     return modules
 
 
-@pytest.mark.parametrize("words", BUDGETS)
+@pytest.mark.parametrize("words", [pytest.param(w, marks=[pytest.mark.slow] * (w == "test RUN")) for w in BUDGETS])
 def test_a_verb_imports_no_more_than_it_did(imported, words):
     """At most as many modules of others as recorded, and none of the packages that it has no use for. Our own files
     are not counted: they are small, and splitting one costs no time."""
@@ -181,15 +181,11 @@ assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
-    [
-        pytest.param(STAND_INS, id="asked", marks=pytest.mark.slow),
-        pytest.param(GROUP, id="group", marks=pytest.mark.slow),
-        pytest.param(SUBMODULE_FIRST, id="submodule", marks=pytest.mark.slow),
-        pytest.param(LOOKED_AT, id="looked at"),
-        pytest.param(UNKNOWN, id="unknown", marks=pytest.mark.slow),
-    ],
+    [STAND_INS, GROUP, SUBMODULE_FIRST, LOOKED_AT, UNKNOWN],
+    ids=["asked", "group", "submodule", "looked at", "unknown"],
 )
 def test_what_is_left_out_is_there_when_asked_for(program):
     """Compiling, metrics and their plots work as if all had been imported; a library of another shape is imported."""

@@ -88,7 +88,7 @@ def test_any_number_of_texts_of_any_length_is_taken(run):
             assert bundle.predict(given.numpy()) == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "end"])
+@pytest.mark.parametrize("pooling", [pytest.param("mean", marks=pytest.mark.slow), "end"])
 def test_one_text_of_one_word_is_enough_to_prove_an_export(tmp_path, pooling):
     """No dimension becomes a constant, however small the samples are."""
     network = TextTransformer(3, SPEC.size, width=8, num_layers=2, num_heads=2, max_length=24, pooling=pooling)

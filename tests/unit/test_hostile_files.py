@@ -511,10 +511,15 @@ def left(store: Path, name: str, metrics: Path, run: Any) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A store for many runs: making one takes a second."""
+    return tmp_path_factory.mktemp("unsent") / "mlruns"
+
+
 @pytest.mark.parametrize(("recipe", "answer"), UNSENT)
-def test_what_is_left_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recipe, answer):
+def test_what_is_left_from_elsewhere_leaves_a_finished_run_finished(store, tmp_path, recipe, answer):
     """`runs --sync` and the next run on the store say one line of it, or none; the run stays as it is."""
-    store = tmp_path / "mlruns"
     run_id = finished_run(store)
     (metrics,) = store.glob(f"*/{run_id}/artifacts/metrics.jsonl")
     head: Any = run_id
@@ -558,9 +563,8 @@ def test_what_is_left_from_elsewhere_leaves_a_finished_run_finished(tmp_path, re
         assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
-def test_a_claim_is_on_the_run_alone_that_it_is_named_after(tmp_path):
+def test_a_claim_is_on_the_run_alone_that_it_is_named_after(store, tmp_path):
     """One that names another run is refused, and kept for a person to see; so is a file outside the store."""
-    store = tmp_path / "mlruns"
     one, other = finished_run(store), finished_run(store)
     (metrics,) = store.glob(f"*/{one}/artifacts/metrics.jsonl")
     metrics.write_text('{"step":9,"time":1,"values":{"x":9.0}}\n{"tags":{"pwned":"yes"}}\n')
@@ -578,9 +582,9 @@ def test_a_claim_is_on_the_run_alone_that_it_is_named_after(tmp_path):
     assert not (tmp_path / ".metrics.sent").exists()
 
 
-def test_a_claim_beside_a_store_sends_files_of_own_runs_only(tmp_path, monkeypatch):
+def test_a_claim_beside_a_store_sends_files_of_own_runs_only(store, tmp_path, monkeypatch):
     """It may have come with the store, and the store may send files to its maker's server."""
-    store, sent = tmp_path / "mlruns", []
+    sent = []
     monkeypatch.setattr(Client, "upload", lambda self, run_id, path, folder: sent.append(path))
     monkeypatch.setattr(trust, "_noted", set())
     run_id = finished_run(store)

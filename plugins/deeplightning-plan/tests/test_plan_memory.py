@@ -137,6 +137,7 @@ def test_a_small_network_is_bound_by_launches_and_holds_the_workspaces_of_cublas
     assert plans["graphs"].seconds[1] < eager.seconds[0] / 10
 
 
+@pytest.mark.slow
 def test_shares_of_eight_gpus_on_two_machines(here):
     """What is shared out is an eighth or a sixteenth; nothing fits where even the least is too much."""
     cfg = config(here, SMALL)
@@ -152,14 +153,8 @@ def test_shares_of_eight_gpus_on_two_machines(here):
     assert "proposal" in "\n".join(text_of(plan, setting, cfg))
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        ("fsdp", True),
-        pytest.param(("deepspeed_stage_1", False), marks=pytest.mark.slow),
-        pytest.param(("fsdp", False), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [("fsdp", True), ("deepspeed_stage_1", False), ("fsdp", False)])
 def test_the_largest_batch_fits_and_one_that_is_larger_does_not(here, engine):
     """Planned again with that batch. The copies of the weights in 16 bits, which a small batch has too, are a part of
     what autocast keeps and of nothing else."""
@@ -175,6 +170,7 @@ def test_the_largest_batch_fits_and_one_that_is_larger_does_not(here, engine):
     assert not planned(int(largest * 1.1) + 1).fits
 
 
+@pytest.mark.slow
 def test_a_plan_of_texts_counts_the_longest_one(here):
     """Activations are those of a batch of the training set's longest text, and grow with it."""
 

@@ -661,6 +661,7 @@ except ray.exceptions.RayActorError as error:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_an_actor_of_ray_says_that_its_module_is_missing(tmp_path):
     """Where the workers lack the module that the actor's class is in."""
     (tmp_path / "only_here.py").write_text("class Agent:\n    def about(self):\n        return 1\n")

@@ -498,6 +498,7 @@ def test_a_frozen_config_has_no_secrets(submit):
     assert (folder / ".sealed").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_a_script_without_srun_is_one_process(cluster, work):
     """A batch script, and a shell of salloc, are told from the tasks that srun starts."""
     asked = (
