@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checks import load, write_mnist
-from conftest import digest
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -123,48 +122,3 @@ def test_a_shipped_config_trains(path, command, store, tmp_path):
     assert (outcome.folder / "last.ckpt").is_file()
     results = json.loads((outcome.folder / "test_results.json").read_text())
     assert sum(value for metric, value in results.items() if metric.startswith("test_loss")) > 0  # a GAN has two
-
-
-@pytest.mark.slow
-def test_what_a_constructor_draws_follows_from_the_seed(command, store, tmp_path):
-    """A task that makes its network in its constructor begins with the same weights each time."""
-    path = ROOT / "examples" / "own_code" / "reconstruction.yaml"
-    settings = ["train.num_epochs=0", "stages=[train]", f"logger.params.tracking_uri={store}"]
-    values = []
-    for seed in (1, 1, 2):
-        outcome = command("train", path, *settings, f"seed={seed}", cwd=tmp_path, code=0)
-        values.append(json.loads((outcome.folder / "val_results.json").read_text())["val_loss"])
-    assert values[0] == values[1] != values[2]
-
-
-INTERRUPT = """
-import os, signal
-import pytorch_lightning as pl
-
-class AtStep(pl.Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-"""
-
-
-@pytest.mark.slow
-def test_the_first_config_goes_on_inside_an_epoch_under_its_schedule(command, store, tmp_path):
-    """Interrupted in its second epoch and resumed, base.yaml ends with the weights of an uninterrupted run: a schedule
-    of `total_steps: auto` moves no batch. Resumed for longer than the schedule, it ends with exit 2, naming both."""
-
-    def train(*overrides, code=0):
-        small = ["stages=[train]", "train.export=false", "logger.pictures=null", "data.module.params.limit=150"]
-        settings = [*small, "train.num_epochs=3", f"logger.params.tracking_uri={store}", *overrides]
-        return command("train", ROOT / "configs" / "base.yaml", *settings, cwd=tmp_path, code=code)
-
-    (tmp_path / "interrupt.py").write_text(INTERRUPT)
-    whole = train()
-    cut = train("train.callbacks=[{type: interrupt.AtStep, params: {step: 7}}]", code=130)
-    resumed = train(f"train.resume_ckpt='{cut.folder}'")
-    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
-    longer = train(f"train.resume_ckpt='{cut.folder}'", "train.num_epochs=4", code=2)
-    assert "this schedule ends after 15 steps, the training takes 20" in longer.err

@@ -226,15 +226,3 @@ def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_pat
     assert (row["state"], "no batches" in row["failure"]) == ("failed", True)
     found = tracked(outcome.folder).client.get_run(row["run"])
     assert found.info.status == "FAILED"
-
-
-def test_a_launch_prints_its_config_and_its_folder_once(command, tiny, place):
-    """Restarts repeat neither; the folder is the last line, after the reason of the end."""
-    killed = "train.callbacks=[{type: own.Killed, params: {epoch: 1, batch: 0}}]"
-    outcome = command(
-        "train", tiny, "--show-config", "engine.max_restarts=1", killed, cwd=place, main="forks:main", code=5
-    )
-    assert outcome.err.count("restart 1 of 1: ") == 1
-    assert outcome.out.count("seed: 7\n") == 1
-    assert outcome.out.count("Artifact storage path: ") == 1
-    assert (outcome.folder / "last.ckpt").is_file()

@@ -171,17 +171,6 @@ def own(train, pictures):
     return train(*FOLDER, f"data.root='{pictures}'", "train.export=true")
 
 
-@pytest.mark.slow
-def test_own_pictures_train_the_same_from_memory_from_disk_and_with_workers(own, train, pictures, tracked):
-    """Metric series and weights are identical, and something is learned."""
-    for variant in ("data.module.params.in_memory=true", "data.num_workers=2"):
-        again = train(*FOLDER, f"data.root='{pictures}'", variant)
-        assert digest(again.folder / "last.ckpt") == digest(own.folder / "last.ckpt")
-        assert tracked(again.folder).series() == tracked(own.folder).series()
-    losses = [value for _, value in tracked(own.folder).series()["train_loss_epoch"]]
-    assert losses[-1] < 0.8 * losses[0]
-
-
 @contextmanager
 def served(folder, place):
     """The real server on a run, at a free port; its address. What it says lies in `place`."""

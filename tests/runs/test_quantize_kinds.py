@@ -14,8 +14,6 @@ from deeplightning.export import int8 as module
 from deeplightning.export.int8 import quantize
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS
-from deeplightning.run.make_bundle import quantize_run
-from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle
 
 NUMBER = 400
@@ -129,39 +127,3 @@ def test_what_becomes_worse_is_refused(tmp_path, kind, words):
         quantize(folder, batches(inputs, truth))
     assert str(caught.value).endswith("serve it with serve.precision=fp32.")
     assert folder.bundle_card.read_bytes() == before
-
-
-TABLE = """\
-seed: 7
-data:
-  root: ROOT
-  module: {type: deeplightning.data.table.TableData, params: {train: a.csv, target: [x, y]}}
-  batch_size: 16
-model:
-  module: {type: deeplightning.task.regression.Regression}
-  network: {type: deeplightning.model.table_net.TableNet, params: {num_numbers: 2, num_outputs: 2, width: 16, depth: 1}}
-  optimizer: {type: torch.optim.AdamW, params: {lr: 0.01}}
-  loss: {type: torch.nn.MSELoss}
-train: {num_epochs: 4}
-logger: {params: {tracking_uri: STORE, system_metrics: false}}
-"""
-
-
-@pytest.mark.slow
-def test_a_run_of_a_table_is_quantized_on_its_own_rows(tmp_path, command, store, place):
-    """Rows and targets come from the run's data module; the output has both figures."""
-    random = np.random.default_rng(6)
-    lines = [f"{a:.3f},{b:.3f},{3 * a - b:.3f},{a + b:.3f}" for a, b in random.normal(size=(300, 2))]
-    (tmp_path / "a.csv").write_text("a,b,x,y\n" + "\n".join(lines))
-    (tmp_path / "table.yaml").write_text(TABLE.replace("ROOT", str(tmp_path)).replace("STORE", f"'{store}'"))
-    outcome = command("train", tmp_path / "table.yaml", cwd=place, code=0)
-    folder = RunFolder(outcome.folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_RISE_PERCENT", 50.0)  # a network of 16 numbers
-        told = quantize_run(folder)
-    figures = json.loads(folder.bundle_card.read_text())["int8"]
-    assert told.startswith(f"int8: root mean square error {figures['error']:.4g}, in float32")
-    assert f"on {figures['rows']} validation rows" in told
-    assert figures["rows"] == 30
-    assert json.loads(folder.bundle_card.read_text())["labels"] == ["x", "y"]
-    assert Bundle.open(folder.path, "int8").precision == "int8"

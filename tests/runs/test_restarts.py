@@ -190,12 +190,14 @@ def test_shards_are_there_again_and_a_process_that_hangs_is_lost(backend, what, 
 
 
 def test_an_edit_does_not_reach_a_restart(launch, tracked, undisturbed, here, tmp_path):
-    """Processes that start again have the code and config of the start, and so has the run's `code.zip`."""
+    """Processes that start again have the code and config of the start, and so has the run's `code.zip`; config and
+    folder are printed once."""
     code, config = here / "edited.py", tmp_path / "more.yaml"
     code.write_text(LOSSES)
     config.write_text("train: {callbacks: [{type: edited.At, params: {rank: 1, what: edit}}]}\n")
-    done = launch(config, EDITS=f"{code}{os.pathsep}{config}").end(code=0)
+    done = launch(config, "--show-config", EDITS=f"{code}{os.pathsep}{config}").end(code=0)
     assert len(restarts_of(done)) == 1
+    assert [done.out.count(words) for words in ("\nseed: 7\n", "Artifact storage path: ")] == [1, 1]
     run = tracked(done.folder)
     assert (run.status, run.tags["restarts"], "failure" in run.tags) == ("FINISHED", "1", False)
     assert "this was edited" in code.read_text()

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from commands import real
 from conftest import weights
 
 from deeplightning.engine.checkpoint_io import read_checkpoint
@@ -201,13 +200,6 @@ def test_losses_of_a_nested_package_train_over_two_processes(trained, tracked):
     losses = f"{{mine: {{type: {custom}.MyLoss}}, smooth: {{type: {custom}.make, params: {{factor: 0.1}}}}}}"
     run = trained("~model.loss", f"model.loss={losses}", "train.num_epochs=1", ranks=2)
     assert {"val_mine", "val_smooth"} <= set(tracked(run.folder).metrics)
-
-
-@pytest.mark.slow
-def test_own_modules_are_found_by_processes_that_are_started_anew(tiny, own):
-    """As a person starts two processes, by one command."""
-    loss = "model.loss={type: losses.of_mine.custom.MyLoss}"
-    real("train", tiny, NETWORK, loss, "engine.processes=2", "train.num_epochs=1", cwd=own, code=0)
 
 
 @pytest.mark.parametrize(("find", "code"), [("true", 0), ("false", 1)])

@@ -1,7 +1,6 @@
 """Text classification in whole runs: what is learned, measured, written, kept and refused."""
 
 import csv
-import itertools
 import json
 import shutil
 
@@ -103,19 +102,6 @@ def test_it_learns_and_leaves_what_every_run_leaves(trained, root):
     assert (trained.folder / "val_confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_biases_and_norms_do_not_decay(trained):
-    """AdamW has two groups: biases and the weights of norms without decay, all matrices with 0.01."""
-    checkpoint = torch.load(trained.folder / "last.ckpt", weights_only=True)
-    (optimizer,) = checkpoint["optimizer_states"]
-    plain, decaying = optimizer["param_groups"]
-    assert [group["weight_decay"] for group in (plain, decaying)] == [0, 0.01]
-    assert [group["eps"] for group in (plain, decaying)] == [1e-8, 1e-8]
-    parameters = {n: w for n, w in checkpoint["state_dict"].items() if n.startswith("network.")}
-    matrices = [n for n, w in parameters.items() if w.ndim > 1]
-    assert len(decaying["params"]) == len(matrices)
-    assert len(plain["params"]) == len(parameters) - len(matrices) > 0
-
-
 def test_metrics_are_those_of_the_whole_set(trained, root):
     """Loss and accuracy of the validation, from each text alone, without any padding."""
     checkpoint = torch.load(trained.folder / "last.ckpt", weights_only=True)
@@ -198,24 +184,6 @@ def test_what_does_not_fit_is_one_note(command, text_config, place, words, code,
     outcome = command(words[0], text_config, *words[1:], cwd=place, code=code)
     assert told in outcome.out + outcome.err
     assert "Traceback" not in outcome.err
-
-
-def test_warm_up_and_decay_are_lines_over_all_steps(command, text_config, place, tracked):
-    """The rate rises to its peak in the first tenth of all optimizer steps, tail steps of the accumulation included,
-    and falls to nothing at the last."""
-    schedule = (
-        "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.01, total_steps: auto, "
-        "pct_start: 0.1, anneal_strategy: linear, cycle_momentum: false}, call: {interval: step}}"
-    )
-    steps = ["train.accumulator_factor=3", "train.num_epochs=10", "logger.log_every_n_steps=1", "logger.pictures=null"]
-    outcome = command("train", text_config, schedule, *steps, cwd=place, code=0)
-    rates = [value for _, value in tracked(outcome.folder).series()["lr"]]
-    assert len(rates) == 30  # 8 batches by 3, the last of 2: 3 steps an epoch
-    assert rates.index(max(rates)) == 2
-    assert max(rates) == pytest.approx(0.01)
-    falls = [before - after for before, after in itertools.pairwise(rates[2:])]
-    assert falls == pytest.approx([falls[0]] * len(falls), rel=1e-6)
-    assert rates[-1] < 1e-6
 
 
 def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
