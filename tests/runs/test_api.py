@@ -166,12 +166,10 @@ def test_a_run_shows_itself_in_a_notebook(run):
 def test_faults_are_exceptions(config, capfd, tmp_path):
     """Of a config, a file, a run that fails, and a run that is not there; the note is in the exception alone."""
     with pytest.raises(ConfigError) as caught:
-        dl.train(config, ["train.num_epoch=3"])
+        dl.train(config | {"seed": "seven"}, ["train.num_epoch=3"])
+    assert "dict: seed: must be a whole number or null, not the text 'seven'" in str(caught.value)
     assert "train.num_epoch: unknown key. Did you mean num_epochs?" in str(caught.value)
     assert "unknown key" not in capfd.readouterr().err
-    with pytest.raises(ConfigError) as caught:
-        dl.train(config | {"seed": "seven"})
-    assert str(caught.value) == "dict: seed: must be a whole number or null, not the text 'seven'"
     with pytest.raises(ConfigError, match=r"missing\.yaml: there is no such config file"):
         dl.train(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match=r"dict: a config holds texts, numbers, .* not float64 such as"):

@@ -41,8 +41,8 @@ def server(place: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Any]:
-    """`open_page(url)` gives a Page."""
+def open_page(browser: Browser, serving: Any) -> Iterator[Any]:
+    """`open_page(url)` gives a Page, which is closed before the servers of the test are killed."""
     pages: list[Page] = []
 
     def opened(url: str, prefix: str = "", path: str = "") -> Page:
