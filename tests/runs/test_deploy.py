@@ -218,33 +218,6 @@ def rewritten(run, folder, *changes):
 NETWORK = "type: deeplightning.model.cnn.SimpleCNN"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        (NETWORK, "type: foreign.Net", "model.network.type: to serve this run, foreign.Net would be imported"),
-        (NETWORK, "type: os.system", "--allow os"),
-        ("type: torch.optim.SGD", "type: torch.os.system", "torch.os.system would be imported"),
-        (NETWORK, "type: torch.hub.load", "If you trust it: --allow torch.hub"),
-        (NETWORK, "type: torch.nn.modules.module.torch.hub.load", "which is torch.hub.load, would be"),
-        (NETWORK, "type: deeplightning.config.target.build", "--allow deeplightning.config.target"),
-        ("image_size: 8", "image_size: {type: os.system, params: {command: ls}, z: 1}", "network.params.image_size"),
-        ("image_size: 8", "image_size: {ref: os.system}", "model.network.params.image_size.ref: "),
-        ("type: torch.optim.SGD", "type: foreign.SGD", "model.optimizer.type: to serve this run, foreign.SGD would"),
-        ("type: deeplightning.tracking.MLflowLogger", "type: foreign.Logger", "logger.type: to serve this run, fo"),
-    ],
-)
-def test_foreign_code_is_not_imported(run, tmp_path, monkeypatch, old, new, words):
-    """Exit 4 with the key, what would be imported, and what allows it; a module of that name is not executed."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "foreign.py").write_text("raise SystemExit('executed')")
-    copy = rewritten(run, tmp_path / "copy", (old, new))
-    (copy.path / "foreign.py").write_text("raise SystemExit('executed')")
-    with pytest.raises(CheckpointError) as caught:
-        command_of(str(copy.path))
-    assert words in str(caught.value)
-    assert "foreign" not in sys.modules
-
-
 def test_what_the_user_allows_is_imported(run, own, tmp_path, monkeypatch):
     """Behind `--allow` the same run is exported; what its config sets in the environment does not stay."""
     monkeypatch.chdir(tmp_path)

@@ -233,8 +233,8 @@ PAIRS = [("weight", 3), ("unweighted", 4), ("one", 3), ("own", 4), ("smoothed", 
 @pytest.mark.parametrize(
     ("backend", "processes", "cases"),
     [
-        *(("null", 1, PAIRS), ("ddp", 2, PAIRS), ("fsdp", 2, PAIRS[:2])),
-        pytest.param("fsdp", 2, PAIRS[2:], marks=pytest.mark.slow),
+        *(("null", 1, PAIRS), ("ddp", 2, PAIRS)),
+        pytest.param("fsdp", 2, PAIRS, marks=pytest.mark.slow),
         *(pytest.param(f"deepspeed_stage_{n}", 2, PAIRS, marks=pytest.mark.slow) for n in (1, 2, 3)),
     ],
 )

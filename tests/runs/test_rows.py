@@ -1,7 +1,6 @@
 """Abilities that go through several parts, each in a small run: batches of any kind, loaders' functions, sums over
-processes, logs of one's own, and schedules that know how long a training is."""
+processes, and schedules that know how long a training is."""
 
-import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,19 +10,8 @@ from deeplightning.data.digits import Digits
 from deeplightning.data.of_datasets import OfDatasets
 
 PARTS = '''
-import logging
-
-import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
-
-
-class Says(pl.Callback):
-    """Uses Python's loggers: the project's own, and a child of one's own."""
-
-    def on_train_epoch_start(self, trainer, module):
-        logging.getLogger("deeplightning").info("the root says %d", trainer.current_epoch)
-        logging.getLogger("deeplightning.mine").warning("a child says %d", trainer.current_epoch)
 
 
 class Right(Metric):
@@ -52,8 +40,8 @@ def own(command, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     (folder / "parts.py").write_text(PARTS)
 
-    def run(*overrides, ranks=1, verb="train", of=tiny):
-        return command(verb, of, *overrides, cwd=folder, ranks=ranks, code=0)
+    def run(*overrides, ranks=1):
+        return command("train", tiny, *overrides, cwd=folder, ranks=ranks, code=0)
 
     return run
 
@@ -93,21 +81,6 @@ def test_a_metric_may_be_a_sum(own, tracked):
         found = tracked(own(metrics, "logger.log_every_n_steps=1", *more, ranks=ranks).folder).metrics
         assert found["val_right"] == pytest.approx(16 * found["val_acc"])
         assert found["train_right_epoch"] == pytest.approx(134 * found["train_acc_epoch"], abs=1e-3)
-
-
-def test_own_loggers_are_in_the_ranks_file_and_a_later_stage_appends(own):
-    """What is said under `deeplightning`, and by a child of it, stands in the file of its rank with the logger's name
-    and level; testing the run later adds to the file and takes nothing from it."""
-    folder = own("train.callbacks=[{type: parts.Says}]").folder
-    file = folder / "logs" / "rank_0.log"
-    before = file.read_text()
-    for epoch in range(2):
-        assert re.search(rf"^\S+ \S+ INFO deeplightning: the root says {epoch}$", before, re.M)
-        assert re.search(rf"^\S+ \S+ WARNING deeplightning\.mine: a child says {epoch}$", before, re.M)
-    own(verb="test", of=folder)
-    after = file.read_text()
-    assert after.startswith(before)
-    assert "results    test_acc" in after[len(before) :]
 
 
 def test_accumulation_leaves_evaluation_undivided(fit):

@@ -131,12 +131,17 @@ def test_no_epochs_only_validate(train, tracked):
 
 
 def test_test_and_predict_of_a_run_write_into_it_and_leave_its_config(command, place, trained, tracked, store):
-    """`deeplightning test RUN` and `predict RUN` finish the same run again; an equal metric has no second point."""
+    """`deeplightning test RUN` and `predict RUN` finish the same run again, and add to its log; an equal metric has no
+    second point."""
     config, before = (trained.folder / "cfg.yaml").read_bytes(), count_runs(store)
+    log = trained.folder / "logs" / "rank_0.log"
+    said = log.read_text()
     for verb in ("test", "predict"):
         done = command(verb, trained.folder, cwd=place)
         assert (done.code, done.folder) == (0, trained.folder), done
     assert (trained.folder / "cfg.yaml").read_bytes() == config
+    assert log.read_text().startswith(said)
+    assert "results    test_acc" in log.read_text()[len(said) :]
     assert count_runs(store) == before
     run = tracked(trained.folder)
     assert run.status == "FINISHED"

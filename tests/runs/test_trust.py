@@ -118,6 +118,9 @@ HOSTILE = {
         target("torchvision.models.get_model", name="resnet18", weights="DEFAULT"),
         *(".type", "torchvision.models.get_model"),
     ),
+    "a mapping with more than a target": (CLASSES, {**TOUCH, "z": 1}, "", "num_classes"),
+    "an own network": (NETWORK, {"type": "pwned.Net"}, ".type", "pwned.Net would be imported"),
+    "an own optimizer": ("model.optimizer.type", "pwned.SGD", "", "pwned.SGD would be imported"),
     "an own logger": ("logger.type", "pwned.Logger", "", "--allow pwned"),
     "an own callback": ("train.callbacks", [{"type": "pwned.Callback"}], ".0.type", "pwned.Callback would be imported"),
 }
