@@ -178,9 +178,6 @@ def test_speed_and_memory_are_measured_on_a_cpu(tmp_path):
     assert all(each["rate"] > 0 for some in numbers["speed"].values() for each in some)
 
 
-# ---- the page
-
-
 # ---- wheels for a machine without a network
 
 
