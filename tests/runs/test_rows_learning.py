@@ -7,15 +7,6 @@ import pytest
 from deeplightning.checks.examine import load_config
 from deeplightning.engine.plan import trainer_arguments
 
-
-def test_a_schedule_that_steps_seldom_counts_optimizer_steps(fit):
-    """`interval: step, frequency: 2` with accumulation: every second optimizer step, not every second batch."""
-    scheduler = "{type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}"
-    call = "call: {interval: step, frequency: 2}}"
-    fitted = fit(f"model.scheduler={scheduler}, {call}", "train.accumulator_factor=2", "train.num_epochs=1")
-    assert fitted.seen.rates == pytest.approx([0.05] * 2 + [0.025] * 2 + [0.0125])
-
-
 SCALER = "{type: torch.amp.GradScaler, params: {device: cpu, init_scale: 1.0e+38, backoff_factor: 1.0e-36}}"
 PLUGIN = "{type: pytorch_lightning.plugins.precision.MixedPrecision, params: {precision: 16-mixed, device: cpu"
 

@@ -97,14 +97,18 @@ def test_the_task_logs_what_it_declares(several, fit):
 
 
 @pytest.mark.parametrize(
-    ("interval", "steps", "expected"),
-    [("step", 5, [0.05, 0.05, 0.025, 0.025, 0.0125]), ("epoch", 20, [0.05] * 18 + [0.025] * 2)],
+    ("interval", "steps", "batches", "expected"),
+    [
+        *(("step", 5, factor, [0.05, 0.05, 0.025, 0.025, 0.0125]) for factor in (1, 2)),
+        ("epoch", 20, 1, [0.05] * 18 + [0.025] * 2),
+    ],
 )
-def test_a_schedule_steps_by_its_interval_and_frequency(interval, steps, expected, fit):
-    """The learning rate of each optimizer step; nine steps are an epoch."""
+def test_a_schedule_steps_by_its_interval_and_frequency(interval, steps, batches, expected, fit):
+    """The learning rate of each optimizer step, of one batch or two; nine batches are an epoch."""
     halves = "{type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}, call: {frequency: 2}}"
     scheduler = [f"model.scheduler={halves}", f"model.scheduler.call.interval={interval}"]
-    fitted = fit(*scheduler, "~train.num_epochs", f"train.max_steps={steps}")
+    accumulated = f"train.accumulator_factor={batches}"
+    fitted = fit(*scheduler, "~train.num_epochs", f"train.max_steps={steps}", accumulated)
     assert fitted.seen.rates == pytest.approx(expected)
     assert [value for _, value in fitted.series("lr")] == pytest.approx(expected)
 
