@@ -118,7 +118,7 @@ HOSTILE = {
         target("torchvision.models.get_model", name="resnet18", weights="DEFAULT"),
         *(".type", "torchvision.models.get_model"),
     ),
-    "a mapping with more than a target": (CLASSES, {**TOUCH, "z": 1}, "", "num_classes"),
+    "a mapping with more than a target": (CLASSES, {**TOUCH, "z": 1}, ".type", "torch.os.system"),
     "an own network": (NETWORK, {"type": "pwned.Net"}, ".type", "pwned.Net would be imported"),
     "an own optimizer": ("model.optimizer.type", "pwned.SGD", "", "pwned.SGD would be imported"),
     "an own logger": ("logger.type", "pwned.Logger", "", "--allow pwned"),
