@@ -22,8 +22,8 @@ from deeplightning.tracking.entities import (
 from deeplightning.tracking.mlflow_store import make_run, open_client
 from deeplightning.tracking.store import Store
 
-MAX_ENTRIES, MAX_OTHERS = 1000, 100
-"""The most that MLflow takes at once, of all, and of parameters or tags."""
+MAX_MODEL_PARAMS = 100
+"""The most parameters of a model that MLflow takes at once."""
 
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """Codes of MLflow's errors that say that something is not there."""
@@ -121,12 +121,7 @@ class Client:
 
         params = [Param(*item) for item in batch.params.items()]
         tags = [RunTag(*item) for item in batch.tags.items()]
-        points = [Metric(*point) for point in batch.points]
-        while params or tags or points:
-            few = params[:MAX_OTHERS], tags[:MAX_OTHERS]
-            room = MAX_ENTRIES - len(few[0]) - len(few[1])
-            self._client.log_batch(run_id, points[:room], *few)
-            params, tags, points = params[MAX_OTHERS:], tags[MAX_OTHERS:], points[room:]
+        self._client.log_batch(run_id, [Metric(*point) for point in batch.points], params, tags)
         if RUN_NAME in batch.tags:
             self._client.update_run(run_id, name=batch.tags[RUN_NAME])
         if batch.datasets:
@@ -164,8 +159,8 @@ class Client:
         model = self._client.create_logged_model(experiment, name=name, source_run_id=run_id, model_type=kind)
         self._client.log_model_artifacts(model.model_id, os.fspath(path))
         params = list(run.data.params.items())
-        for first in range(0, len(params), MAX_OTHERS):
-            self._client.log_model_params(model.model_id, dict(params[first : first + MAX_OTHERS]))
+        for first in range(0, len(params), MAX_MODEL_PARAMS):
+            self._client.log_model_params(model.model_id, dict(params[first : first + MAX_MODEL_PARAMS]))
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
         judged = {name for name in run.data.metrics if is_of_test(name)}
         latest = {point.name: point for point in sorted(self.history(run_id, judged), key=lambda p: (p.step, p.time))}
