@@ -1,4 +1,4 @@
-"""Read a tracking store: an SQLite file with a read-only connection, anything else with MLflow's client.
+"""Read a tracking store: an SQLite file directly, anything else with MLflow's client.
 
 Importing MLflow costs 1.2 CPU seconds, which a command that only looks at runs need not spend.
 """
@@ -118,25 +118,18 @@ class DatabaseReader:
             return []
         while True:
             try:
-                address = f"{self._database.absolute().as_uri()}?mode=ro"
+                # Not read-only: SQLite undoes the transaction of a process that was killed, where there is one.
+                address = f"{self._database.absolute().as_uri()}?mode=rw"
                 with closing(sqlite3.connect(address, uri=True, timeout=0.2)) as connection:
                     return connection.execute(statement, values).fetchall()
             except sqlite3.OperationalError as error:
                 made = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
                 if "no such table" in str(error) and not self._find(made):
                     return []
-                if not self._is_recovered(error) and (not is_locked(error) or not waited.again()):
+                if not is_locked(error) or not waited.again():
                     raise
             except UnicodeDecodeError as error:  # sqlite3 decodes what the database holds, also for its own messages
                 raise sqlite3.DatabaseError(f"malformed: it holds a text that is none ({error})") from error
-
-    def _is_recovered(self, error: sqlite3.OperationalError) -> bool:
-        """Undo a transaction in which a process was killed, which a read-only connection does not."""
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_READONLY:
-            return False
-        with closing(sqlite3.connect(self._database)) as connection:
-            connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-        return True
 
 
 def raise_if_newer(store: Store) -> None:
