@@ -104,7 +104,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
             runs = DatabaseReader(database, 0.2).listing()
     often = Counter(run.name for run in runs)
     is_word = re.compile(r"[A-Za-z0-9][\w-]*").fullmatch
-    names = [r.name if is_word(r.name or "") and often[r.name] == 1 else r.id for r in runs[:MAX_OFFERED_RUNS]]
+    names = [r.name if is_word(r.name) and often[r.name] == 1 else r.id for r in runs[:MAX_OFFERED_RUNS]]
     words = [word for word in ("last", *names) if word.startswith(incomplete)]
     return [*map(CompletionItem, words), CompletionItem(incomplete, type="dir")]
 

@@ -13,7 +13,7 @@ from typing import Any
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.entities import Listed
+from deeplightning.tracking.entities import Run
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explained, local_path, locate, remove_files
 from deeplightning.tracking.unsent import SILENT_SECONDS, settle, unsent_runs
@@ -52,16 +52,12 @@ def listing(
     with _store(tracking_uri) as store:
         runs = open_reader(store).listing()
         known = {run.id for run in runs}
-        waiting = [
-            Listed(r.id, r.tags.get("mlflow.runName", ""), r.status, r.started, r.experiment, r.artifact_uri, {})
-            for r in unsent_runs(store)
-            if r.id not in known
-        ]
+        waiting = [run for run in unsent_runs(store) if run.id not in known]
         for run in sorted(waiting + runs, key=lambda run: run.started, reverse=True) if waiting else runs:
             status = "PRUNED" if run.is_pruned and run.status == "KILLED" else run.status
             if statuses and status not in statuses:
                 continue
-            if name is not None and not any(fnmatchcase(n, f"*{name}*") for n in (run.name or "", run.experiment)):
+            if name is not None and not any(fnmatchcase(n, f"*{name}*") for n in (run.name, run.experiment)):
                 continue
             if experiment not in (None, run.experiment):
                 continue
@@ -121,7 +117,7 @@ def _condition(metric: str | None) -> tuple[str | None, Callable[[float, float],
         raise ValueError(f"{metric!r}: write a metric's name, or a comparison such as val_acc>0.9") from None
 
 
-def _row(run: Listed, shown: Sequence[str]) -> dict[str, str]:
+def _row(run: Run, shown: Sequence[str]) -> dict[str, str]:
     started = datetime.fromtimestamp(run.started / 1000, UTC)
     best = next(((name, run.metrics[name]) for name in shown if name in run.metrics), None)
     return {
@@ -129,7 +125,7 @@ def _row(run: Listed, shown: Sequence[str]) -> dict[str, str]:
         "status": run.status,
         "started": started.isoformat(" ", timespec="seconds").removesuffix("+00:00"),
         "experiment": run.experiment,
-        "name": run.name or "",
+        "name": run.name,
         "result": f"{best[0]} {best[1]:.4f}" if best else "",
         "folder": str(local_path(run.artifact_uri) or run.artifact_uri),
     }

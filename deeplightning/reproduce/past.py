@@ -14,10 +14,10 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import flat, plain
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking import resolve_run
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.code import Code, read_code
 from deeplightning.tracking.entities import Run
 from deeplightning.tracking.metrics_file import Series, is_repeatable, last_values, read_series, series_of
-from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, locate
 from deeplightning.tracking.unsent import find_run
 from deeplightning.words import stage_of
@@ -74,7 +74,7 @@ class PastRun:
         except ValueError:
             if self._tracked is None or self.store is None or self.run_id is None:
                 return None
-            return series_of(open_reader(self.store).history(self.run_id))
+            return series_of(Client(self.store).history(self.run_id))
 
     @property
     def status(self) -> str | None:
@@ -84,7 +84,7 @@ class PastRun:
     @property
     def name(self) -> str | None:
         """Name in the store."""
-        return self._tracked.tags.get("mlflow.runName") if self._tracked is not None else None
+        return self._tracked.name if self._tracked is not None else None
 
     @cached_property
     def _tracked(self) -> Run | None:

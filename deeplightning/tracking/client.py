@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.tracking.entities import (
-    PRUNED,
     RUN_NAME,
     SYSTEM,
     Batch,
     Experiment,
-    Listed,
     Point,
     Run,
     as_logged,
@@ -69,17 +67,14 @@ class Client:
             return _run(run, self._client.get_experiment(run.info.experiment_id).name)
         return None
 
-    def listing(self) -> list[Listed]:
+    def listing(self) -> list[Run]:
         """Return all runs that were not deleted, the newest first."""
         experiments = {e.experiment_id: e.name for e in self._client.search_experiments()}
-        runs: list[Listed] = []
+        runs: list[Run] = []
         token: str | None = ""
         while experiments and token is not None:
             page = self._client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token or None)
-            for run in page:
-                info, of = run.info, experiments[run.info.experiment_id]
-                first = (info.run_id, info.run_name, info.status, info.start_time, of, info.artifact_uri)
-                runs.append(Listed(*first, dict(run.data.metrics), PRUNED in run.data.tags.items()))
+            runs += [_run(run, experiments[run.info.experiment_id]) for run in page]
             token = page.token or None
         return runs
 
@@ -181,4 +176,5 @@ def _ignoring(*codes: str) -> Iterator[None]:
 def _run(run: Any, experiment: str = "") -> Run:
     info, data = run.info, run.data
     first = (info.run_id, info.experiment_id, info.status, info.start_time, info.artifact_uri)
-    return Run(*first, info.lifecycle_stage == "active", dict(data.params), dict(data.tags), experiment)
+    of_data = (dict(data.params), dict(data.tags), experiment, dict(data.metrics))
+    return Run(*first, info.lifecycle_stage == "active", *of_data)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from deeplightning.words import stage_of
@@ -70,19 +71,16 @@ class Run(NamedTuple):
     params: dict[str, str]
     tags: dict[str, str]
     experiment: str = ""  # the name of its experiment
+    metrics: Mapping[str, float] = MappingProxyType({})  # the last value of each
 
+    @property
+    def name(self) -> str:
+        return self.tags.get(RUN_NAME, "")
 
-class Listed(NamedTuple):
-    """A run in a list of runs."""
-
-    id: str
-    name: str
-    status: str
-    started: int  # milliseconds since 1970
-    experiment: str
-    artifact_uri: str
-    metrics: dict[str, float]  # the last value of each
-    is_pruned: bool = False  # a trial that its search has stopped early
+    @property
+    def is_pruned(self) -> bool:
+        """Whether it is a trial that its search has stopped early."""
+        return PRUNED in self.tags.items()
 
 
 class Experiment(NamedTuple):

@@ -6,7 +6,8 @@ Importing MLflow costs 1.2 CPU seconds, which a command that only looks at runs 
 import importlib.util
 import os
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,15 @@ from typing import Any
 from deeplightning.faults import SetupError
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.entities import PRUNED, SYSTEM, Experiment, Listed, Point, Run, as_logged
+from deeplightning.tracking.entities import Experiment, Run, as_logged
 from deeplightning.tracking.store import Store, Wait, explained, is_locked, revision_of
 
 _RUN = (
-    "SELECT r.experiment_id, r.status, r.start_time, r.artifact_uri, r.lifecycle_stage, e.name FROM runs r"
-    " JOIN experiments e ON e.experiment_id = r.experiment_id WHERE r.run_uuid = ?"
+    "SELECT r.run_uuid, r.experiment_id, r.status, r.start_time, r.artifact_uri, r.lifecycle_stage, e.name FROM runs r"
+    " JOIN experiments e ON e.experiment_id = r.experiment_id"
 )
 _LISTED = (
-    "SELECT r.run_uuid, r.name, r.status, r.start_time, e.name, r.artifact_uri FROM runs r"
-    " JOIN experiments e ON e.experiment_id = r.experiment_id"
-    " WHERE r.lifecycle_stage = 'active' AND e.lifecycle_stage = 'active'"
-    " ORDER BY r.start_time DESC, r.run_uuid"
+    f"{_RUN} WHERE r.lifecycle_stage = 'active' AND e.lifecycle_stage = 'active' ORDER BY r.start_time DESC, r.run_uuid"
 )
 
 
@@ -72,8 +70,7 @@ class DatabaseReader:
     def is_readable(self) -> bool:
         """Return whether the tables and columns are those of here; raise an error of SQLite if nothing can be read."""
         try:
-            for statement in (_RUN.replace("?", "''"), f"{_LISTED} LIMIT 0"):
-                self._find(statement)
+            self._find(f"{_LISTED} LIMIT 0")
         except sqlite3.OperationalError as error:
             if is_locked(error) or "no such" not in str(error):
                 raise
@@ -81,14 +78,11 @@ class DatabaseReader:
         return True
 
     def run(self, run_id: str) -> Run | None:
-        """Return a run, even a deleted one; None if it does not exist."""
-        found = self._find(_RUN, run_id)
-        if not found:
-            return None
-        number, status, started, location, stage, experiment = found[0]
+        """Return a run, even a deleted one, without its metrics; None if it does not exist."""
+        found = self._find(f"{_RUN} WHERE r.run_uuid = ?", run_id)
         params = dict(self._find("SELECT key, value FROM params WHERE run_uuid = ?", run_id))
         tags = dict(self._find("SELECT key, value FROM tags WHERE run_uuid = ?", run_id))
-        return Run(run_id, str(number), status, started, location, stage == "active", params, tags, experiment)
+        return _run(found[0], params, tags, {}) if found else None
 
     def experiment(self, name: str) -> Experiment | None:
         """Return the experiment of a name."""
@@ -96,20 +90,14 @@ class DatabaseReader:
         found = self._find(asked, name)
         return Experiment(str(found[0][0]), found[0][1], found[0][2] == "active") if found else None
 
-    def listing(self) -> list[Listed]:
-        """Return all runs that were not deleted, the newest first."""
-        metrics: dict[str, dict[str, float]] = {}
+    def listing(self) -> list[Run]:
+        """Return all runs that were not deleted, the newest first, without their parameters."""
+        metrics, tags = defaultdict[str, dict[str, float]](dict), defaultdict[str, dict[str, str]](dict)
         for run_id, name, value, is_nan in self._find("SELECT run_uuid, key, value, is_nan FROM latest_metrics"):
-            metrics.setdefault(run_id, {})[name] = as_logged(value, is_nan)
-        pruned = {row[0] for row in self._find("SELECT run_uuid FROM tags WHERE key = ? AND value = ?", *PRUNED)}
-        return [Listed._make([*row, metrics.get(row[0], {}), row[0] in pruned]) for row in self._find(_LISTED)]
-
-    def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
-        """Yield the points of some metrics of a run; None: of all but those of the machine's load."""
-        rows = self._find("SELECT key, value, timestamp, step, is_nan FROM metrics WHERE run_uuid = ?", run_id)
-        for name, value, moment, step, is_nan in rows:
-            if name in names if names is not None else not name.startswith(SYSTEM):
-                yield Point(name, as_logged(value, is_nan), moment, step)
+            metrics[run_id][name] = as_logged(value, is_nan)
+        for run_id, name, word in self._find("SELECT run_uuid, key, value FROM tags"):
+            tags[run_id][name] = word
+        return [_run(row, {}, tags[row[0]], metrics[row[0]]) for row in self._find(_LISTED)]
 
     def _find(self, statement: str, *values: object) -> list[Any]:
         """Run a query; wait, within bounds, for a process that holds the database."""
@@ -130,6 +118,11 @@ class DatabaseReader:
                     raise
             except UnicodeDecodeError as error:  # sqlite3 decodes what the database holds, also for its own messages
                 raise sqlite3.DatabaseError(f"malformed: it holds a text that is none ({error})") from error
+
+
+def _run(row: Sequence[Any], params: dict[str, str], tags: dict[str, str], metrics: dict[str, float]) -> Run:
+    run_id, number, status, started, location, stage, experiment = row
+    return Run(run_id, str(number), status, started, location, stage == "active", params, tags, experiment, metrics)
 
 
 def raise_if_newer(store: Store) -> None:

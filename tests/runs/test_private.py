@@ -37,7 +37,6 @@ DOCUMENTED = {
     "os._exit",
     "sys._getframe",
     "sys._current_frames",
-    "Listed._make",
     "getattr(outputs, '_fields', ())",  # of a named tuple
     "getattr(batch, '_fields', ())",
     "batch._asdict",

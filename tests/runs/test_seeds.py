@@ -26,7 +26,7 @@ def rows(folder: Path, file: str = "runs.csv") -> list[dict[str, str]]:
 def tracked(store: Path, run_id: str):
     """A run of the store, and the last values of its metrics."""
     reader = open_reader(locate(store))
-    return reader.run(run_id), {point.name: point.value for point in reader.history(run_id)}
+    return reader.run(run_id), {point.name: point.value for point in Client(locate(store)).history(run_id)}
 
 
 def children(store: Path, parent: str) -> list[str]:

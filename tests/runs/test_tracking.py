@@ -154,8 +154,7 @@ def test_a_transaction_in_which_a_process_was_killed_is_undone(tmp_path):
         pytest.raises(sqlite3.OperationalError, match="readonly"),
     ):
         connection.execute("SELECT 1 FROM metrics").fetchall()
-    reader = open_reader(locate(store))
-    assert list(reader.history(logger.run_id, ["x"])) == [("x", 1.0, pytest.approx(time.time() * 1000, abs=6e5), 0)]
+    assert open_reader(locate(store)).run(logger.run_id).name == logger.run_name
 
 
 def test_the_first_run_of_a_store_does_not_wait_for_the_store(tmp_path):
@@ -222,11 +221,10 @@ def test_what_is_not_a_number_is_told_apart(logger, caplog):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308])
 def test_an_infinity_is_read_as_it_was_logged(logger, store, value):
-    """MLflow holds the largest float for it; client, reader and file agree, and a number below stays as it is."""
+    """MLflow holds the largest float for it; client and file agree, and a number below stays as it is."""
     logger.log_metrics({"up": value}, 3)
     logger.finalize("success")
     assert read_series(logger.artifact_folder / "metrics.jsonl")["up"] == [(3, value)]
-    assert [point.value for point in open_reader(locate(store)).history(logger.run_id)] == [value]
     through = Client(locate(store))
     assert [(point.step, point.value) for point in through.history(logger.run_id)] == [(3, value)]
 

@@ -576,8 +576,8 @@ def test_a_claim_is_on_the_run_alone_that_it_is_named_after(store, tmp_path):
         assert "refused" in line
         assert path.with_suffix(".refused").is_file()
     reader = open_reader(locate(store))
-    assert [point.step for point in reader.history(other, {"x"})] == [0]
-    assert [point.step for point in reader.history(one, {"x"})] == [0]
+    for run in (one, other):
+        assert [point.step for point in Client(locate(store)).history(run, {"x"})] == [0]
     assert "pwned" not in reader.run(other).tags
     assert not (tmp_path / ".metrics.sent").exists()
 

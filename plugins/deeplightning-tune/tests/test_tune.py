@@ -29,6 +29,7 @@ from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.code import read_code
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
@@ -144,7 +145,7 @@ def test_the_best_is_reported_and_runs_again(searched, command, store, place):
 
 
 def last_value(store: Path, run_id: str) -> float:
-    points = list(open_reader(locate(store)).history(run_id, ["val_acc"]))
+    points = list(Client(locate(store)).history(run_id, ["val_acc"]))
     return max(points, key=lambda point: point.step).value
 
 
