@@ -2,7 +2,7 @@
 
 A cache has a folder for each rule by which data are prepared and each source of data; its name is a digest of both. A
 folder has a data file, which processes map into their memory, and the file `index`, which describes it and is written
-last. One process at a time adds to a folder or removes it; it holds the lock file beside the folder. A process that has
+last. One process at a time makes a folder or removes it; it holds the lock file beside the folder. A process that has
 mapped the data file holds a shared lock on it. Where there is no room, the longest unused folder goes, and none in use.
 Deleting a folder by hand is safe at any time: what is mapped stays readable.
 """
@@ -95,18 +95,29 @@ def in_use(data: Path, mode: str = "rb") -> Iterator[IO[bytes]]:
         yield file
 
 
-def find_or_make(folder: Path, find: Callable[[], T], make: Callable[[], T]) -> T:
-    """Return what `find` returns. Where it raises FileNotFoundError or Damaged, return what `make` returns: one process
-    at a time adds to the folder by it, and the others find what it has made."""
+def find_or_make(folder: Path, find: Callable[[], T], make: Callable[[], None]) -> T:
+    """Return what `find` returns. Where it raises FileNotFoundError or Damaged, one process fills the folder, empty, by
+    `make`, and the others find what it has made. What is begun and not completed is removed."""
     from filelock import FileLock
 
     with contextlib.suppress(FileNotFoundError, Damaged):
         return find()
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock"), mode=0o600):
-        with contextlib.suppress(FileNotFoundError, Damaged):
+        try:
             return find()
-        return make()
+        except FileNotFoundError:
+            pass
+        except Damaged:
+            log.warning("%s is damaged: it is made again.", folder)
+        remove(folder)
+        try:
+            folder.mkdir(mode=0o700)
+            make()
+        except BaseException:
+            remove(folder)
+            raise
+        return find()
 
 
 def remove(folder: Path) -> None:

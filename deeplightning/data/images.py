@@ -5,6 +5,7 @@ A data module of your own subclasses `ImageData` and says in `read` which sample
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,20 +100,12 @@ class ImageData(DataOfSets):
 
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
         small = {"label": torch.from_numpy(samples.labels)} if self.has_labels else {}
-        folder, root = cache_folder(self.cache), self.cfg.data.root
-        if folder is not None and not isinstance(samples.items, np.ndarray) and len(samples):
-            from deeplightning.data.cache import ImageCache
-            from deeplightning.data.remote_files import folder_of
-
-            source = type(self).__name__ if root is None else str(folder_of(root))
-            cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
-            if (cached := cache.rows_of(samples.items)) is not None:
-                pixels, rows = cached
-                if self.in_memory:
-                    return InMemory({"image": torch.from_numpy(pixels[rows])}, small, None, samples)
-                with warnings.catch_warnings(action="ignore"):  # of torch: pixels that are mapped cannot be written
-                    return InMemory({"image": torch.from_numpy(pixels)}, small, torch.from_numpy(rows), samples)
-            self.cache = False  # the log has said why, once
+        if self._decoded is not None:
+            pixels, places = self._decoded
+            rows = torch.tensor([places[path] for path in samples.items], dtype=torch.int64)
+            if self.in_memory:
+                return InMemory({"image": pixels[rows]}, small, None, samples)
+            return InMemory({"image": pixels}, small, rows, samples)
         if self.in_memory is None:
             spec = self.image_spec
             channels = spec.channels + (not self.has_labels)
@@ -120,6 +113,21 @@ class ImageData(DataOfSets):
         if self.in_memory:
             return InMemory(prepare_all(samples, self._preparing), small, None, samples)
         return OnDemand(samples, self._preparing, small)
+
+    @cached_property
+    def _decoded(self) -> tuple[Tensor, dict[str, int]] | None:
+        """The pictures of all sets, mapped from the cache, uint8 (R, C, H, W), and the row of each file; None: there is
+        no cache, or they are no files."""
+        folder, sets = cache_folder(self.cache), self._samples.values()
+        if folder is None or any(isinstance(samples.items, np.ndarray) for samples in sets):
+            return None
+        from deeplightning.data.cache import decoded
+
+        paths = list(dict.fromkeys(path for samples in sets for path in samples.items))
+        if (found := decoded(folder, self.image_spec, self.max_pixels, paths)) is None:
+            return None
+        with warnings.catch_warnings(action="ignore"):  # of torch: pixels that are mapped cannot be written
+            return torch.from_numpy(found[0]), dict(zip(paths, found[1].tolist(), strict=True))
 
     def sample(self, split: str, position: int) -> dict[str, Any]:
         """Return the picture as the network gets it, uint8 (C, H, W), and its file's name below `data.root`."""

@@ -162,16 +162,10 @@ def on_disk(file: "TableFile", types: Mapping[str, str], bounded: Sequence[str])
     before = stat_of(file.path.stat())
     folder = top / cache_files.folder_name((sys.byteorder, programs, *types.items(), file.form, bounded), before)
 
-    def read() -> Table:
-        cache_files.remove(folder)
-        try:
-            _write(folder, file, types, bounded)
-            if stat_of(file.path.stat()) != before:
-                raise DataError(f"{file.path} was changed while it was read. Run again when it is whole.")
-        except BaseException:
-            cache_files.remove(folder)
-            raise
-        return _mapped(folder)
+    def read() -> None:
+        _write(folder, file, types, bounded)
+        if stat_of(file.path.stat()) != before:
+            raise DataError(f"{file.path} was changed while it was read. Run again when it is whole.")
 
     return cache_files.find_or_make(folder, lambda: _mapped(folder), read)
 
@@ -223,7 +217,6 @@ def _write(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: 
     def make_room() -> None:
         cache_files.make_room(data, size, size, f"{path} takes {size / 2**30:.3g} GiB", size)
 
-    folder.mkdir(mode=0o700)
     with cache_files.in_use(data, "xb") as file:
         for part in _parts(table, types, known, bounded):
             file.write(part.tobytes())

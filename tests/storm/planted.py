@@ -107,8 +107,8 @@ FAULTS = {
     "key": Fault(
         "the cache keeps pictures without the way in which they were fitted",
         "deeplightning/data/cache.py",
-        "parts = (spec.height, spec.width, spec.mode, spec.resize, self._max_pixels)",
-        "parts = (spec.height, spec.width, spec.mode, self._max_pixels)",
+        "spec.mode, spec.resize, max_pixels, code,",
+        "spec.mode, max_pixels, code,",
         "together",
     ),
 }

@@ -259,14 +259,14 @@ def picture_settings(root: Path, resize: str) -> list[str]:
 
 def _pictures(root: Path, cache: Path) -> list[str]:
     """The digests of the pictures, as the data module gives them with this cache."""
-    from deeplightning.data.cache import ImageCache
+    from deeplightning.data.cache import decoded
     from deeplightning.image_spec import ImageSpec
 
     paths = [str(path) for path in sorted(root.rglob("*.bmp"))]
     spec = ImageSpec(height=8, width=8)
-    found = ImageCache(cache, str(root), spec, 10**8, len(paths)).rows_of(paths)
+    found = decoded(cache, spec, 10**8, paths)
     if found is None:  # decoded without the cache
-        decoded = [spec.decode(Path(path).read_bytes(), 10**8).transpose(2, 0, 1) for path in paths]
-        return [hashlib.sha256(one.tobytes()).hexdigest() for one in decoded]
+        images = [spec.decode(Path(path).read_bytes(), 10**8).transpose(2, 0, 1) for path in paths]
+        return [hashlib.sha256(one.tobytes()).hexdigest() for one in images]
     pixels, rows = found
     return [hashlib.sha256(pixels[row].tobytes()).hexdigest() for row in rows]
