@@ -103,7 +103,7 @@ def _decode(folder: Path, files: Sequence[tuple[str, tuple[int, ...]]], spec: Im
     """Write the pixels of files, given with their states, and the index."""
     row, sums = spec.channels * spec.height * spec.width, list[int]()
     size = len(files) * (row + 4)
-    cache_files.make_room(folder / "pixels", size, size, f"{len(files):,} images take {size / 2**30:.3g} GiB")
+    cache_files.make_room(folder / "pixels", size, f"{len(files):,} images take {size / 2**30:.3g} GiB")
     log.info("Decoding %s images into %s", f"{len(files):,}", folder)
 
     def read(path: str, state: tuple[int, ...]) -> np.ndarray:

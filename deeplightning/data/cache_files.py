@@ -161,15 +161,14 @@ def refuse_foreign(folder: Path) -> None:
 # ---- room
 
 
-def make_room(data: Path, size: int, new: int, words: str, written: int = 0) -> None:
+def make_room(data: Path, size: int, words: str, written: int = 0) -> None:
     """Remove what is longest unused, so that a folder fits; half of the disk's free space stays free.
 
     Args:
         data: its data file; other folders of this cache have one of the same name.
         size: bytes of the folder when it is complete.
-        new: those of them that it does not have yet.
         words: what takes so much, for messages.
-        written: bytes of `new` that are on the disk already.
+        written: those of them that are on the disk already.
 
     Raises:
         Unusable: it does not fit beside what is in use.
@@ -187,7 +186,7 @@ def make_room(data: Path, size: int, new: int, words: str, written: int = 0) -> 
 
     def fits(taken: int, removed: int = 0) -> bool:
         free = shutil.disk_usage(folder.parent).free + written + removed
-        return taken + size <= limit and new <= free / 2
+        return taken + size <= limit and size <= free / 2
 
     while not fits(taken):
         if not others or not fits(0, removed=taken):

@@ -40,8 +40,6 @@ CHUNK = 2**16
 MOST_WORDS = 1_000_000
 """The most different words that are held in memory of a column that nobody has called a category."""
 
-_SIGN = 2**28  # bytes after which it is looked whether there is room for more
-
 log = logging.getLogger("deeplightning.data")
 
 Column = np.ndarray | Words
@@ -211,20 +209,14 @@ def _parts(
 
 
 def _write(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
-    path, data, known, size, looked = table.path, folder / "rows", _no_words(types), 0, 0
+    path, data, known, size = table.path, folder / "rows", _no_words(types), 0
     log.info("Reading %s, which is large, into %s", path, folder)
-
-    def make_room() -> None:
-        cache_files.make_room(data, size, size, f"{path} takes {size / 2**30:.3g} GiB", size)
 
     with cache_files.in_use(data, "xb") as file:
         for part in _parts(table, types, known, bounded):
             file.write(part.tobytes())
             size += part.nbytes
-            if size - looked >= _SIGN:
-                make_room()
-                looked = size
-        make_room()
+            cache_files.make_room(data, size, f"{path} takes {size / 2**30:.3g} GiB", written=size)
         index = {"size": size, "columns": _columns(known)}
         cache_files.write_index(data, file, json.dumps(index).encode())
 
