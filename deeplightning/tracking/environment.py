@@ -153,21 +153,13 @@ def redacted(value: object, redact: Callable[[str], str]) -> Any:
 
 
 def run_tags() -> dict[str, str]:
-    """Return the tags that MLflow's client resolves.
+    """Return the tags that MLflow's client would resolve, without importing it.
 
-    In a notebook MLflow is asked itself: only there it finds the notebook's name. It describes the repository of the
-    started file, which is ours, and its address, perhaps with a password; so git is asked here for that of the user.
+    MLflow describes the repository of the started file, which is ours, and its address, perhaps with a password; so git
+    is asked here for that of the user.
     """
     git = git_state() or {}
     repository = {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
-    if "ipykernel" in sys.modules or "DATABRICKS_RUNTIME_VERSION" in os.environ:
-        from deeplightning.tracking.store import quiet_mlflow
-
-        quiet_mlflow()
-        from mlflow.tracking.context.registry import resolve_tags
-
-        resolved = resolve_tags()
-        return {name: resolved[name] for name in resolved if not name.startswith("mlflow.source.git.")} | repository
     script = sys.argv[0] if sys.argv and sys.argv[0] else "<console>"
     tags = {"mlflow.user": _user(), "mlflow.source.name": script, "mlflow.source.type": "LOCAL"} | repository
     if given := os.environ.get("MLFLOW_RUN_CONTEXT"):
