@@ -166,7 +166,7 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
     Raises:
         SetupError: the store cannot be used, or does not answer; what is not sent stays.
     """
-    yield from map(str, settle(locate(tracking_uri), silent=SILENT_SECONDS))
+    yield from settle(locate(tracking_uri), silent=SILENT_SECONDS)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +104,6 @@ def is_elsewhere(claim: Mapping[str, object]) -> bool:
     return any(claim.get(name) != here[name] for name in ("host", "machine"))
 
 
-@dataclass
-class Leftover:
-    """What came of a run that a process has left behind."""
-
-    run_id: str
-    words: str  # what came of it, for a person
-    is_complete: bool = True  # False if something of it could not be sent
-    is_elsewhere: bool = False  # only another machine knows whether the process lives
-
-    def __str__(self) -> str:
-        return f"{self.run_id}  {self.words}"
-
-
 def claims(store: Store) -> list[Path]:
     """Return the claims on the runs of a store, those of running processes too, the oldest first."""
     try:
@@ -148,11 +134,13 @@ def unsent_runs(store: Store, run_id: str = "*") -> Iterator[Run]:
                 yield run_of(header)
 
 
-def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
-    """Send what ended processes have left for a store; running processes are left alone.
+def settle(store: Store, silent: float | None = None) -> Iterator[str]:
+    """Send what ended processes have left for a store; running processes are left alone. Yield a line for each run that
+    was settled.
 
     Args:
-        silent: seconds after which another machine's process counts as dead if it has written nothing; None: never.
+        silent: seconds after which another machine's process counts as dead if it has written nothing; None: never, and
+            nothing is said of it.
 
     Raises:
         SetupError: the store cannot be used, or does not answer; what is not sent stays.
@@ -167,14 +155,14 @@ def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
             metrics = _metrics(store, claim)
             last = (metrics if metrics.exists() else path).stat().st_mtime
             if is_elsewhere(claim) and (silent is None or time.time() - last < silent):
-                words = (
-                    f"left alone: its process is of {claim.get('host')}, where `deeplightning runs` settles it; "
-                    f"here --sync does once it has been silent for {SILENT_SECONDS / 3600:g} hours"
-                )
-                yield Leftover(run_id, words, is_elsewhere=True)
+                if silent is not None:
+                    yield (
+                        f"{run_id}  left alone: its process is of {claim.get('host')}, where `deeplightning runs` "
+                        f"settles it; here --sync does once it has been silent for {silent / 3600:g} hours"
+                    )
                 continue
             client = client or Client(store)
-            found = _send(store, client, run_id, metrics, int(last * 1000))
+            words = _send(store, client, run_id, metrics, int(last * 1000))
         except Exception as error:  # MLflow, SQLite and the network each have their own
             if isinstance(error, SetupError) or (client is not None and is_transient(error)):
                 raise SetupError(
@@ -182,20 +170,17 @@ def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
                     "runs --sync"
                 ) from error
             kept = path.with_suffix(".refused")
-            found = Leftover(run_id, f"refused ({first_line(error)}); kept as {kept}", is_complete=False)
+            words = f"refused ({first_line(error)}); kept as {kept}"
             path.rename(kept)
         else:
             _remove(path)
-        yield found
+        yield f"{run_id}  {words}"
 
 
 def settle_quietly(store: Store) -> Iterator[str]:
-    """Do the same for a command that looks at the runs: yield a line for each run that was settled, or why none could
-    be."""
+    """Do the same for a command that looks at the runs: yield also why none could be settled."""
     try:
-        for found in settle(store):
-            if not found.is_elsewhere:
-                yield f"{'' if found.is_complete else 'warning: '}{found}"
+        yield from settle(store)
     except SetupError as error:
         yield f"warning: {error}"
 
@@ -222,13 +207,13 @@ def take_over(store: Store, run_id: str) -> bool:
     return found
 
 
-def _send(store: Store, client: Client, run_id: str, metrics: Path, ended: int) -> Leftover:
-    """Send the rest of a run. It is FAILED if its process, which ended at a time in milliseconds since 1970, has not
-    said how."""
-    run, sent = client.run(run_id), Leftover(run_id, "0 points sent")
+def _send(store: Store, client: Client, run_id: str, metrics: Path, ended: int) -> str:
+    """Send the rest of a run, and return what came of it. It is FAILED if its process, which ended at a time in
+    milliseconds since 1970, has not said how."""
+    run, nothing = client.run(run_id), "0 points sent"
     if run is not None and not run.is_active:  # deleted by a person: nothing of it is wanted
-        return sent
-    header, blank = _header(metrics), Leftover(run_id, "deleted: its process was killed before it recorded anything")
+        return nothing
+    header, blank = _header(metrics), "deleted: its process was killed before it recorded anything"
     if run is None and header.get("run") != run_id:
         if any(line for _, line in read_lines(metrics)):
             raise LookupError(f"the run {run_id} is not in the store")
@@ -241,22 +226,21 @@ def _send(store: Store, client: Client, run_id: str, metrics: Path, ended: int) 
     folder = local_path((run or run_of(header)).artifact_uri)
     if told in (None, "RUNNING") and not damaged and _is_blank(run, folder, metrics):
         # FAILED: MLflow's own calls in another rank, which has outlived the first, have said so.
-        return blank if run is None or client.delete(run_id, ("RUNNING", "FAILED")) else sent
+        return blank if run is None or client.delete(run_id, ("RUNNING", "FAILED")) else nothing
     delivery = Delivery(store, run_id, metrics, client)
     delivery.position, delivery.is_leftover = start, True
     delivery.known = delivery.known if run is not None else 0
     delivery.has_finished = run is not None and run.status == "FINISHED"
     delivery.params = dict(run.params) if run is not None else {}
     delivery.send(metrics.stat().st_size if metrics.exists() else 0)
-    sent.words = f"{count(delivery.points, 'point')} sent"
+    words = f"{count(delivery.points, 'point')} sent"
     if has_died:
         reason = {} if run is not None and "failure" in run.tags else {"failure": ENDED}
         delivery.deliver([(None, {"tags": reason}), (None, {"status": "FAILED", "time": ended})])
-        sent.words += f"; FAILED: {ENDED}"
+        words += f"; FAILED: {ENDED}"
     if damaged:
-        sent.words += f"; {count(damaged, 'damaged line')} of its metrics.jsonl not sent"
-        sent.is_complete = False
-    return sent
+        words += f"; {count(damaged, 'damaged line')} of its metrics.jsonl not sent"
+    return words
 
 
 def _header(metrics: Path) -> Line:
