@@ -1,25 +1,24 @@
 """`data.root` as an address, such as `s3://BUCKET/FOLDER`: its files are copied into the user's cache, once, and data
 modules read the copy.
 
-A folder of the cache is named by the address and by what the store tells of its files: names, sizes, dates, checksums.
-Where one of them changes, all are copied again, into another folder; the former one stays for the runs that read it.
-Deleting a folder is safe when no run uses it.
+A folder of the cache (`deeplightning.data.cache_files`) is named by the address and by what the store tells of its
+files: names, sizes, dates, checksums. Where one of them changes, all are copied again, into another folder; the former
+one stays for the runs that read it. It holds the folder `files`, and `index` once that is complete. Deleting it is safe
+when no run uses it.
 """
 
-import hashlib
 import json
 import logging
 import os
 import posixpath
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deeplightning.address import is_address, shown
+from deeplightning.data import cache_files
 from deeplightning.data.data_errors import DataConfigError, DataError
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ VERSIONS = {
     *("mtime", "modified", "last_modified", "last-modified", "lastmodified", "created", "updated"),
 }
 """Lower-case names under which fsspec's file systems give the version of a file."""
-
-_PARTIAL = ".partial-"
 
 log = logging.getLogger("deeplightning")
 
@@ -52,23 +49,22 @@ def folder_of(root: str, files: Sequence[str] = ()) -> Path:
 
 @lru_cache
 def _copied(root: str, files: tuple[str, ...]) -> Path:
-    from filelock import FileLock
-
     for name in files:
         if name.startswith(("/", "~")) or ".." in name.split("/"):
             raise DataConfigError(f"{name} is not inside data.root: {shown(root)}")
     system, found = files_at(root, files)
     manifest = {name: [size, version] for name, (_, size, version) in sorted(found.items())}
     top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "data"
-    folder = top / _short(root) / _short(json.dumps(manifest))
+    folder = top / cache_files.folder_name(root, manifest)
+
+    def find() -> Path:
+        (folder / "index").stat()
+        return folder / "files"
+
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(folder.parent / "lock"):
-            if not folder.is_dir():
-                _copy(system, root, found, folder)
+        return cache_files.find_or_make(folder, find, lambda: _copy(system, root, found, folder))
     except OSError as error:
-        raise DataError(f"{shown(root)} cannot be copied to {folder.parent}: {error.strerror or error}") from error
-    return folder
+        raise DataError(f"{shown(root)} cannot be copied to {top}: {error.strerror or error}") from error
 
 
 def files_at(root: str, files: tuple[str, ...]) -> tuple[object, dict[str, tuple[str, int, str]]]:
@@ -116,23 +112,15 @@ def files_at(root: str, files: tuple[str, ...]) -> tuple[object, dict[str, tuple
 
 
 def _copy(system: "AbstractFileSystem", root: str, found: Mapping[str, tuple[str, int, str]], folder: Path) -> None:
-    for former in folder.parent.glob(f"{_PARTIAL}*"):  # of a process that was killed
-        shutil.rmtree(former, ignore_errors=True)
     total = sum(size for _, size, _ in found.values())
     log.info("data       copying %.3g MiB, files: %d, from %s", total / 2**20, len(found), shown(root))
-    partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder.parent))
+    targets = [folder / "files" / name for name in found]
+    for target in targets:
+        target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        for name in found:
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        system.get([path for path, _, _ in found.values()], [str(partial / name) for name in found])
-        partial.rename(folder)
+        system.get([path for path, _, _ in found.values()], [*map(str, targets)])
     except OSError:
         raise
     except Exception as error:  # each store has its own
         raise DataError(f"{shown(root)} cannot be copied: {' '.join(str(error).split())[:200]}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    (folder / "index").touch()
