@@ -101,11 +101,10 @@ class ImageData(DataOfSets):
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
         small = {"label": torch.from_numpy(samples.labels)} if self.has_labels else {}
         if self._decoded is not None:
-            pixels, places = self._decoded
-            rows = torch.tensor([places[path] for path in samples.items], dtype=torch.int64)
+            pixels, rows = self._decoded
             if self.in_memory:
-                return InMemory({"image": pixels[rows]}, small, None, samples)
-            return InMemory({"image": pixels}, small, rows, samples)
+                return InMemory({"image": pixels[rows[id(samples)]]}, small, None, samples)
+            return InMemory({"image": pixels}, small, rows[id(samples)], samples)
         if self.in_memory is None:
             spec = self.image_spec
             channels = spec.channels + (not self.has_labels)
@@ -115,19 +114,20 @@ class ImageData(DataOfSets):
         return OnDemand(samples, self._preparing, small)
 
     @cached_property
-    def _decoded(self) -> tuple[Tensor, dict[str, int]] | None:
-        """The pictures of all sets, mapped from the cache, uint8 (R, C, H, W), and the row of each file; None: there is
-        no cache, or they are no files."""
-        folder, sets = cache_folder(self.cache), self._samples.values()
+    def _decoded(self) -> tuple[Tensor, dict[int, Tensor]] | None:
+        """The pictures of all sets, mapped from the cache, uint8 (R, C, H, W), and by the `id` of the samples of a set
+        their rows, int64 (N,); None: there is no cache, or they are no files."""
+        folder, sets = cache_folder(self.cache), [*self._samples.values()]
         if folder is None or any(isinstance(samples.items, np.ndarray) for samples in sets):
             return None
         from deeplightning.data.cache import decoded
 
-        paths = list(dict.fromkeys(path for samples in sets for path in samples.items))
+        paths = [path for samples in sets for path in samples.items]
         if (found := decoded(folder, self.image_spec, self.max_pixels, paths)) is None:
             return None
+        rows = torch.from_numpy(found[1]).split([*map(len, sets)])
         with warnings.catch_warnings(action="ignore"):  # of torch: pixels that are mapped cannot be written
-            return torch.from_numpy(found[0]), dict(zip(paths, found[1].tolist(), strict=True))
+            return torch.from_numpy(found[0]), {id(samples): part for samples, part in zip(sets, rows, strict=True)}
 
     def sample(self, split: str, position: int) -> dict[str, Any]:
         """Return the picture as the network gets it, uint8 (C, H, W), and its file's name below `data.root`."""
