@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections import UserList
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.checks.examine import OWN_LOADERS
@@ -108,12 +109,14 @@ def _overfit(data: Any, number: int) -> None:
 
     They are read once and kept in memory. Later changes to a batch, such as augmentation, still apply.
     """
-    kept = functools.cache(functools.partial(_first, data.train_dataloader, number))
-    data.train_dataloader, data.val_dataloader = lambda: _Loader(kept(), data.trainer), lambda: _Loader(kept())
+    data.train_dataloader = data.val_dataloader = functools.cache(
+        functools.partial(_first, data.train_dataloader, number)
+    )
 
 
-def _first(make: Callable[[], Any], number: int) -> list[object]:
-    """Return the first batches of the first epoch of the loader that `make` creates."""
+def _first(make: Callable[[], Any], number: int) -> Sequence[object]:
+    """Return the first batches of the first epoch of the loader that `make` creates; Lightning takes a list for several
+    loaders."""
     loader: Any = make()
     sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "set_epoch"):
@@ -122,18 +125,4 @@ def _first(make: Callable[[], Any], number: int) -> list[object]:
     kept = list(itertools.islice(loader, number))
     more = ", which has no more" if len(kept) < number else ""
     log.info("%-10s %d batches of the training set%s, for training and validation", "overfit", len(kept), more)
-    return kept
-
-
-class _Loader:
-    """A loader of kept batches. In training, a pass begins behind the batches of its epoch that are done."""
-
-    def __init__(self, batches: list[object], trainer: Any = None):
-        self.batches, self.trainer = batches, trainer
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[object]:
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer is not None else 0
-        return iter(self.batches[done if done < len(self) else 0 :])
+    return UserList(kept)
