@@ -14,8 +14,8 @@ from deeplightning.kinds import CLASS_COLOURS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-IN_GROUPS = 20
-"""From more classes on, those that are confused are put beside each other."""
+COUNTED = 20
+"""Classes of a confusion matrix whose cells show their counts."""
 
 NAMED = 120
 """Classes whose names stand at a confusion matrix; a matrix of more is as large as of these, without names."""
@@ -35,34 +35,31 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> style
 
     def draw() -> "Figure":
         classes = len(counts)
-        order = measures.in_groups(counts) if classes > IN_GROUPS else np.arange(classes)
-        ordered = counts[np.ix_(order, order)]
         # In points and inches.
-        size, cell = (7.5, 0.34) if classes <= 12 else (6.5, 0.28) if classes <= IN_GROUPS else (5.5, 0.095)
+        size, cell = (7.5, 0.34) if classes <= 12 else (6.5, 0.28) if classes <= COUNTED else (5.5, 0.095)
         side = max(2.6, cell * min(classes, NAMED))
-        shown = [style.label(names[number], 18) for number in order.tolist()] if classes <= NAMED else []
+        shown = [style.label(name, 18) for name in names] if classes <= NAMED else []
         longest = max(map(len, shown), default=0) * 0.62 * size / 72  # inches
         is_upright = longest < side / classes
         made = style.figure(side + longest + 1.2, side + (0.16 if is_upright else longest) + 1.15)
         axes = made.subplots()
-        share = ordered / np.maximum(ordered.sum(1, keepdims=True), 1)
-        colours = style.colour_map(0.06 if classes <= IN_GROUPS else 0.2)
+        share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        colours = style.colour_map(0.06 if classes <= COUNTED else 0.2)
         image = axes.imshow(np.ma.masked_equal(share, 0), colours, vmin=0, vmax=1, interpolation="none")
         axes.set_xticks(range(len(shown)), shown, rotation=0 if is_upright else 90, fontsize=size)
         axes.set_yticks(range(len(shown)), shown, fontsize=size)
         axes.tick_params(length=0, pad=2)
         axes.set(xlabel="predicted class", ylabel="true class")
         axes.spines[:].set_visible(True)
-        for row, column in np.argwhere(ordered > 0) if classes <= IN_GROUPS else ():
-            words_of_cell = f"{ordered[row, column]:,}"
+        for row, column in np.argwhere(counts > 0) if classes <= COUNTED else ():
+            words_of_cell = f"{counts[row, column]:,}"
             if classes <= 12:
                 words_of_cell += f"\n{share[row, column]:.0%}" if share[row, column] >= 0.005 else "\n<1%"
             colour = style.WHITE if share[row, column] > 0.85 else style.INK
             axes.text(column, row, words_of_cell, ha="center", va="center", color=colour, fontsize=6)
         beside = axes.inset_axes((1.02, 0, 0.03, 1))  # as tall as the matrix
         made.colorbar(image, cax=beside, ticks=[0, 0.5, 1], format="{x:.0%}").ax.tick_params(length=0)
-        note = "; classes that are confused are neighbours" if classes > IN_GROUPS else ""
-        style.title(made, words, f"colour: share of the true class{note}")
+        style.title(made, words, "colour: share of the true class")
         return made
 
     return style.Drawing(draw, f"Confusion matrix. {words}")

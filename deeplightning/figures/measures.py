@@ -56,19 +56,6 @@ def reliability(probability: np.ndarray, is_right: np.ndarray, bins: int = BINS)
     return Reliability(confidence, accuracy, count, error)
 
 
-def in_groups(counts: np.ndarray) -> np.ndarray:
-    """Order classes so that confused ones are neighbours, int (K,): the leaves of an average-linkage clustering by how
-    often two classes are confused."""
-    from scipy.cluster.hierarchy import leaves_list, linkage  # 0.2 CPU seconds
-    from scipy.spatial.distance import squareform
-
-    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    distance = 1 - np.minimum((share + share.T) / 2, 1.0)
-    np.fill_diagonal(distance, 0.0)
-    order: np.ndarray = leaves_list(linkage(squareform(distance, checks=False), "average"))
-    return order
-
-
 def most_confused(labels: np.ndarray, predicted: np.ndarray, most: int = 10) -> list[tuple[int, int, int]]:
     """Return the most frequent confusions as (true class, predicted class, count); both arguments int (N,)."""
     wrong = np.stack([labels, predicted])[:, labels != predicted]
