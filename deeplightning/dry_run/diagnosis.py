@@ -92,8 +92,7 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     if owner is None:
         if says(error, Sentence.NO_GRADIENT):
             return [Fault(UNCONNECTED, attempt.loss_key)]
-        line = "" if own_code.lines_of(error) else _line_of_step(attempt)
-        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}{line}"
+        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}"
         fault = Fault(message, "model.module", exit_code=code)
         if attempt.batch is None:  # it may need what the data module says when it has its data
             attempt.untried.append(fault)
@@ -148,28 +147,12 @@ def _part(attempt: Attempt, value: object) -> Target | None:
         targets = targets_of(model.optimizer if isinstance(value, torch.optim.Optimizer) else model.scheduler)
         return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
     if isinstance(value, nn.Module) and isinstance(attempt.task, nn.Module):
-        path = next((name for name, module in attempt.task.named_modules() if module is value), None)
-        return target_at(attempt, path) if path else None
-    return None
-
-
-def target_at(attempt: Attempt, path: str) -> Target | None:
-    """Return the target to which the module at a path inside the task belongs."""
-    model, names = attempt.cfg.model, path.split(".")
-    for depth in range(1, len(names) + 1):
-        module, name = attempt.task.get_submodule(".".join(names[:depth])), names[depth - 1]
-        sections: tuple[object, ...] = (model.metrics,) if isinstance(module, Metric) else (model.network, model.loss)
-        for section in sections:
-            found = [t for t in targets_of(section) if _is_of(module, t)]
-            named = [t for t in found if str(t.name).endswith(f".{name}")]
-            if found:
-                return (named or found)[0]
-    for name in names:  # what a function made has no class to know it by
-        for section, words in ((model.network, ("network", "net", "model")), (model.loss, ("loss", "losses"))):
-            if isinstance(section, dict) and name in section:
-                return section[name]
-            if isinstance(section, Target) and name in words:
-                return section
+        sections = (model.metrics,) if isinstance(value, Metric) else (model.network, model.loss)
+        targets = [target for section in sections for target in targets_of(section)]
+        path = next((name for name, module in attempt.task.named_modules() if module is value), "")
+        of_class = [target for target in targets if _is_of(value, target)]
+        named = [t for t in of_class or targets if str(t.name).endswith(f".{path.rpartition('.')[2]}")]
+        return next(iter(named or of_class), None)
     return None
 
 
@@ -194,15 +177,6 @@ def _is_own(target: Target) -> bool:
     """Return whether the class or function that a target names is the user's own."""
     module = sys.modules.get(find(target.type).__module__)
     return own_code.is_theirs(getattr(module, "__file__", None) or "<")
-
-
-def _line_of_step(attempt: Attempt) -> str:
-    """Return ` (file:line)` of the user's own step of a task in this stage; empty: it is not theirs."""
-    match = re.match(r"in the (training|validation|test|predict) step", attempt.stage)
-    code: Any = getattr(getattr(type(attempt.task), f"{match[1]}_step", None), "__code__", None) if match else None
-    if code is None or not own_code.is_theirs(code.co_filename):
-        return ""
-    return f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
 
 
 def error_in_words(error: BaseException) -> str:
