@@ -92,7 +92,7 @@ class StreamEnds(Callback):
     def __init__(self) -> None:
         self._promised: float = 0  # batches of an epoch; 0: nothing to correct
         self._is_resumed = self._is_warned = self._is_first = False
-        self._is_cut = self._has_told_cut = False  # whether the stream of another process ended this epoch
+        self._is_cut = False  # whether streams of the processes have unequal lengths
         self._flags: Any = None  # the group that tells the end of a stream; None: nothing to tell
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -129,9 +129,15 @@ class StreamEnds(Callback):
         progress = loop.epoch_loop.batch_progress
         if self._flags is not None:
             ended = torch.tensor(int(progress.is_last_batch))
-            distributed.all_reduce(ended, distributed.ReduceOp.MAX, self._flags)
-            self._is_cut = bool(ended) and not progress.is_last_batch
+            distributed.all_reduce(ended, distributed.ReduceOp.SUM, self._flags)
             progress.is_last_batch = bool(ended)
+            if 0 < ended < trainer.world_size and not self._is_cut:
+                self._is_cut = True
+                log.warning(
+                    "%s has unequal lengths: each epoch ends for all after %d batches, where the shortest ends. Divide "
+                    "the samples evenly",
+                    *(_stream_name(trainer), progress.current.ready),
+                )
         batches, is_last = progress.current.ready, progress.is_last_batch
         if not self._promised or is_last == (batches == loop.max_batches):
             return
@@ -162,8 +168,6 @@ class StreamEnds(Callback):
                 f"{name} has 0 batches for rank {trainer.global_rank} in epoch {epoch}, and the other ranks have some; "
                 "give each process at least one batch"
             )
-        if self._flags is not None:
-            self._tell_cut(trainer, batches.current.ready)
         has_stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         is_whole = batches.is_last_batch or batches.current.ready >= loop.max_batches
         is_first, self._is_first = self._is_first, False
@@ -171,21 +175,6 @@ class StreamEnds(Callback):
             raise SetupError(
                 f"epoch {trainer.current_epoch + 1} of the training data has {batches.current.ready} batches, but "
                 f"their length says {loop.max_batches}; correct the length of the loader that data.module makes"
-            )
-
-    def _tell_cut(self, trainer: Trainer, batches: int) -> None:
-        """Warn once of streams of unequal length."""
-        is_cut, self._is_cut = self._is_cut, False
-        if self._has_told_cut or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
-            return
-        cut: list[bool] = [False] * trainer.world_size
-        distributed.all_gather_object(cut, is_cut, group=self._flags)
-        self._has_told_cut = any(cut)
-        if self._has_told_cut and trainer.is_global_zero:
-            log.warning(
-                "%s has unequal lengths: each epoch ends for all after %d batches, where rank %s has no more. Divide "
-                "the samples evenly",
-                *(_stream_name(trainer), batches, ", ".join(str(rank) for rank in range(len(cut)) if not cut[rank])),
             )
 
 

@@ -223,10 +223,10 @@ def test_a_stream_that_is_not_divided_is_reported(train):
 
 
 def test_streams_of_unequal_length_end_an_epoch_together(train):
-    """After the last step that all can take; one warning names the process that has no more."""
+    """After the last step that all can take; one warning says where."""
     outcome = train("uneven", ranks=2)
     assert [len(seen(outcome, rank, epoch)) for rank in (0, 1) for epoch in (0, 1)] == [40] * 4
-    words = "Stream has unequal lengths: each epoch ends for all after 5 batches, where rank 1 has no more"
+    words = "Stream has unequal lengths: each epoch ends for all after 5 batches, where the shortest ends"
     assert outcome.err.count(words) == 1
 
 
