@@ -131,29 +131,21 @@ class Classification(Supervised):
     def pictures(self, stage: str) -> dict[str, Any]:
         """Draw the confusion matrix, and precision and recall of each class, of the last validation over all processes.
 
-        Called on every process, since counts are summed over them; only rank 0 gets drawings. A matrix of more than
-        `MOST_IN_MATRIX` classes is not drawn.
+        Called on every process, since counts are summed over them; only rank 0 gets drawings. Of more classes than
+        `MOST_IN_MATRIX` nothing is drawn.
         """
-        if stage != "val" or not self._answered:
-            return {}
         from deeplightning.figures import class_plots, measures  # most processes and verbs draw nothing
 
-        number, pairs = self._outputs_of_classes, torch.cat(self._answered)
-        has_matrix, reduce = number <= class_plots.MOST_IN_MATRIX, self.trainer.strategy.reduce
-        if has_matrix:
-            confusion = bincount(pairs, minlength=number * number).view(number, number)
-            confusion = reduce(confusion, reduce_op="sum")
-            counts = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
-        else:
-            labels, predicted = pairs // number, pairs % number
-            each = labels[labels == predicted], predicted, labels
-            counts = tuple(reduce(torch.stack([bincount(one, minlength=number) for one in each]), reduce_op="sum"))
+        number = self._outputs_of_classes
+        if stage != "val" or not self._answered or number > class_plots.MOST_IN_MATRIX:
+            return {}
+        counts = bincount(torch.cat(self._answered), minlength=number * number).view(number, number)
+        confusion = self.trainer.strategy.reduce(counts, reduce_op="sum").cpu().numpy()
         if not self.trainer.is_global_zero:
             return {}
         names = self._names(number)
-        per_class = measures.from_counts(*(one.cpu().numpy() for one in counts))
-        found = {"val_classes": class_plots.precision_recall(per_class, names, "validation")}
-        if has_matrix:
-            drawing = class_plots.confusion_matrix(confusion.cpu().numpy(), names, "validation")
-            found = {"val_confusion_matrix": drawing} | found
-        return found
+        per_class = measures.from_counts(confusion.diagonal(), confusion.sum(0), confusion.sum(1))
+        return {
+            "val_confusion_matrix": class_plots.confusion_matrix(confusion, names, "validation"),
+            "val_classes": class_plots.precision_recall(per_class, names, "validation"),
+        }
