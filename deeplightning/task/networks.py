@@ -5,20 +5,16 @@ A network may give something other than a tensor, such as a dataclass, a dict or
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deeplightning.config.target import build
 from deeplightning.words import did_you_mean, first_line, lacks_memory
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
 
 
 class _AboutKey(ValueError):
@@ -61,21 +57,6 @@ class Probabilities(nn.Module):
         assert self.network is not None
         logits = self.network(self.normalise(inputs)).float()
         return logits.softmax(1) if self.exclusive else logits.sigmoid()
-
-
-def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Decorate `configure_model`: build and try out networks on the CPU, and strategies move them afterwards.
-
-    Under some strategies Lightning calls that hook in a context that creates tensors on the GPU. The generators of CPU
-    and GPU draw different numbers, so a seed would give other weights under these strategies.
-    """
-
-    @wraps(configure_model)
-    def configured(task: "pl.LightningModule") -> None:
-        with torch.device("cpu"):
-            configure_model(task)
-
-    return configured
 
 
 def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:

@@ -26,7 +26,7 @@ from deeplightning.task.denominators import (
     mean,
 )
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import LabelError, MisfitError, Picked, build_loss, judging, on_cpu
+from deeplightning.task.networks import LabelError, MisfitError, Picked, build_loss, judging
 from deeplightning.task.optimize import freeze, optimizers
 from deeplightning.transfer import Points
 
@@ -246,22 +246,23 @@ class Supervised(pl.LightningModule):
 
     # ---- assembling
 
-    @on_cpu
     def configure_model(self) -> None:
-        """Build the network, and try it out: what does not fit shows before data is read.
+        """Build the network on the CPU, and try it out: what does not fit shows before data is read.
 
-        Where an engine shards the network, its parameters may not be there yet, and the first batch is what shows it.
+        Under some strategies Lightning calls this in a context that creates tensors on the GPU, whose generator would
+        give a seed other weights. Where an engine shards the network, its parameters may not be there yet, and the
+        first batch is what shows a misfit.
         """
         if self.network is not None:
             return
-        self.network = network = build(self.cfg.model.network)
-        freeze(network, self.cfg.model.trainable)
-        if self.cfg.model.output is not None:
-            network.register_forward_hook(Picked(self.cfg.model.output, self.cfg.model.network.type))
-        # A tensor with `ds_id` is in parts, by DeepSpeed.
-        incomplete = any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters())
-        if not incomplete:
-            self.try_out(network)
+        with torch.device("cpu"):
+            self.network = network = build(self.cfg.model.network)
+            freeze(network, self.cfg.model.trainable)
+            if self.cfg.model.output is not None:
+                network.register_forward_hook(Picked(self.cfg.model.output, self.cfg.model.network.type))
+            # A tensor with `ds_id` is in parts, by DeepSpeed.
+            if not any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters()):
+                self.try_out(network)
         if mode := self.cfg.engine.compile:
             if self._computes_itself():
                 self._compiled = Compiled(mode)
