@@ -18,14 +18,6 @@ from deeplightning.text_spec import TextSpec
 from serve.limits import Limits, Refusal
 from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json
 
-ENDINGS = {
-    "image": EXTENSIONS,
-    "text": (".txt", ".csv", ".tsv", ".jsonl", ".json"),
-    "table": (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".pq"),
-    "array": (".npy", ".csv", ".wav", ".json"),
-}
-"""File endings, in lower or upper case, by what a network takes."""
-
 TEXT_COLUMNS = ("text", "sentence")
 """Names of a column of texts besides that of the training table; a table with a single column needs none of them."""
 
@@ -191,5 +183,8 @@ _READERS: dict[str, dict[str, Reader]] = {
         ".json": lambda path, spec: list(arrays_from_json(path.read_bytes(), spec.shape, _NO_LIMIT)),
     },
 }
+
+ENDINGS = {"image": EXTENSIONS, **{takes: tuple(readers) for takes, readers in _READERS.items()}}
+"""File endings, in lower or upper case, by what a network takes."""
 
 _TAKEN = {"text": "texts", "table": "rows of a table", "array": "arrays or signals"}
