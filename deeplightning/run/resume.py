@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError
 from deeplightning.process.identity import decided, identity, own_rank
 from deeplightning.process.ranks import restarts
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking.build import refusal
 
 log = logging.getLogger("deeplightning")
@@ -130,8 +129,10 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None
     from deeplightning.run.find import runs_of
 
-    words = f'"launch": {json.dumps(here.launch)}'
-    folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
+    def is_of_launch(path: Path) -> bool:
+        return read_object(RunFolder(path).environment).get("launch") == here.launch
+
+    folder = next(runs_of(cfg, is_of_launch), None)
     if folder is None and restarts() > 0:  # it may have ended before it recorded the launch's name
         nameless = runs_of(cfg, lambda path: not RunFolder(path).environment.exists())
         return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
@@ -152,13 +153,6 @@ def _has_finished(cfg: Config, folder: RunFolder) -> bool:
 
     run = open_reader(store_of(cfg)).run(folder.path.parent.name)
     return run is not None and run.status == "FINISHED"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
