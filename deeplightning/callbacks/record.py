@@ -330,13 +330,11 @@ class Record(Callback):
             if hasattr(logger, "log_model"):
                 logger.log_model(self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
 
-    def settle(self) -> None:
-        """Keep what is known when all stages are done, metrics among it; to be called on rank 0."""
+    def publish(self) -> None:
+        """Keep what is known when all stages are done, and send the run's files to trackers on other machines; to be
+        called on rank 0."""
         if self._origin is not None:
             self._origin.end(self._stopped)
-
-    def publish(self) -> None:
-        """Send the run's files to trackers on other machines; to be called on rank 0 when the run is settled."""
         if self._folder is not None:
             publish(self.loggers, self._folder.path)
 

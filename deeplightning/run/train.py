@@ -108,7 +108,6 @@ def launch(cfg: Config) -> RunFolder:
             _export(task, data, record)
         ranks.all_ended()
         if trainer.is_global_zero:
-            record.settle()
             if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
                 _report(record.folder)
             record.publish()
