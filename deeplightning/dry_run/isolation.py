@@ -106,19 +106,16 @@ class InMemory(CheckpointIO):
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Print nothing but the result: no messages of Lightning, no warnings; what others print goes to stderr."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "deeplightning")]
-    levels = [logger.level for logger in loggers]
+    disabled = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         # torch only warns where it spreads labels (B,) against answers (B, 1) to (B, B): a loss of something else.
         warnings.filterwarnings("error", message="Using a target size")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
+        logging.disable(logging.CRITICAL)
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+            logging.disable(disabled)
 
 
 @contextlib.contextmanager
