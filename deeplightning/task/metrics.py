@@ -46,12 +46,6 @@ class Accuracy(_Sums):
         self.correct.add_((logits.argmax(1) == labels).sum())
         self.total.add_(labels.numel())
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Add a batch and return its own share."""
-        before = self.correct.clone()
-        self.update(logits, labels)
-        return (self.correct - before) / labels.numel()
-
     def compute(self) -> Tensor:
         return self.correct / self.total
 
