@@ -5,6 +5,7 @@ A network may give something other than a tensor, such as a dataclass, a dict or
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -70,16 +71,6 @@ def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:
     return loss
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device of a module's first parameter, else of its first buffer, else the CPU.
-
-    A task's `device` is the one that the process computes on, and Lightning sets it before the network moves there.
-    """
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return torch.device("cpu")
-
-
 @contextmanager
 def judging(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode, without gradients; afterwards each part has its own mode again."""
@@ -109,9 +100,10 @@ def try_network(network: nn.Module, example: Tensor, refusal: str) -> Any:
     Raises:
         MisfitError: the network does not take the example.
     """
+    device = next(itertools.chain(network.parameters(), network.buffers()), example).device
     try:
         with judging(network):
-            return network(example.to(device_of(network)))
+            return network(example.to(device))
     except MisfitError:  # of an output
         raise
     except (RuntimeError, ValueError, IndexError) as error:
