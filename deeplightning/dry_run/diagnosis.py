@@ -92,7 +92,8 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     if owner is None:
         if says(error, Sentence.NO_GRADIENT):
             return [Fault(UNCONNECTED, attempt.loss_key)]
-        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}"
+        line = "" if own_code.lines_of(error) else _line_of_step(attempt)
+        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}{line}"
         fault = Fault(message, "model.module", exit_code=code)
         if attempt.batch is None:  # it may need what the data module says when it has its data
             attempt.untried.append(fault)
@@ -177,6 +178,15 @@ def _is_own(target: Target) -> bool:
     """Return whether the class or function that a target names is the user's own."""
     module = sys.modules.get(find(target.type).__module__)
     return own_code.is_theirs(getattr(module, "__file__", None) or "<")
+
+
+def _line_of_step(attempt: Attempt) -> str:
+    """Return ` (file:line)` of the user's own step of a task in this stage; empty: it is not theirs."""
+    match = re.match(r"in the (training|validation|test|predict) step", attempt.stage)
+    code: Any = getattr(getattr(type(attempt.task), f"{match[1]}_step", None), "__code__", None) if match else None
+    if code is None or not own_code.is_theirs(code.co_filename):
+        return ""
+    return f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
 
 
 def error_in_words(error: BaseException) -> str:

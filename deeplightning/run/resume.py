@@ -130,7 +130,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
     from deeplightning.run.find import runs_of
 
     def is_of_launch(path: Path) -> bool:
-        return read_object(RunFolder(path).environment).get("launch") == here.launch
+        return bool(read_object(RunFolder(path).environment).get("launch") == here.launch)
 
     folder = next(runs_of(cfg, is_of_launch), None)
     if folder is None and restarts() > 0:  # it may have ended before it recorded the launch's name
