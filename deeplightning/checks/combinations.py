@@ -4,13 +4,13 @@ A rule sees the config as it will run here, and the engine as it was asked for, 
 DeepSpeed refuses on eight GPUs is reported on a laptop too, where one process needs no backend.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Engine, Optimizer, Target, plain, value_at, with_keys
 from deeplightning.config.tree import line
-from deeplightning.faults import Fault, Notice, upwards
+from deeplightning.faults import Fault, upwards
 
 # ---- what the rules ask
 
@@ -430,33 +430,3 @@ def _value(cfg: Config, key: str, asked: Engine) -> str:
     words: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
     value = words[key] if key in words else value_at(cfg, key)
     return value.type if isinstance(value, Target) else f"{line(plain(value)):.60}"
-
-
-# ---- what is right and has no effect
-
-
-def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterator[Notice]:
-    """Report the schedule that sets the learning rate instead of the optimizer's `lr`.
-
-    Who writes both rates knows the schedule's; who changes `lr` alone, or searches over it, may not.
-
-    Args:
-        searched: keys that a search gives values to.
-    """
-    if "train" not in cfg.stages:
-        return
-    optimizers = dict(with_keys(cfg.model.optimizer, "model.optimizer"))
-    for key, schedule in with_keys(cfg.model.scheduler, "model.scheduler"):
-        name = str(schedule.type).rpartition(".")[2]
-        rate = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}.get(name)
-        of = key.replace("scheduler", "optimizer", 1)
-        if (
-            not rate
-            or of not in optimizers
-            or (optimizers[of].params or {}).get("lr") == (schedule.params or {}).get(rate)
-        ):
-            continue
-        changed = cfg.written[1] if cfg.written else []
-        is_alone = f"{of}.params.lr" in changed and f"{key}.params.{rate}" not in changed
-        if is_alone or f"{of}.params.lr" in searched:
-            yield Notice(f"{of}.params.lr has no effect: {name} sets the rate, from {key}.params.{rate}", key=key)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.address import is_address, shown
-from deeplightning.checks.combinations import conflicts, rates_without_effect
+from deeplightning.checks.combinations import conflicts
 from deeplightning.checks.report import Report
 from deeplightning.checks.schema_check import read_config, read_section
 from deeplightning.checks.signature_check import Meanings
@@ -49,7 +49,6 @@ def examine(
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     settled, lacking = settle(cfg)
     cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg)]
-    report.hints += rates_without_effect(cfg)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     lacking = [fault for fault in lacking if fault.key not in wrong]
     report.add(*lacking, *conflicts(cfg, asked, report.places, skip=wrong.__contains__))

@@ -23,7 +23,6 @@ class Report:
         faults: all that is wrong, in the order of the files once a check ends.
         unchecked: what could not be decided, each with its reason, and the option that settles it.
         at_start: what lets a run not start on this machine, though the config may be right on another.
-        hints: what is right and could be better.
         places: dotted key → the place that set it, for every key that is set.
         answered: keys that a fault is already about; another fault of theirs would be a consequence.
         unread: keys whose values could not be read.
@@ -35,7 +34,6 @@ class Report:
     config: Config | None = None
     unchecked: list[Fault] = field(default_factory=list)
     at_start: list[Fault] = field(default_factory=list)
-    hints: list[Notice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.faults = self.source.faults
@@ -124,9 +122,8 @@ class Report:
 
     @property
     def notices(self) -> list[Notice]:
-        """Return what was changed in the config, and why; then the hints."""
-        changed = self.config.notices if self.config is not None else None
-        return [*(changed or []), *self.hints]
+        """Return what was changed in the config, and why."""
+        return (self.config.notices if self.config is not None else None) or []
 
     @property
     def exit_code(self) -> int:

@@ -455,7 +455,7 @@ class PluginSection(Section):
     """
 
     def check(self, report: Any, examine: Callable[[list[str]], Any]) -> None:
-        """Add what is wrong with the section, and hints, to the report of a config whose sections could all be read.
+        """Add what is wrong with the section to the report of a config whose sections could all be read.
 
         Args:
             report: a `deeplightning.checks.report.Report`.

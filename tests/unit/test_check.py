@@ -602,37 +602,6 @@ def test_an_abstract_class_is_found_by_importing():
     assert "own_classes.Abstract is abstract: it has no forward of its own" in found
 
 
-RATES = {
-    "model.optimizer.params.lr=0.2": [
-        "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
-    ],
-    "model.optimizer.params.lr=0.3": [],
-    "model.scheduler.params.max_lr=0.2": [],
-    "model.scheduler=null": [],
-}
-
-
-@pytest.mark.parametrize("override", RATES)
-def test_an_optimizer_whose_rate_has_no_effect_is_a_warning(override):
-    """A schedule sets the rate itself."""
-    schedule = "{type: OneCycleLR, params: {max_lr: 0.3, total_steps: auto}}"
-    Path("c.yaml").write_text(GOOD.replace("  loss:", f"  scheduler: {schedule}\n  loss:"))
-    found = [notice.text for notice in examine("c.yaml", [override]).hints if notice.unasked]
-    assert found == RATES[override]
-
-
-def test_a_rate_that_a_file_sets_over_the_schedule_of_another_is_a_warning():
-    """Who writes both rates knows the schedule's; who changes `lr` alone may not."""
-    schedule = "{type: CyclicLR, params: {base_lr: 0.01, max_lr: 0.3}}"
-    Path("base.yaml").write_text(GOOD.replace("  loss:", f"  scheduler: {schedule}\n  loss:"))
-    Path("c.yaml").write_text("_base_: base.yaml\nmodel: {optimizer: {params: {lr: 0.5}}}\n")
-    Path("both.yaml").write_text("_base_: c.yaml\nmodel: {scheduler: {params: {base_lr: 0.2}}}\n")
-    assert [notice.text for notice in (examine("base.yaml").hints + examine("both.yaml").hints)] == []
-    assert [notice.text for notice in examine("c.yaml").hints] == [
-        "model.optimizer.params.lr has no effect: CyclicLR sets the rate, from model.scheduler.params.base_lr"
-    ]
-
-
 def test_check_says_what_only_a_dry_run_tries(command, here):
     """A config without a fault is one line, which names the options that check and show more. The report for programs
     calls constructors and batches unchecked, unless `--dry-run` tries them."""

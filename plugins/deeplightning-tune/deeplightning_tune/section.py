@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deeplightning.checks.combinations import rates_without_effect
 from deeplightning.checks.report import Report
 from deeplightning.checks.targets import GIVEN_BY_NAME
 from deeplightning.config.schema import BETTER, Config, Mode, PluginSection, Target, key
@@ -57,7 +56,6 @@ class Tune(PluginSection):
         report.add(*(fault for fault in self._faults(config) if fault.key not in known))
         if any(str(fault.key).startswith("tune.") for fault in report.faults):
             return
-        report.hints += rates_without_effect(config, self.space)
         report.add(*misfits(space_of(self.space), examine, report))
 
     def _faults(self, config: Config) -> Iterator[Fault]:

@@ -541,16 +541,6 @@ def test_the_better_way_of_the_metric_is_found(metric, mode, config):
     assert f"then null → {mode} (" in explain(report, "tune.mode")
 
 
-def test_a_search_over_a_rate_without_effect_is_a_warning(config):
-    """A schedule sets the rate itself."""
-    schedule = "model.scheduler={type: OneCycleLR, params: {max_lr: 0.3, total_steps: auto}}"
-    rates = ["model.optimizer={type: torch.optim.SGD, params: {lr: 0.2}}", schedule]
-    expected = "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
-    for space, found in ((RATE, [expected]), (RATE.replace("optimizer.params.lr", "scheduler.params.max_lr"), [])):
-        report = examine(config, [*rates, f"tune.space={space}"])
-        assert [notice.text for notice in report.hints if notice.unasked] == found
-
-
 def test_a_key_that_could_be_set_is_explained(config):
     """In a section that is null."""
     told = explain(examine(config, ["tune=null"]), "tune.num_trials")
