@@ -153,10 +153,8 @@ class Console(Callback):
         by_sampler = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         own_size = getattr(loader, "batch_size", None) or by_sampler
         own_size = own_size if isinstance(own_size, int) else None
-        names, changed = cfg.written or ([], [])  # the config's file, and the keys that the run changes in its bases
-        changes = f" with {', '.join(changed)}" if changed else ""
         return {
-            **({"config": ", ".join(names) + changes} if names else {}),
+            **({"config": ", ".join(cfg.written)} if cfg.written else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
             f"{' (and as `lightning`)' if UNIFIED in sys.modules else ''}, Python {platform.python_version()}",
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(describe.set_sizes(trainer))} samples",

@@ -524,7 +524,7 @@ class Config(Section):
     roots: Any = hidden()  # the folders that its names are imported from
     places: Any = hidden()  # dotted key → the place that set it, for every key that is set
     origins: Any = hidden()  # address → SHA-256 of each file that was fetched
-    written: Any = hidden()  # the names of its files, and the dotted keys that differ from what these build on
+    written: Any = hidden()  # the names of its files
 
     def of_plugins(self) -> dict[str, PluginSection]:
         """Return the sections that plug-ins add, by name."""

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ class Source:
         notices: what its references have to say.
         origins: the SHA-256 of each file that was fetched, by its address.
         names: the files that the user named, as messages name them.
-        has_bases: whether one of them builds on another file, options of groups aside.
         files: all files that were read.
     """
 
@@ -72,28 +70,11 @@ class Source:
     notices: list[Notice] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
-    has_bases: bool = False
     files: list[Path] = field(default_factory=list)
 
-    def is_top(self, place: str, files: list[str] | None = None) -> bool:
-        """Return whether a place is in an override, or in one of these files, else in one that the user named; not in
-        what these build on."""
-        return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in (self.names if files is None else files)
-
-    def changes(self) -> list[str]:
-        """Return the dotted keys whose values differ from what the config builds on, `~key` for one that is removed:
-        those of overrides and of further files, and those of the first file if it has `_base_` files. A list counts
-        whole."""
-        files = self.names if self.has_bases else self.names[1:]
-        found: dict[str, None] = {}
-        for path, entry in nodes(self.root):
-            key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), path))
-            if self.is_top(entry.place, files) and not isinstance(entry.value, dict | list):
-                found[key] = None
-            for name, removed in entry.gone.items():
-                if self.is_top(removed.place, files):
-                    found[f"~{key}.{name}".replace("~.", "~")] = None
-        return list(found)
+    def is_top(self, place: str) -> bool:
+        """Return whether a place is in an override or in a file that the user named, not in what these build on."""
+        return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in self.names
 
     def resolvers(self) -> dict[str, Entry]:
         """Return the user's functions that references may call, by name: each a text, MODULE.FUNCTION."""
@@ -192,7 +173,6 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     folders = dict.fromkeys(file.root for file in files if file.origin is None)
     source = Source(root, list(folders), faults, reading.groups, files=[file.path for file in files])
     source.names = [short(file) for file in tops]
-    source.has_bases = any(file.above and not file.inside for file in files)
     source.origins = {file.origin[0]: file.origin[1] for file in files if file.origin is not None}
     source.notices = [
         Notice(f"config: {address}, SHA-256 {digest}", unasked=False) for address, digest in source.origins.items()

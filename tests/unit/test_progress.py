@@ -14,7 +14,6 @@ from deeplightning.callbacks.console import Console
 from deeplightning.callbacks.watch import samples_in
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
-from deeplightning.config.source import read
 from deeplightning.process.terminal import has_colour, wrapped
 
 
@@ -190,26 +189,7 @@ def test_a_line_is_one_write_so_that_lines_of_several_ranks_stay_apart(monkeypat
     assert written == ["[rank 1] one\n[rank 1] two\n"]
 
 
-# ---- the config's line, and commands
-
-
-def test_changes_are_those_of_overrides_and_of_a_file_over_its_bases(tmp_path, monkeypatch):
-    """A list counts whole; a config without bases has only its overrides; an option of a group is no base."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base.yaml").write_text(
-        "seed: 1\nstages: [train]\ndata: {batch_size: 2}\nmodel: {scheduler: {type: x}}\n"
-    )
-    (tmp_path / "top.yaml").write_text("_base_: base.yaml\nstages: [train, test]\nmodel: {~scheduler: null}\n")
-    (tmp_path / "more.yaml").write_text("seed: 5\n")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "small.yaml").write_text("batch_size: 1\n")
-    (tmp_path / "grouped.yaml").write_text("_base_: [{data: small}]\nseed: 1\n")
-    assert read("base.yaml").changes() == []
-    assert read("base.yaml", ["data.batch_size=4", "~seed"]).changes() == ["~seed", "data.batch_size"]
-    assert read("top.yaml").changes() == ["stages", "~model.scheduler"]
-    assert sorted(read("base.yaml", ["more.yaml", "engine.gpus=null"]).changes()) == ["engine.gpus", "seed"]
-    assert read("grouped.yaml", ["data.num_workers=1"]).changes() == ["data.num_workers"]
-    assert read("top.yaml").names == ["top.yaml"]
+# ---- commands
 
 
 def test_commands_can_be_pasted(tmp_path, monkeypatch):
