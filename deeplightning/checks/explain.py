@@ -82,8 +82,7 @@ def origin(report: Report, path: KeyPath) -> str:
 def _place(report: Report, path: KeyPath) -> str:
     entry = entry_at(report.source.root, path)
     if entry is None:
-        removed = next((e for e in _history(report, path) if _is_removal(e)), None)
-        return f"default, removed by {removed.place}" if removed else "default"
+        return "default"
     written = _written(report, path)
     is_shown = report.source.secrets.text_of(path) is not None  # as written, because it came from the environment
     return entry.place + (f", from {written}" if written and not is_shown else "")
@@ -147,8 +146,6 @@ def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
 
 
 def _short(report: Report, entry: Entry, path: KeyPath) -> str:
-    if _is_removal(entry):
-        return "nothing: the key was removed"
     text = kind(entry) if isinstance(entry.value, dict | list) else line(entry.value)
     return report.source.secrets.redact(text)
 
@@ -256,17 +253,13 @@ def _history(report: Report, path: KeyPath) -> list[Entry]:
                 seen.add(id(entry))
                 found.append(entry)
             elif isinstance(entry.value, dict):
-                gather(entry.value.get(rest[0]) or entry.gone.get(rest[0]), rest[1:])
+                gather(entry.value.get(rest[0]), rest[1:])
             elif isinstance(entry.value, list) and isinstance(rest[0], int) and rest[0] < len(entry.value):
                 gather(entry.value[rest[0]], rest[1:])
             entry = entry.over
 
     gather(report.source.root, path)
     return found
-
-
-def _is_removal(entry: Entry) -> bool:
-    return entry.value is None and entry.over is not None and entry.at == "" and entry.written is None
 
 
 def _written(report: Report, path: KeyPath) -> str | None:

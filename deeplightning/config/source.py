@@ -426,15 +426,15 @@ def _merge(base: Entry, top: Entry) -> Entry:
     """Lay `top` over `base`: merge mappings at any depth, replace anything else; a key `~name` removes `name`."""
     if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
         return _laid(top, base)
-    merged, gone = dict(base.value), dict(base.gone)
+    merged = dict(base.value)
     for name, entry in top.value.items():
         if isinstance(name, str) and name.startswith("~") and (key := key_named(name[1:], base.value)) in base.value:
-            gone[key] = Entry(None, entry.place, over=merged.pop(key, None))
+            merged.pop(key, None)
         elif name in merged:
             merged[name] = _merge(merged[name], entry)
         else:
-            merged[name] = _laid(entry, gone.pop(name, None))
-    return Entry(merged, top.place, top.at, over=_laid(top, base.over).over, gone=gone)
+            merged[name] = entry
+    return Entry(merged, top.place, top.at, over=_laid(top, base.over).over)
 
 
 def _lay(base: Entry, top: Entry) -> Entry:
@@ -508,12 +508,10 @@ def _override(root: Entry, text: str) -> None:
         root.value = _for_logger(root, Entry({"logger": Entry({"type": new}, place)}, place)).value
     above, last = _reach(root, parts, place, make=sign != "~")
     items = above.value
-    old = items[last] if isinstance(items, list) or last in items else above.gone.get(last)
+    old = items[last] if isinstance(items, list) else items.get(last)
     if new is None:
-        if isinstance(items, dict):
-            if last not in items:
-                raise ConfigError(Fault("there is no such key to remove", name, place))
-            above.gone[last] = Entry(None, place, over=old)
+        if old is None:
+            raise ConfigError(Fault("there is no such key to remove", name, place))
         del items[last]
     elif sign == "+":
         before = [] if old is None or old.value is None else old.value
@@ -560,6 +558,6 @@ def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entr
         if isinstance(entry.value, dict) and index not in entry.value:
             if not make:
                 raise ConfigError(Fault("there is no such key to remove", ".".join(parts), place))
-            entry.value[index] = Entry({}, place, over=entry.gone.get(index))
+            entry.value[index] = Entry({}, place)
         entry = entry.value[index]
     return entry, index

@@ -5,7 +5,7 @@ The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -42,8 +42,7 @@ class Entry:
     `value` is a scalar, a dict of name to Entry, or a list of Entry. `place` of a mapping's item is that of its key.
     `written` is the text with `${…}` that a value was made from; all of a mapping or list that came from a reference
     has it in one place, the entry of the mapping or list. `over` is what stood at the same key before, in a file below
-    or under an override; `gone` has the removed keys of a mapping, as entries without a value at the place that removed
-    them.
+    or under an override.
     """
 
     value: Any
@@ -51,7 +50,6 @@ class Entry:
     at: str = ""  # the place of the value itself, where the entry's is that of its key
     written: str | None = None
     over: "Entry | None" = None
-    gone: "dict[str, Entry]" = field(default_factory=dict)
 
 
 def scalar(text: str) -> Any:

@@ -129,7 +129,7 @@ def test_the_whole_is_the_config_with_a_place_beside_each_value(layered, tmp_pat
     assert "seed: 3                                                   # top.yaml:2:1" in rows
     assert "  batch_size: 16                                          # middle.yaml:4:3" in rows
     assert "  fold: 2                                                 # override data.fold=2" in rows
-    assert "  scheduler: null                                         # default, removed by middle.yaml:11:3" in rows
+    assert "  scheduler: null                                         # default" in rows
     assert [r for r in rows if "weight_decay: 0.3" in r and "middle.yaml:10:7, from ${model.optimizer.params.lr}" in r]
     assert [row for row in rows if "#" not in row and not row.rstrip().endswith(":")] == []
     Path("again.yaml").write_text(text)
@@ -163,8 +163,7 @@ model.scheduler: null
   type        a target {type: MODULE.CLASS, params: {…}} or a mapping of names or null
   meaning     the schedule of the learning rate
   default     null
-  set by      default, removed by middle.yaml:11:3
-  instead of  a mapping  # ground.yaml:11:3
+  set by      default
 """,
 }  # fmt: skip
 
