@@ -133,6 +133,7 @@ PLUGINS = {
 """What each of our plug-ins adds: verbs in lower case, targets, launchers, and sections of a config, which end with a
 colon. The note that a plug-in is not installed uses it."""
 
+
 class Missing(ValueError):
     """Raised if a name in a config needs a package that is not installed; the name may be right."""
 
