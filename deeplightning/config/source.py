@@ -25,7 +25,7 @@ from deeplightning.config.secrets import Secrets
 from deeplightning.config.section_kinds import role_of
 from deeplightning.config.short_names import LAUNCHER, full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
-from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine, nearest
+from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine
 from deeplightning.own_code import frozen
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
@@ -165,7 +165,6 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
         if key in reading.words and key in reading.groups:
             continue
         try:
-            reading.refuse_choice(key)
             _override(root, text)
         except ConfigError as error:
             faults += error.faults
@@ -326,25 +325,6 @@ class _Reading:
                     tree = Entry({part: tree}, tree.place)
                 found.append(tree)
         return found
-
-    def refuse_choice(self, name: str) -> None:
-        """Refuse an override that chooses an option of a group that no file names.
-
-        Raises:
-            ConfigError: it does.
-        """
-        entry = self.words.get(name)
-        if entry is None or entry.value is None:
-            return
-        options = chosen(entry)
-        roots = list(dict.fromkeys([*self.tops, SHIPPED_GROUPS]))
-        # os.path says of a name that no disk can have that it is no file; Path raises.
-        files = [[os.path.isfile(root / name / f"{option}.yaml") for root in roots] for option in options]  # noqa: PTH113
-        is_there = all(map(any, files))
-        if "/" not in name and not is_there:
-            return
-        message = f"no `_base_` of this config names an option group `{name}`.{nearest(name, self.groups)}"
-        raise ConfigError(Fault(message, name, entry.place))
 
 
 def _folder(path: Path) -> Path:

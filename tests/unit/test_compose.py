@@ -131,8 +131,8 @@ def test_an_option_lies_under_the_key_of_its_group(words, expected):
     [
         (["model=smal"], "override model=smal: model: the group has no option `smal`. Did you mean small? There are: "
          "cnn, resnet18, round, small, vit, wide"),
-        (["data=few"], "override data=few: data: no `_base_` of this config names an option group `data`."),
-        (["model/optimiser=sgd"], "names an option group `model/optimiser`. Did you mean model/optimizer?"),
+        (["data=few"], "override data=few: data: must be a mapping of module, batch_size,"),
+        (["model/optimiser=sgd"], "override model/optimiser=sgd: model/optimiser: unknown key."),
         (["bad.yaml"], "bad.yaml:1:10: _base_: `override model` is no option group"),
         (["none.yaml"], "the group has no option `x`. There are: none"),
         (["kind.yaml"], "kind.yaml:1:10: _base_: a `_base_` is the path of a file, not a mapping; one"),
