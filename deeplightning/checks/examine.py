@@ -13,20 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.address import is_address, shown
 from deeplightning.checks.combinations import conflicts
 from deeplightning.checks.report import Report
 from deeplightning.checks.schema_check import read_config, read_section
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
-from deeplightning.config.addresses import missing_library
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given, Source, compose
 from deeplightning.config.target import find_function
 from deeplightning.config.tree import Entry, entry_at
 from deeplightning.engine.plan import settle
-from deeplightning.faults import ConfigError, Fault, Notice, place_of, upwards
+from deeplightning.faults import ConfigError, Fault, Notice, upwards
 from deeplightning.own_code import added_roots, use_import_roots
 from deeplightning.process.identity import decision
 
@@ -52,9 +50,6 @@ def examine(
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     lacking = [fault for fault in lacking if fault.key not in wrong]
     report.add(*lacking, *conflicts(cfg, asked, report.places, skip=wrong.__contains__))
-    if isinstance(root := cfg.data.root, str) and is_address(root) and (why := missing_library(root)) is not None:
-        place = place_of("data.root", report.places)
-        report.at_start.append(Fault(why, "data.root", place, found=shown(root), exit_code=3))
     if cfg.seed is None:
         drawn = decision("seed")
         cfg.seed = secrets.randbelow(2**31) if drawn is None else drawn
@@ -84,7 +79,6 @@ def load_config(path: str | Path | Given, overrides: list[str] | None = None, *,
         CheckpointError: a stage needs weights, and none are named.
     """
     report = examine(path, overrides, importing=True, beside=beside)
-    report.add(*report.at_start)
     cfg = report.checked()
     cfg.places = report.places
     return cfg

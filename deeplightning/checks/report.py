@@ -22,7 +22,6 @@ class Report:
             replaced by its default or None.
         faults: all that is wrong, in the order of the files once a check ends.
         unchecked: what could not be decided, each with its reason, and the option that settles it.
-        at_start: what lets a run not start on this machine, though the config may be right on another.
         places: dotted key → the place that set it, for every key that is set.
         answered: keys that a fault is already about; another fault of theirs would be a consequence.
         unread: keys whose values could not be read.
@@ -33,7 +32,6 @@ class Report:
     source: Source
     config: Config | None = None
     unchecked: list[Fault] = field(default_factory=list)
-    at_start: list[Fault] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.faults = self.source.faults
@@ -142,12 +140,17 @@ class Report:
 
     def to_dict(self) -> dict[str, object]:
         """Return the report for programs; the config only where nothing is wrong with it."""
+
+        def told(is_warning: bool) -> list[dict[str, str | None]]:
+            found = [notice for notice in self.notices if notice.unasked == is_warning]
+            return [{"key": notice.key, "message": self.redact(notice.text)} for notice in found]
+
         right = not self.faults and self.config is not None
         return {
             "valid": right,
             "faults": [fault.to_dict() for fault in self.faults],
-            "warnings": [fault.to_dict() for fault in self.at_start],
-            "notices": [{"key": notice.key, "message": self.redact(notice.text)} for notice in self.notices],
+            "warnings": told(is_warning=True),
+            "notices": told(is_warning=False),
             "unchecked": [fault.to_dict() for fault in self.unchecked],
             "config": self.config.public() if right and self.config is not None else None,
         }

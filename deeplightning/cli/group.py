@@ -251,8 +251,6 @@ def show_notices(report: "Report") -> None:
     redact = session().redact
     for notice in report.notices:
         say(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
-    for fault in report.at_start:
-        say(f"warning: {redact(str(fault))}", err=True)
     for fault in report.unchecked:
         say(f"unchecked: {redact(str(fault))}", err=True)
 

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from deeplightning.address import shown, whole
-from deeplightning.config.target import find, is_installed
+from deeplightning.config.target import find
 from deeplightning.faults import ConfigError, Fault, SetupError
 from deeplightning.own_code import seal
 from deeplightning.runfolder import write_whole
@@ -83,22 +83,6 @@ def fetch(address: str | os.PathLike[str], key: str | None = None, place: str | 
 def fetched() -> dict[str, str]:
     """Return the local file of each address that this process has fetched."""
     return {address: str(path) for address, (_, path) in _fetched.items()}
-
-
-def missing_library(address: str) -> str | None:
-    """Return why a store cannot be read here, with the command that installs its library, or None if it can, as far as
-    is known without importing the library."""
-    from fsspec.registry import known_implementations
-
-    scheme = whole(address).partition("://")[0]
-    for name in scheme.split("::"):
-        known = known_implementations.get(name)
-        if known is None:
-            return f"there is no kind of store {name}://"
-        module = "aiohttp" if name in ("http", "https") else str(known["class"]).partition(".")[0]
-        if not is_installed(module):
-            return f"{name}:// needs a library that is not installed: pip install {module}"
-    return None
 
 
 def address_of(path: Path) -> str | None:

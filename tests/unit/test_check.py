@@ -543,7 +543,7 @@ def test_a_report_for_programs(command, here):
     told = json.loads(found.out)
     assert (found.code, told["valid"], told["faults"]) == (0, True, [])
     assert told["config"]["engine"]["backend"] is None
-    assert [notice["key"] for notice in told["notices"]] == ["engine.backend", "engine.backend"]
+    assert [warning["key"] for warning in told["warnings"]] == ["engine.backend", "engine.backend"]
 
 
 def test_what_a_module_prints_does_not_stand_in_the_report(command, here):

@@ -9,7 +9,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from deeplightning.checks.examine import examine
 from deeplightning.data import remote_files
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.remote_files import folder_of
@@ -159,16 +158,3 @@ def test_a_missing_library_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
     with pytest.raises(DataError, match="s3://bucket/x needs a library that is not installed: pip install s3fs"):
         folder_of("s3://bucket/x?signature=s3cret")
-
-
-def test_check_names_a_missing_library(monkeypatch):
-    """`check` warns, since the config may be meant for another machine; `train` refuses."""
-    monkeypatch.setattr("deeplightning.config.addresses.is_installed", lambda module: module != "s3fs")
-    report = examine(TINY, ["data.root=s3://bucket/x"])
-    (fault,) = [fault for fault in report.at_start if fault.key == "data.root"]
-    assert fault.message == "s3:// needs a library that is not installed: pip install s3fs"
-    assert fault.exit_code == 3
-    assert report.faults == []
-    (fault,) = [fault for fault in examine(TINY, ["data.root=nosuch://x"]).at_start if fault.key == "data.root"]
-    assert fault.message == "there is no kind of store nosuch://"
-    assert [f for f in examine(TINY, ["data.root='memory://x'"]).at_start if f.key == "data.root"] == []
