@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks import strategy
-from deeplightning.checks.allowed import describe, key_elsewhere, options_of
+from deeplightning.checks.allowed import describe, key_elsewhere, sections
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config import schema
@@ -152,27 +152,18 @@ def _short(report: Report, entry: Entry, path: KeyPath) -> str:
 
 def _documentation(report: Report, path: KeyPath) -> list[tuple[str, str]]:
     """Return type, meaning and default of a key that is set or could be, as rows; none of a key that nothing takes."""
-    cls: Any = config_class()
-    value: object = report.config
-    for depth, name in enumerate(path):
-        rest = path[depth + 1 :]
-        if not is_dataclass(cls):
-            value = _step(value, name)
-            cls = type(value) if is_dataclass(value) else None
-            continue
-        fields = {f.name: f for f in schema.keys(cls)}
-        if name not in fields:
-            break
-        if not rest:
-            return _of_field(fields[name], typing.get_type_hints(cls)[name])
-        if name == "params" and isinstance(value, schema.Engine):
-            return _of_param(strategy.classes_of(schema.backend_of(value)), rest)
-        if name == "params" and isinstance(value, schema.Target):
-            return _of_param([value.type], rest)
-        options = options_of(typing.get_type_hints(cls)[name])
-        value = getattr(value, name, None)
-        cls = type(value) if is_dataclass(value) else None if value else next(filter(is_dataclass, options), None)
-    return []
+    if "params" in path[:-1]:
+        at = path.index("params")
+        owner: Any = functools.reduce(_step, path[:at], report.config)
+        is_engine = isinstance(owner, schema.Engine)
+        names = strategy.classes_of(schema.backend_of(owner)) if is_engine else [getattr(owner, "type", "")]
+        return _of_param(names, path[at + 1 :])
+    section = functools.reduce(_step, path[:-1], report.config)
+    cls: Any = dict(sections(schema.Config)).get(dotted(path[:-1])) or (
+        type(section) if is_dataclass(section) else None
+    )
+    field = next((f for f in schema.keys(cls) if f.name == path[-1]), None) if cls is not None else None
+    return _of_field(field, typing.get_type_hints(cls)[field.name]) if field is not None else []
 
 
 def _of_field(field: Field[object], hint: object) -> list[tuple[str, str]]:
@@ -204,7 +195,7 @@ def _of_param(names: Sequence[str], path: KeyPath) -> list[tuple[str, str]]:
 # ---- paths
 
 
-def _step(value: object, name: str | int) -> object:
+def _step(value: object, name: Any) -> object:
     if is_dataclass(value):
         return getattr(value, str(name), None)
     if isinstance(value, dict):
