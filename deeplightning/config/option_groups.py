@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from deeplightning.config.packages import HOME
@@ -17,7 +16,6 @@ SUFFIX = ".yaml"
 SHIPPED_GROUPS = HOME / "configs"  # whose folders are the option groups that ship with Deep Lightning
 _NAME = re.compile(r"[A-Za-z_][\w-]*(/[A-Za-z_][\w-]*)*", re.ASCII)
 _OPTION = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
-_MAX_SEEN = 10_000  # entries of a folder that are looked at for options: it may hold data
 _MAX_NAMED = 20  # options that a note lists
 
 
@@ -44,7 +42,8 @@ class Group:
 
     def options(self) -> list[str]:
         """Return the sorted names of the available options."""
-        return sorted({option for root in self.roots for option in _options(root / self.name)})
+        files = [file for root in self.roots for file in (root / self.name).glob(f"[!.]*{SUFFIX}")]
+        return sorted({file.stem for file in files})
 
     def find(self, option: str) -> tuple[Path, Path]:
         """Return the file of an option and the root folder that contains it.
@@ -60,15 +59,6 @@ class Group:
         there = ", ".join(options[:_MAX_NAMED]) + (" …" if len(options) > _MAX_NAMED else "") or "none"
         message = f"the group has no option `{option:.60}`.{nearest(option, options)} There are: {there}"
         raise ConfigError(Fault(message, self.name, self.place, found=option, allowed=there))
-
-
-def _options(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in islice(entries, _MAX_SEEN) if entry.name.endswith(SUFFIX)]
-    except OSError:
-        return []
-    return [name.removesuffix(SUFFIX) for name in names if not name.startswith(".")]
 
 
 def check_name(name: str, place: str) -> None:
