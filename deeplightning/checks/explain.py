@@ -52,7 +52,10 @@ def _lines(report: Report, path: KeyPath, value: object, indent: str = "", befor
     """Write YAML with one leaf per line, followed by the place that set it."""
     if not (isinstance(value, dict | list) and value):
         text = f"{before or indent}{line(value)}"
-        yield f"{text.ljust(COLUMN)}  # {printable(origin(report, path) + _spread(report, path, value))}"
+        assert report.config is not None
+        filled = source_of(path, value, report.config)
+        comment = origin(report, path) + (f"; {filled}" if filled else "")
+        yield f"{text.ljust(COLUMN)}  # {printable(comment)}"
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from _lines(report, (*path, number), item, indent + "  ", f"{before or indent}- ")
@@ -65,13 +68,6 @@ def _lines(report: Report, path: KeyPath, value: object, indent: str = "", befor
                 yield start
             yield from _lines(report, (*path, name), item, indent + "  ", "" if is_whole else f"{start} ")
             before = ""
-
-
-def _spread(report: Report, path: KeyPath, value: Any) -> str:
-    """Return what a word means for the run, to be shown after the place that set it."""
-    assert report.config is not None
-    means = strategy.meaning(value) if path == ("engine", "backend") else source_of(path, value, report.config)
-    return f"; {means}" if means else ""
 
 
 def origin(report: Report, path: KeyPath) -> str:
@@ -107,7 +103,7 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     yield f"{dotted(path)}: {line(value)}"
     rows = _documentation(report, path)
     if path == ("engine", "backend") and value is not None:
-        rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
+        rows.append(("strategy", ", ".join(strategy.classes_of(value))))
     if (source := source_of(path, value, report.config)) is not None:
         rows.append(("means", source))
     changed = _changed(report, path)

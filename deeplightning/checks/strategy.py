@@ -1,4 +1,4 @@
-"""The meaning of `engine.backend` and the keys of `engine.params`: classes by name, and DeepSpeed's own words.
+"""The strategies of `engine.backend` and the keys of `engine.params`: classes by name, and DeepSpeed's own words.
 
 Nothing is imported: classes are named, and the words of DeepSpeed's JSON are those of its version 0.19.8, in this one
 place. tests/unit/test_check.py compares them with the source of the DeepSpeed that is installed.
@@ -21,24 +21,6 @@ def classes_of(backend: str | None) -> tuple[str, ...]:
     if backend is not None and backend.startswith("deepspeed"):
         return DEEPSPEED
     return {"ddp": DDP, "fsdp": FSDP}.get(backend or "", ())
-
-
-def meaning(backend: str | None) -> str | None:
-    """Return what a backend of today's words does, in a few words; None without one."""
-    if backend is None:
-        return None
-    if backend == "ddp":
-        return "each process holds the whole network and its share of the samples; gradients are averaged"
-    if backend == "fsdp":
-        return "FSDP2: each process holds its share of parameters, gradients and the optimizer's state"
-    stage, _, offload = backend.removeprefix("deepspeed_stage_").partition("_")
-    shares = {
-        "1": "the optimizer's state",
-        "2": "gradients and the optimizer's state",
-        "3": "parameters, gradients and the optimizer's state",
-    }
-    place = {"offload": ", in the CPU's memory", "offload_nvme": ", on an NVMe disk"}.get(offload, "")
-    return f"ZeRO stage {stage}: each process holds its share of {shares[stage]}{place}"
 
 
 # Arguments of Lightning's strategies that other keys decide.
