@@ -375,7 +375,7 @@ RULES = [
         "a fold, no or fewer parts",
         "folds are counted from 0 to data.num_splits - 1",
         "set `data.num_splits`, or a smaller fold",
-        lambda cfg, _: cfg.data.fold >= (cfg.data.num_splits or 1) and cfg.data.num_splits not in (0, 1),
+        lambda cfg, _: cfg.data.fold >= (cfg.data.num_splits or 1),
         other="data.num_splits",
     ),
     Rule(

@@ -14,7 +14,7 @@ from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import is_kind_of
 from deeplightning.checks.targets import note_inside, note_target
 from deeplightning.config import other_tools, plugins, schema
-from deeplightning.config.schema import Target, value_at, with_keys
+from deeplightning.config.schema import Target
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
 from deeplightning.own_code import original_roots
@@ -208,16 +208,8 @@ def _contradictions(report: Report, config: schema.Config) -> None:
         _devices(report, gpus)
     if not config.stages:
         report.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
-    if "train" in config.stages:
-        if train.num_epochs is None and train.max_steps is None:
-            report.fault("missing: say how long to train, for example `num_epochs: 10`", "train.num_epochs")
-        for key, _ in with_keys(value_at(config, "model.optimizer"), "model.optimizer"):
-            if f"{key}.params" not in report.places:
-                report.fault("missing: the optimizer's settings, for example `params: {lr: 0.01}`", f"{key}.params")
-    splits = value_at(config, "data.num_splits")
-    if splits is not None and splits < 2:
-        message = f"must be at least 2, not {splits}; with 10, one tenth of the training set validates"
-        report.fault(message, "data.num_splits", found=str(splits), allowed="at least 2")
+    if "train" in config.stages and train.num_epochs is None and train.max_steps is None:
+        report.fault("missing: say how long to train, for example `num_epochs: 10`", "train.num_epochs")
     for key, number in (
         ("train.val_every_n_epoch", train.val_every_n_epoch),
         ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),

@@ -170,7 +170,7 @@ class Data(Section):
     dataset: str | None = key("a name for people; nothing depends on it", None, example="MNIST")
     num_workers: int = key("loader processes per training process; 0 loads in the process itself", 0, low=0)
     num_splits: int | None = key(
-        "validation is one of so many parts of the training set; null: the module's split", None
+        "validation is one of so many parts of the training set; null: the module's split", None, low=2
     )
     fold: int = key("which of the `num_splits` parts validates", 0, low=0)
     sampler: Target | Literal["balanced"] | None = key(

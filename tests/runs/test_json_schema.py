@@ -76,7 +76,7 @@ def by_loader(config: typing.Any) -> set[str]:
 
 
 OF_LOADER = {
-    "stages", "model.trainable", "engine.gpus", "data.num_splits", "train.val_every_n_epoch",
+    "stages", "model.trainable", "engine.gpus", "train.val_every_n_epoch",
     "train.checkpoint.every_n_epochs", *(f"train.limit_batches.{stage}" for stage in ("train", "val", "test")),
 }  # fmt: skip
 """Keys with ranges that have gaps, or lists that must not be empty: the editor does not know these."""

@@ -72,7 +72,7 @@ def note(*overrides: str, **how: Any) -> str:
         ("train.limit_batches={train: 1.5}", "whole number of batches, or a fraction between 0 and 1, not 1.5"),
         ("train.val_every_n_epoch=1.5", "must be a whole number of epochs, or a fraction between 0 and 1, not 1.5"),
         ("train.checkpoint.every_n_epochs=.inf", "whole number of epochs, or a fraction between 0 and 1, not inf"),
-        ("data.num_splits=1", "data.num_splits: must be at least 2, not 1; with 10, one tenth of the training set"),
+        ("data.num_splits=1", "data.num_splits: must be at least 2, not 1"),
         ("stages=[]", "stages: nothing to do: give at least one of train, validate, test, predict"),
         # nobody to start it
         ("engine.num_nodes=2", "engine.num_nodes: 2 machines have to be started: by torchrun, Slurm, "),
