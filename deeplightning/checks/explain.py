@@ -148,13 +148,14 @@ def _short(report: Report, entry: Entry, path: KeyPath) -> str:
 
 def _documentation(report: Report, path: KeyPath) -> list[tuple[str, str]]:
     """Return type, meaning and default of a key that is set or could be, as rows; none of a key that nothing takes."""
+    assert report.config is not None
     if "params" in path[:-1]:
         at = path.index("params")
-        owner: Any = functools.reduce(_step, path[:at], report.config)
+        owner: Any = schema.value_at(report.config, path[:at])
         is_engine = isinstance(owner, schema.Engine)
         names = strategy.classes_of(schema.backend_of(owner)) if is_engine else [getattr(owner, "type", "")]
         return _of_param(names, path[at + 1 :])
-    section = functools.reduce(_step, path[:-1], report.config)
+    section = schema.value_at(report.config, path[:-1])
     cls: Any = dict(sections(schema.Config)).get(dotted(path[:-1])) or (
         type(section) if is_dataclass(section) else None
     )
@@ -189,14 +190,6 @@ def _of_param(names: Sequence[str], path: KeyPath) -> list[tuple[str, str]]:
 
 
 # ---- paths
-
-
-def _step(value: object, name: Any) -> object:
-    if is_dataclass(value):
-        return getattr(value, str(name), None)
-    if isinstance(value, dict):
-        return value.get(name)
-    return value[name] if isinstance(value, list) and isinstance(name, int) and name < len(value) else None
 
 
 def _path(key: str, shown: Any) -> KeyPath:

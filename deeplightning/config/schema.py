@@ -4,7 +4,7 @@ A config is a tree of these dataclasses. Free-form values are under some `params
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
@@ -286,10 +286,12 @@ def defaults(cls: type) -> Iterator[tuple[str, object]]:
     return ((f.name, default_of(f)) for f in keys(cls) if default_of(f) is not MISSING)
 
 
-def value_at(section: Section, key: str) -> Any:
-    """Return the value at a dotted key; None where there is none."""
+def value_at(section: Section, key: str | Sequence[Any]) -> Any:
+    """Return the value at a dotted key, or at a path of names and indexes; None where there is none."""
     found: Any = section
-    for name in key.split("."):
+    for name in key.split(".") if isinstance(key, str) else key:
+        if isinstance(found, list) and isinstance(name, int):
+            found = dict(enumerate(found))
         found = found.get(name) if isinstance(found, dict | Section) else None
     return found
 
