@@ -42,7 +42,7 @@ def read_config(report: Report) -> schema.Config | None:
 def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
     """Return an instance of a schema class."""
     if entry.value is None:
-        entry = Entry({}, entry.place, entry.at)
+        entry = Entry({}, entry.place)
     if not isinstance(entry.value, dict):
         allowed = f"a mapping of {', '.join(f.name for f in schema.keys(cls))}"
         report.wrong(allowed, kind(entry), key, entry.place)
@@ -105,7 +105,7 @@ def _value(
     options = options_of(hint)
     is_text = Any in options or (str in options and int not in options)
     if isinstance(entry.value, str) and not is_text and report.source.secrets.is_word(path):
-        entry = Entry(scalar(entry.value), entry.place, entry.at)  # a key of ours that is a number takes its text
+        entry = Entry(scalar(entry.value), entry.place)  # a key of ours that is a number takes its text
     value = entry.value
     for option in options:
         fits, made = _fit(report, option, entry, key, path, len(options) > 1)

@@ -278,7 +278,7 @@ class _Reading:
         tree = parse(text, short(path), self.faults, [*filter(None, inside.split("/"))])
         if short(path) == GIVEN:  # it has no lines
             for _, entry in nodes(tree):
-                entry.place = entry.at = GIVEN
+                entry.place = GIVEN
         if not isinstance(tree.value, dict):
             what = "is empty" if tree.value is None else f"holds {kind(tree)}"
             message = f"this file {what}; a config is a mapping of keys such as `data:`"
@@ -414,7 +414,7 @@ def _merge(base: Entry, top: Entry) -> Entry:
             merged[name] = _merge(merged[name], entry)
         else:
             merged[name] = entry
-    return Entry(merged, top.place, top.at, over=_laid(top, base.over).over)
+    return Entry(merged, top.place, over=_laid(top, base.over).over)
 
 
 def _lay(base: Entry, top: Entry) -> Entry:
@@ -512,7 +512,7 @@ def _override_value(text: str, name: str, place: str) -> Entry:
     if problems:
         raise ConfigError([Fault(fault.message, name, place) for fault in problems])
     for _, entry in nodes(value):
-        entry.place, entry.at = place, ""
+        entry.place = place
     return value
 
 

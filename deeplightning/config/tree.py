@@ -47,7 +47,6 @@ class Entry:
 
     value: Any
     place: str
-    at: str = ""  # the place of the value itself, where the entry's is that of its key
     written: str | None = None
     over: "Entry | None" = None
 
@@ -254,7 +253,6 @@ class _Builder:
         return ConfigError([*self.faults, Fault(message, place=_place(self.name, node.start_mark))])
 
     def build(self, node: Node, place: str | None = None) -> Entry:
-        at = _place(self.name, node.start_mark)
         self.count += 1
         if len(self.faults) > MAX_FAULTS:
             raise self.stop(node, f"more than {MAX_FAULTS} faults, up to here; is this a config?")
@@ -266,7 +264,7 @@ class _Builder:
             raise self.stop(node, f"nested more than {MAX_DEPTH} deep")
         self.open.add(id(node))
         try:
-            return Entry(self.value(node), place or at, at)
+            return Entry(self.value(node), place or _place(self.name, node.start_mark))
         finally:
             self.open.discard(id(node))
 
