@@ -14,6 +14,7 @@ network of a few small layers gains nothing. Letters: N samples, K classes, labe
 """
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -78,18 +79,18 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
             f"labels or numbers, and it answers with {kind.output} of each pixel; {SERVE_FP32}."
         )
     noun = kind.nouns
-    sample = None if kind.takes == "text" else _EvenSample(CALIBRATION_SAMPLES)
-    before, number = _scores(card, kind, session_of(folder.bundle_model), validation, sample)
+    before, number = _scores(card, kind, session_of(folder.bundle_model), validation)
     if not number:
         raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8 by; {SERVE_FP32}.")
+    samples = None if kind.takes == "text" else _sample(validation, number)
     with added(folder, card, folder.bundle_int8.name) as model:
-        _write_int8(folder.bundle_model, None if sample is None else sample.images, model, kind.input)
+        _write_int8(folder.bundle_model, samples, model, kind.input)
         session = session_of(model)
         after, _ = _scores(card, kind, session, validation)
         figures = _compare_scores(folder, card, before, after, f"{number} validation {noun}")
         figures[noun] = number
-        if sample is not None:
-            figures[f"calibration_{noun}"] = len(sample.images)
+        if samples is not None:
+            figures[f"calibration_{noun}"] = len(samples)
         card["golden"]["int8"] = packed(answers_of(session, golden_inputs(folder, card)[kind.input]))
         card["int8"] = figures
     return figures
@@ -122,38 +123,22 @@ def _compare_scores(
     return figures
 
 
-class _EvenSample:
-    """Samples `size` items of a stream uniformly, with a fixed seed (Vitter 1985, algorithm R)."""
-
-    def __init__(self, size: int):
-        self.size, self.seen = size, 0
-        self.images: list[np.ndarray] = []
-        self._random = np.random.default_rng(0)
-
-    def add(self, batch: np.ndarray) -> None:
-        for image in batch:
-            self.seen += 1
-            if len(self.images) < self.size:
-                self.images.append(image.copy())
-            elif (place := self._random.integers(self.seen)) < self.size:
-                self.images[place] = image.copy()
+def _sample(validation: Labelled, number: int) -> list[np.ndarray]:
+    """Return at most `CALIBRATION_SAMPLES` of `number` samples, drawn uniformly with a fixed seed."""
+    chosen = {*np.random.default_rng(0).permutation(number)[:CALIBRATION_SAMPLES].tolist()}
+    place = itertools.count()
+    return [one.copy() for inputs, _ in validation() for one in inputs if next(place) in chosen]
 
 
 def _scores(
-    card: Card,
-    kind: Kind,
-    session: onnxruntime.InferenceSession,
-    validation: Labelled,
-    sample: _EvenSample | None = None,
+    card: Card, kind: Kind, session: onnxruntime.InferenceSession, validation: Labelled
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Return the scores of a model by name, and the number of samples; also pass all samples to `sample`."""
+    """Return the scores of a model by name, and the number of samples."""
     terms, summary = _TERMS[kind.gives], _SUMMARIES[kind.gives]
     found, number = [], 0
     for inputs, truth in validation():
         found.append(terms(answers_of(session, inputs), truth))
         number += len(inputs)
-        if sample is not None:
-            sample.add(inputs)
     return summary(np.concatenate(found), card.get("output", {})) if number else {}, number
 
 

@@ -239,14 +239,12 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 
 def test_calibration_images_come_from_all_over_the_set():
-    """Each image of a stream is sampled with the same probability, even if the stream is sorted by class."""
-    sample = module._EvenSample(200)
-    for start in range(0, 10_000, 100):
-        sample.add(np.arange(start, start + 100).reshape(100, 1, 1, 1))
-    kept = np.sort(np.array(sample.images).ravel())
-    assert len(np.unique(kept)) == 200
-    spread = np.abs(kept - np.linspace(0, 10_000, 200)).max()  # of Kolmogorov and Smirnov; 5 % of samples exceed 960
-    assert spread < 960
+    """Each image is sampled with the same probability, even if the set is sorted by class."""
+    batches = [(np.arange(start, start + 100).reshape(100, 1, 1, 1), None) for start in range(0, 10_000, 100)]
+    kept = np.sort(np.array(module._sample(lambda: batches, 10_000)).ravel())
+    assert len(np.unique(kept)) == module.CALIBRATION_SAMPLES == 256
+    spread = np.abs(kept - np.linspace(0, 10_000, 256)).max()  # of Kolmogorov and Smirnov; 5 % of samples exceed 850
+    assert spread < 850
 
 
 # The server's side.
