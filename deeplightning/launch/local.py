@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import shutil
@@ -11,16 +10,17 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from deeplightning.config.source import compose
 from deeplightning.engine.plan import local_size
 from deeplightning.faults import SetupError
-from deeplightning.launch.job import Backoff, Job, Start
+from deeplightning.launch.job import Job, Start
 from deeplightning.launch.sealed import sealed_meanwhile
 from deeplightning.process import failure, ranks, shared_folder
 from deeplightning.process.terminal import say, say_path
@@ -28,6 +28,9 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.unsent import end_run
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
@@ -49,8 +52,6 @@ class Local:
         master_addr: the address at which the other machines reach the first.
         node_rank: the number of this machine, from 0. It, the address and the port may also be set as environment
             variables, NODE_RANK, MASTER_ADDR and MASTER_PORT.
-        backoff: how to retry if the machine has no room for the processes: wait `base_s` seconds, then `factor` times
-            as long each time, for `max_tries` tries; null for 1 s, 2 and 10.
 
     Raises:
         ValueError: a number is out of range.
@@ -59,7 +60,6 @@ class Local:
     def __init__(
         self,
         master_port: int | str | None = None,
-        backoff: Mapping[str, float] | None = None,
         master_addr: str | None = None,
         node_rank: int | None = None,
     ):
@@ -67,7 +67,6 @@ class Local:
             raise ValueError(f"master_port must be from 1 to 65535, not {master_port}")
         self.master_port = None if master_port is None else int(master_port)
         self.master_addr, self.node_rank = master_addr, node_rank
-        self.backoff = Backoff(backoff)
 
     def plan(self, job: Job) -> list[Start]:
         """Return what `run` would start."""
@@ -93,7 +92,7 @@ class Local:
             say(redact(line), err=True)
 
         command, size = _command(job), local_size(job.cfg.engine)
-        processes = Processes(command, size, restarts, self.master_port or 0, self.backoff, report)
+        processes = Processes(command, size, restarts, self.master_port or 0, report)
         with sealed_meanwhile(compose(job.config, [*job.overrides]).files, git_state()):
             code = processes.run()
         folder, cause = processes.run_folder, processes.cause
@@ -132,7 +131,6 @@ class Processes:
         number: of processes.
         max_restarts: how often all are restarted.
         port: of the rendezvous; 0 for any free port.
-        pauses: seconds to wait after each failed attempt to start the processes.
         report: prints a line for the user.
 
     Attributes:
@@ -148,7 +146,6 @@ class Processes:
     number: int
     max_restarts: int
     port: int
-    pauses: Iterable[float]
     report: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -160,6 +157,7 @@ class Processes:
         self._launch = f"local-{socket.gethostname()}-{secrets.token_hex(8)}"
         self._children: list[Popen[bytes]] = []
         self._folder = Path()
+        self._store: TCPStore | None = None
         self._until: float | None = None  # when processes that still run are killed
 
     def run(self) -> int:
@@ -170,7 +168,8 @@ class Processes:
         """
         before = {number: signal.signal(number, self._forward) for number in failure.INTERRUPTED}
         try:
-            while self._start():
+            while not self.forwarded:
+                self._start()
                 if (code := self._wait()) is not None:
                     return code
                 self._clean()
@@ -191,33 +190,26 @@ class Processes:
         for child in self._children:
             child.send_signal(number)  # which does nothing once it has ended
 
-    def _start(self) -> bool:
-        """Start all processes, when the machine has room for them; return False if a signal came before."""
-        pauses = iter(self.pauses)
-        while not self.forwarded:
-            self._until, self._folder = None, Path()
-            try:
-                self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
-                self._start_all()
-                for number in self.forwarded[:1]:  # that arrived during the start
-                    self._send(number)
-                return True
-            except (OSError, SetupError) as error:
-                self._clean()
-                if isinstance(error, OSError) and error.errno not in (errno.EAGAIN, errno.ENOMEM):
-                    raise SetupError(f"the processes cannot be started: {error.strerror}") from error
-                reason = str(error) if isinstance(error, SetupError) else f"engine.processes: {error.strerror}"
-                if (pause := next(pauses, None)) is None:
-                    raise SetupError(reason) from error
-                self.report(f"{reason}; tries again in {pause:g} s")
-                time.sleep(pause)
-        return False
+    def _start(self) -> None:
+        """Start all processes.
+
+        Raises:
+            SetupError: the machine has no room for them, or the port is in use.
+        """
+        self._until, self._store = None, None  # the former store has keys of lost processes, and maybe the port
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
+            self._start_all()
+        except OSError as error:
+            raise SetupError(f"engine.processes: the processes cannot be started: {error.strerror}") from error
+        for number in self.forwarded[:1]:  # that arrived during the start
+            self._send(number)
 
     def _start_all(self) -> None:
         from torch.distributed import DistError, TCPStore
 
         try:
-            # The store stays here, so that no other program takes its port; an earlier one has keys of lost processes.
+            # The store stays here, so that no other program takes its port.
             self._store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
         except DistError as error:
             raise SetupError(f"port {self.port}, at which the processes are to meet, is in use") from error

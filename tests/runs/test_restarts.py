@@ -3,13 +3,11 @@
 The processes that the launcher starts are forked (see `forks`), but for one test, in which all is as a person has it.
 """
 
-import errno
 import os
 import random
 import re
 import signal
 import time
-from types import SimpleNamespace
 
 import commands
 import pytest
@@ -233,12 +231,11 @@ def test_what_would_happen_again_is_not_started_again(what, words, launch):
 
 @pytest.mark.slow
 def test_processes_that_cannot_all_be_started_do_not_stay(launch, tmp_path):
-    """The machine refuses the second: the first ends, and a moment later both are started."""
+    """The machine refuses the second: the first ends, and so does the launch, with exit code 3."""
     refuses = tmp_path / "refuses"
     refuses.touch()
-    launcher = "{type: deeplightning.launch.Local, params: {backoff: {base_s: 0.1}}}"
-    done = launch(f"engine.launcher={launcher}", at(1, "kill", "never"), REFUSES=str(refuses)).end(code=0)
-    assert "engine.processes: Resource temporarily unavailable; tries again in 0.1 s" in done.err
+    done = launch(at(1, "kill", "never"), REFUSES=str(refuses)).end(code=3)
+    assert "engine.processes: the processes cannot be started: Resource temporarily unavailable" in done.err
 
 
 # ---- the launching process
@@ -346,8 +343,6 @@ HOOK = "engine.setup_hook={}".format
     ("override", "words"),
     [
         (LAUNCHER("{master_port: 70000}"), "master_port must be from 1 to 65535, not 70000"),
-        (LAUNCHER("{backoff: {factor: 0.5}}"), "backoff.factor must be at least 1, not 0.5"),
-        (LAUNCHER("{backoff: {tries: 3}}"), "backoff takes base_s, factor, max_tries, not tries"),
         (LAUNCHER("{port: 3}"), "has no param `port`"),
         (HOOK("losses.hok"), "losses has no `hok`. Did you mean losses.hook?"),
         (HOOK("losses.At"), "losses.At needs rank, what; it is called without arguments"),
@@ -369,31 +364,13 @@ def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
     assert "the device is not there" in failed.err
 
 
-@pytest.mark.parametrize(("full", "code"), [(3, 0), (100, 3)])
-def test_where_there_is_no_room_it_waits_longer_and_longer(full, code, monkeypatch):
-    """1, 2, 4 … s, ten tries in all; then exit 3."""
-    from deeplightning.faults import SetupError
-    from deeplightning.launch import local
-    from deeplightning.launch.job import Backoff
+def test_a_port_of_the_config_is_free_again_for_a_restart(tmp_path):
+    """The processes of each start meet at it: exit code 0 after a restart."""
+    from deeplightning.launch.local import Processes
 
-    tries, pauses, told, start_all = [], [], [], local.Processes._start_all
-
-    def start(processes):
-        tries.append(processes)
-        if len(tries) <= full:
-            raise OSError(errno.EAGAIN, "no room")
-        start_all(processes)
-
-    monkeypatch.setattr(local.Processes, "_start_all", start)
-    sleep = lambda seconds: pauses.append(seconds) if seconds >= 1 else time.sleep(seconds)  # noqa: E731
-    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-    try:
-        ended = local.Processes(["/bin/sh", "-c", "exit 0"], 2, 0, 0, Backoff(), told.append).run()
-    except SetupError as error:
-        ended = error.exit_code
-    assert ended == code
-    assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256][:full]
-    assert told == [f"engine.processes: no room; tries again in {pause:g} s" for pause in pauses]
+    command = ["/bin/sh", "-c", f"test -e {tmp_path}/again || {{ touch {tmp_path}/again; kill -9 $$; }}"]
+    processes = Processes(command, 1, 1, int(commands.free_port()), lambda line: None)
+    assert (processes.run(), processes.restarts) == (0, 1)
 
 
 @pytest.mark.parametrize("resumed", ["null", pytest.param("auto", marks=pytest.mark.slow)])
