@@ -31,7 +31,7 @@ from deeplightning.reproduce.past import PastRun, by_stage
 from deeplightning.runfolder import RunFolder, read_object, write_whole
 from deeplightning.sweep import multirun
 from deeplightning.sweep.frozen_code import code_of_grid, own_code
-from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
+from deeplightning.sweep.multirun import FINISHED, Grid
 from deeplightning.sweep.worker import Train
 from deeplightning.tracking.entities import Point, clean
 from deeplightning.tracking.parent import Parent, Stopped
@@ -123,18 +123,6 @@ class Seeds(Grid):
 
     def _environment(self, number: int) -> dict[str, str]:
         return self.parent.environment(number, self.sign)
-
-    def _to_continue(self, point: multirun.Point) -> list[str]:
-        """Delete a run that was killed before its first checkpoint from the tracker, so that it starts over."""
-        more, known = super()._to_continue(point), point.known
-        if not more and known.get("state") == UNDERWAY and known.get("run"):
-            folder = Path(known["folder"]) if known.get("folder") else None
-            hold = RunFolder(folder).lock() if folder is not None and folder.is_dir() else None
-            if hold is not None:  # else its process runs elsewhere
-                hold.release()
-                self.parent.delete(known["run"], folder)
-            point.note(run=None, folder=None)
-        return more
 
     def _summarize(self) -> None:
         """Print and write mean, standard deviation and interval of each metric, and log them to the parent run."""
