@@ -1,6 +1,6 @@
 """Sealing: freezing the user's code and configs, so that all processes of a launch run what was submitted.
 
-A seal is a folder. `code/0`, `code/1` … are copies of the folders with own code: files that a run could import are
+A seal is a folder. `code` has copies of the folders with own code, at their paths: files that a run could import are
 copied, and all other entries are links to the originals, so a module still finds the data next to it. `configs` has the
 config files. `seal.json` maps originals to copies and has the SHA-256 of each copy. The processes of the launch get the
 folder in an environment variable, and `deeplightning.own_code` imports the copies instead of the originals.
@@ -123,32 +123,22 @@ def sealed_meanwhile(configs: Iterable[Path] = (), git: Mapping[str, str | None]
 
 
 def _lay_out(code: Code, into: Path, linked: Sequence[str]) -> dict[str, str]:
-    """Write copies of the roots of some code; return the copy of each root. A root inside another lies inside that
-    root's copy, so `..` still leads to the same place."""
-    tops = [root for root in code.roots if not any(_is_below(root, other) for other in code.roots)]
-    copies = {}
-    for root in code.roots:
-        number, top = next((n, top) for n, top in enumerate(tops) if root == top or _is_below(root, top))
-        copies[root] = into / str(number) / os.path.relpath(root, top)
-    copied = {copies[root]: root for root in code.roots}  # folders that are copies, with their originals
-    for root, top in ((root, top) for root in code.roots for top in tops if _is_below(root, top)):
-        for inner in Path(os.path.relpath(root, top)).parents:
-            copied.setdefault(copies[top] / inner, os.path.normpath(Path(top) / inner))
-    for folder in copied:
-        folder.mkdir(parents=True, exist_ok=True)
+    """Write copies of the roots of some code, each at its own path below `into`, so that `..` still leads to the same
+    place where one root is inside another; return the copy of each root."""
+    copies = {root: os.path.join(into, os.path.normpath(root).lstrip(os.sep)) for root in code.roots}  # noqa: PTH118
+    for copy in copies.values():
+        Path(copy).mkdir(parents=True, exist_ok=True)
     for (number, path), content in code.files.items():
-        root = code.roots[number]
-        for inner in Path(path).parents:
-            copied.setdefault(copies[root] / inner, os.path.normpath(Path(root) / inner))
-        file = copies[root] / path
+        file = Path(copies[code.roots[number]], path)
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
             file.write_bytes(content)
             file.chmod(0o400)
-    for folder, origin in copied.items():
-        if any(origin == root or _is_below(origin, root) for root in linked):
-            _link(folder, origin, into)
-    return {root: os.path.normpath(copy) for root, copy in copies.items()}
+    for folder in [top for top, _, _ in os.walk(into)]:
+        origin = os.path.normpath(f"{os.sep}{os.path.relpath(folder, into)}")
+        if any(origin == root or _is_below(origin, root) for root in map(os.path.normpath, linked)):
+            _link(Path(folder), origin, into)
+    return copies
 
 
 def _is_below(path: str, folder: str) -> bool:

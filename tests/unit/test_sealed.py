@@ -62,6 +62,10 @@ def project(tmp_path, monkeypatch):
     return folder
 
 
+def copy_of(folder, seal):
+    return seal / "code" / folder.relative_to("/")
+
+
 def forget():
     """Unload modules, as in a new process."""
     for name in ("sealed_one", "sealed_two", "beside", "nets", "nets.inner", "nets.later"):
@@ -100,7 +104,7 @@ def test_a_file_that_appears_later_shadows_nothing(project):
     (project / "sealed_two.py").write_text("raise RuntimeError('added')\n")
     forget()
     assert importlib.import_module("sealed_two").WORDS.is_file()
-    found = {path.name for path in (seal / "code" / "0").iterdir()}
+    found = {path.name for path in copy_of(project, seal).iterdir()}
     assert "slurm" not in found
     assert {"words.bin", "configs", "nets", "sealed_one.py"} <= found
 
@@ -161,14 +165,14 @@ def test_an_edited_seal_is_not_trusted(project, tmp_path):
     assert resume.edited(seal) == {str(one): "has changed", str(later): "is gone"}
     assert not resume.is_intact(seal)
     note_own(seal / own_code.SEAL)
-    cache = seal / "code" / "0" / "__pycache__"
+    cache = copy_of(project, seal) / "__pycache__"
     cache.mkdir()
     (cache / "sealed_one.pyc").touch()
     assert resume.is_intact(seal)
     assert not cache.exists()
-    (seal / "code" / "0" / "added.py").touch()
+    (cache.parent / "added.py").touch()
     assert not resume.is_intact(seal)
-    (seal / "code" / "0" / "added.py").unlink()
+    (cache.parent / "added.py").unlink()
     (copy,) = seal.rglob("beside.py")
     copy.chmod(0o600)
     copy.write_text("VALUE = 2\n")
@@ -192,8 +196,8 @@ def test_a_worker_lays_out_what_it_was_sent(tmp_path):
     code = Code(roots=["/theirs/project", "/theirs/project/configs"], files={(1, "pkg/own.py"): b"VALUE = 1\n"})
     seal = sealed.seal(tmp_path / "seal", code=code, linked=())
     roots = json.loads((seal / own_code.SEAL).read_text())["roots"]
-    assert roots == {"/theirs/project": "code/0", "/theirs/project/configs": "code/0/configs"}
-    assert (seal / "code" / "0" / "configs" / "pkg" / "own.py").read_bytes() == b"VALUE = 1\n"
+    assert roots == {root: f"code{root}" for root in code.roots}
+    assert (seal / "code/theirs/project/configs/pkg/own.py").read_bytes() == b"VALUE = 1\n"
 
 
 def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
