@@ -10,6 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from omegaconf import OmegaConf
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
@@ -41,9 +42,10 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         # Stage 1 overlaps the sums only where DeepSpeed counts the accumulation (0.19).
         super().__init__(**{"overlap_comm": params.get("stage", 2) > 1, **params})
         assert isinstance(self.config, dict)
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(self.config, config or {}))
+        self.config.update(merged)
         # A torch optimizer over offloaded parameters is slower than DeepSpeed's own, and does the same.
-        self.config["zero_force_ds_cpu_optimizer"] = False
-        _lay_over(self.config, config or {})
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config["managed_gradient_accumulation"] = False
         zero = (config or {}).get("zero_optimization") or {}
         self._given = {name for name in sizes(0, 0, 3) if name in params or name in zero}
@@ -358,11 +360,3 @@ def _cast_inputs(module: nn.Module, *inputs: object) -> object:
     """Cast floating-point inputs of a network to its precision; DeepSpeed casts only what the task is given."""
     dtype = next(module.parameters()).dtype
     return apply_to_collection(inputs, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def _lay_over(under: dict[str, Any], over: Mapping[str, object]) -> None:
-    for name, value in over.items():
-        if isinstance(value, Mapping) and isinstance(under.get(name), dict):
-            _lay_over(under[name], value)
-        else:
-            under[name] = value
