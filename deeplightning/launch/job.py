@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -115,8 +115,9 @@ class ProcessHooks:
         """
 
 
-class Backoff:
-    """Growing pauses between `max_tries` tries: `base_s` seconds, then `factor` times as long each time.
+def pauses(params: Mapping[str, float] | None = None) -> list[float]:
+    """Return the seconds to wait after each of `max_tries` tries but the last: `base_s`, then `factor` times as long
+    each time.
 
     Args:
         params: these numbers; the defaults are 1 s, 2 and 10.
@@ -124,17 +125,11 @@ class Backoff:
     Raises:
         ValueError: a number is out of range, or a name is unknown.
     """
-
-    def __init__(self, params: Mapping[str, float] | None = None):
-        usual: dict[str, float] = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
-        values = usual | dict(params or {})
-        if unknown := values.keys() - usual.keys():
-            raise ValueError(f"backoff takes {', '.join(usual)}, not {', '.join(sorted(unknown))}")
-        for name, low in zip(usual, (0, 1, 1), strict=True):
-            if isinstance(values[name], bool) or not values[name] >= low:
-                raise ValueError(f"backoff.{name} must be at least {low}, not {values[name]}")
-        self.base_s, self.factor, self.max_tries = values["base_s"], values["factor"], int(values["max_tries"])
-
-    def __iter__(self) -> Iterator[float]:
-        """Yield the seconds to wait after the first failed try, the second, …: one fewer than there are tries."""
-        return (self.base_s * self.factor**number for number in range(self.max_tries - 1))
+    usual: dict[str, float] = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
+    values = usual | dict(params or {})
+    if unknown := values.keys() - usual.keys():
+        raise ValueError(f"backoff takes {', '.join(usual)}, not {', '.join(sorted(unknown))}")
+    for name, low in zip(usual, (0, 1, 1), strict=True):
+        if isinstance(values[name], bool) or not values[name] >= low:
+            raise ValueError(f"backoff.{name} must be at least {low}, not {values[name]}")
+    return [values["base_s"] * values["factor"] ** number for number in range(int(values["max_tries"]) - 1)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from deeplightning.engine.plan import world_size
 from deeplightning.launch import Job, ProcessHooks, Start
-from deeplightning.launch.job import Backoff
+from deeplightning.launch.job import pauses
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning_ray.agent import WORKER
 from deeplightning_ray.cluster import connect
@@ -75,7 +75,7 @@ class Ray:
             raise ValueError(f"connect_timeout_s must be more than 0, not {connect_timeout_s}")
         self.address, self.min_workers, self.max_workers = address, min_workers, max_workers
         self.cpus_per_worker, self.storage_path, self.working_dir = cpus_per_worker, storage_path, working_dir
-        self.backoff, self.resize_cooldown_s = Backoff(backoff), resize_cooldown_s
+        self.backoff, self.resize_cooldown_s = pauses(backoff), resize_cooldown_s
         self.connect_timeout_s, self.init = connect_timeout_s, dict(init or {})
 
     def bounds(self, wanted: int) -> tuple[int, int]:
