@@ -150,7 +150,7 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     secrets = {expression: value for value, expression in source.secrets.values.items()}
     directory, roots = _lay_out(code, original.folder.code, top, secrets, say)
     settings = [*_settings(original, config, overrides, top), *overrides]
-    root = _value(settings, "data.root") or config.get("data.root")
+    root = dict(flat(plain(read(original.source, settings).root))).get("data.root")
     check_data(original, root if isinstance(root, str) else None, any_data, say)
     _link(original, config, directory)
     return Plan(own, settings, directory, _variables(original, roots))
@@ -321,12 +321,6 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
             process.kill()
             process.wait()
     return (code if code >= 0 else 128 - code), folder
-
-
-def _value(settings: Sequence[str], key: str) -> str | None:
-    """Return the last value of a key in the settings, or None."""
-    found = [text.partition("=")[2] for text in settings if text.partition("=")[0] == key]
-    return found[-1].strip("'").replace("''", "'") if found else None
 
 
 def quoted(value: object) -> str:
