@@ -111,27 +111,22 @@ def _replaced(value: object, wanted: Callable[[object], bool], replace: Callable
     A dict or list that occurs several times is visited once and shared in the result too.
 
     Raises:
-        ValueError: a value contains itself.
+        RecursionError: a value contains itself.
     """
     known: dict[int, object] = {}
-    inside = object()
 
     def visit(value: object, at: str) -> object:
         if wanted(value):
             return replace(value, at)
         if not isinstance(value, dict | list | tuple):
             return value
-        if id(value) in known:
-            if known[id(value)] is inside:
-                raise ValueError(f"{at}: a value contains itself")
-            return known[id(value)]
-        known[id(value)] = inside
-        if isinstance(value, dict):
-            made: object = {name: visit(item, f"{at}/{name}" if at else str(name)) for name, item in value.items()}
-        else:
-            made = type(value)([visit(item, f"{at}/{number}") for number, item in enumerate(value)])
-        known[id(value)] = made
-        return made
+        if id(value) not in known:
+            if isinstance(value, dict):
+                made: object = {name: visit(item, f"{at}/{name}" if at else str(name)) for name, item in value.items()}
+            else:
+                made = type(value)([visit(item, f"{at}/{number}") for number, item in enumerate(value)])
+            known[id(value)] = made
+        return known[id(value)]
 
     return visit(value, "")
 
