@@ -16,15 +16,13 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.config.addresses import fetched
 from deeplightning.faults import SetupError
-from deeplightning.own_code import SEAL, SEALED
+from deeplightning.own_code import SEAL
 from deeplightning.runfolder import UMASK
 from deeplightning.tracking.code import TEXTS, Code, collect
 from deeplightning.tracking.environment import GIT
@@ -35,7 +33,7 @@ MAX_LINKS = 10_000
 """Maximum number of entries linked per folder; in a larger folder modules find no other files next to them."""
 
 PREFIX = "deeplightning-sealed-"
-"""Prefix of the names of temporary seals."""
+"""Prefix of the names of temporary folders with a seal."""
 
 
 def own_code_now() -> Code:
@@ -96,27 +94,6 @@ def seal(
         shutil.rmtree(beside, ignore_errors=True)
         UMASK.give_back(token)
     return folder
-
-
-@contextmanager
-def sealed_meanwhile(configs: Iterable[Path] = (), git: Mapping[str, str | None] | None = None) -> Iterator[Path]:
-    """Freeze this process's launch in a temporary seal for the processes that it starts in the block.
-
-    Raises:
-        SetupError: the folder cannot be written.
-    """
-    before = os.environ.get(SEALED)
-    try:
-        top = tempfile.mkdtemp(prefix=PREFIX)  # forked processes would remove a TemporaryDirectory too
-    except OSError as error:
-        raise SetupError(f"the code of this launch cannot be sealed: {error.strerror}: {error.filename}") from error
-    try:
-        os.environ[SEALED] = str(seal(Path(top) / "seal", configs, git=git))
-        yield Path(os.environ[SEALED])
-    finally:
-        os.environ.pop(SEALED, None)
-        os.environ |= {SEALED: before} if before is not None else {}
-        shutil.rmtree(top, ignore_errors=True)
 
 
 # ---- the files of a seal

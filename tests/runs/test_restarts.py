@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import commands
 import pytest
@@ -16,6 +17,7 @@ from conftest import OWN, digest
 from killing import FAULT, GOES_WRONG, KILLS, SETTINGS, SLEEPS, WRITING
 from storm.ended import end_of
 
+from deeplightning.config.schema import Engine
 from deeplightning.tracking.code import read_code
 
 FORKED = "forks:main"
@@ -364,13 +366,14 @@ def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
     assert "the device is not there" in failed.err
 
 
-def test_a_port_of_the_config_is_free_again_for_a_restart(tmp_path):
+def test_a_port_of_the_config_is_free_again_for_a_restart(tmp_path, monkeypatch):
     """The processes of each start meet at it: exit code 0 after a restart."""
-    from deeplightning.launch.local import Processes
+    from deeplightning.launch import local
 
-    command = ["/bin/sh", "-c", f"test -e {tmp_path}/again || {{ touch {tmp_path}/again; kill -9 $$; }}"]
-    processes = Processes(command, 1, 1, int(commands.free_port()), lambda line: None)
-    assert (processes.run(), processes.restarts) == (0, 1)
+    words = ["/bin/sh", "-c", f"test -e {tmp_path}/again || {{ touch {tmp_path}/again; kill -9 $$; }}"]
+    monkeypatch.setattr(local, "_command", lambda job: words)
+    job = SimpleNamespace(cfg=SimpleNamespace(engine=Engine(max_restarts=1), redact=str))
+    assert local.Local(master_port=commands.free_port())._supervise(job) == 0
 
 
 @pytest.mark.parametrize("resumed", ["null", pytest.param("auto", marks=pytest.mark.slow)])
