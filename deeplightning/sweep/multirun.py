@@ -112,6 +112,7 @@ class Grid:
     """
 
     VERB = "multirun"
+    sign = ""  # a tag by which the runs below a parent run are found
 
     def __init__(
         self,
@@ -173,12 +174,7 @@ class Grid:
             finally:
                 hold.release()
             self._close(None)
-        return self.folder
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the table of the runs."""
-        return self.home
+        return self.parent.folder
 
     def _open(self) -> None:
         """Prepare for the first run."""
@@ -222,7 +218,8 @@ class Grid:
         address = self.server.address_for(number, self.cfg.train.checkpoint.monitor or "")
         log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if more else "")
         self._began[number] = time.monotonic()
-        environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None, **self._environment(number)}
+        of_parent = self.parent.environment(number, self.sign)
+        environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None, **of_parent}
         words = [str(file), *more, *self._tracked(point)]
         self.workers.start(number, words, point.file.with_suffix(".log"), environment)
 
@@ -232,10 +229,6 @@ class Grid:
             return []
         name = " ".join(re.sub(r"^[^=]*\.", "", word) for word in point.words)
         return [f"logger.params.run_name={line(name[:200])}"]
-
-    def _environment(self, number: int) -> dict[str, str]:
-        """Return further environment variables of a run."""
-        return {}
 
     def _to_continue(self, point: Point) -> list[str]:
         """Return the override by which an interrupted run continues from its latest checkpoint."""
@@ -287,10 +280,10 @@ class Grid:
     def _write(self) -> None:
         table, out = self._table(), io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(table)
-        write_whole(self.folder / RUNS_FILE, self.cfg.redact(out.getvalue()))
+        write_whole(self.parent.folder / RUNS_FILE, self.cfg.redact(out.getvalue()))
         say(self.cfg.redact(in_columns([row[:-2] for row in table], RUNS_FILE)))
         self._summarize()
-        say_path(self.folder, "Artifact storage path: ")
+        say_path(self.parent.folder, "Artifact storage path: ")
         sys.stdout.flush()
 
     def _summarize(self) -> None:

@@ -95,10 +95,6 @@ class Seeds(Grid):
         grid = [[*overrides, "train.seeds=null", f"seed={seed}"] for seed in seeds]
         super().__init__(cfg, path, ["seed"], grid, train, jobs, code_of_grid(path, grid[0], parent), parent)
 
-    @property
-    def folder(self) -> Path:
-        return self.parent.folder
-
     def _open(self) -> None:
         """Start the parent run, or resume it; a group whose parent was deleted starts over.
 
@@ -120,9 +116,6 @@ class Seeds(Grid):
 
     def _tracked(self, point: multirun.Point) -> list[str]:
         return self.parent.overrides(f"{self.parent.name}-seed-{point.words[-1].partition('=')[2]}")
-
-    def _environment(self, number: int) -> dict[str, str]:
-        return self.parent.environment(number, self.sign)
 
     def _summarize(self) -> None:
         """Print and write mean, standard deviation and interval of each metric, and log them to the parent run."""
@@ -151,7 +144,7 @@ class Seeds(Grid):
                     points.append(Point(clean(f"{name}{ending}"), figure, now, 0))
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(exact)
-        write_whole(self.folder / SUMMARY, out.getvalue())
+        write_whole(self.parent.folder / SUMMARY, out.getvalue())
         say(in_columns(shown, SUMMARY))
         self.parent.log(points, {"seeds": str(len(runs))})
 
