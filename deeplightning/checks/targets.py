@@ -113,7 +113,7 @@ def _note_mapping(report: Report, key: str, target: str, parameter: Parameter) -
         is_right = classes.isdisjoint(re.findall(r"\w+", annotation)) and not target.startswith(f"{annotation}.")
     if is_right:
         text = f"{key}: the mapping is passed as it is; `type` and `params` in its place make an object"
-        report.hints.append(Notice(text, unasked=False, key=key))
+        report.source.notices.append(Notice(text, unasked=False, key=key))
     else:
         report.fault(f"unknown key.{known_elsewhere(report, key)}", key, found=key.rpartition(".")[2])
 

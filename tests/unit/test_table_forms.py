@@ -160,7 +160,11 @@ FORMS = {
     "JSON lines": Form(frame().to_json(orient="records", lines=True), PLAIN, name="t.jsonl"),
     "Parquet": Form(parquet(), PLAIN, name="t.parquet"),
     "large, infinite and binary values": Form(
-        parquet(large=range(2**63, 2**63 + 4096 * ROWS, 4096), part=[math.inf, -math.inf, 1.5, 2.5, 3] * 12, raw=[b"\xff"] * ROWS),
+        parquet(
+            large=range(2**63, 2**63 + 4096 * ROWS, 4096),  # 64 bits tell them apart
+            part=[math.inf, -math.inf, 1.5, 2.5, 3] * 12,
+            raw=[b"\xff"] * ROWS,
+        ),
         PLAIN | {"large": "number", "part": "number", "raw": "ignore"},
         target="kind",
         options=Columns("kind"),
