@@ -96,8 +96,13 @@ class Report:
         return None
 
     def parameter(self, name: str, param: str) -> Parameter:
-        """Return a parameter of a class; where it is not known, one that allows anything."""
-        return self.meanings.parameters(name).get(param, Parameter(param))
+        """Return a parameter of a class: it allows anything if it is not known, and nothing if there is none."""
+        try:
+            signature = self.meanings.signature(name)
+        except (ValueError, Undecided):
+            return Parameter(param)
+        absent = Parameter(param, allowed=() if signature.rest is None else None)
+        return next((p for p in signature.parameters if p.name == param), absent)
 
     def add(self, *faults: Fault) -> None:
         """Add further faults: those without a place get that of their key, or of the nearest section above. None

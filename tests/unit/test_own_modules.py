@@ -329,6 +329,7 @@ def test_nested_targets_become_objects_and_callables():
         ("nets", "{one: {class_path: torch.nn.ReLU}}", True),
         ("optimizer", "{_target_: torch.optim.SGD, lr: 0.1}", True),
         ("scheduler", "{_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}", True),
+        ("nothing", "{_target_: torch.nn.ReLU}", True),
     ],
 )
 def test_a_mapping_that_a_module_may_build_by_itself_is_passed_as_it_is(param, value, is_fault):
