@@ -27,7 +27,7 @@ from deeplightning.faults import SetupError
 from deeplightning.process import failure
 from deeplightning.process.failure import INTERRUPTED, Cause, RankError, is_lost
 from deeplightning.process.identity import ATTEMPT, identity
-from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, members, was_lost
+from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, was_lost
 from deeplightning.process.streams import Interrupted, is_early
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
@@ -253,7 +253,7 @@ class Ranks:
         if os.getpid() != self.pid:
             return
         self.end_children(EXIT_SECONDS)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), lock_folder(self.folder):
             (self.folder / f"{self.rank}.left").touch()
             (self.folder / f"{self.rank}.pid").unlink(missing_ok=True)
             if not members(self.folder) and not (self.parent_reports and os.getppid() == self.parent):

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from deeplightning.process.identity import ATTEMPT, LAUNCH, identity
@@ -39,22 +39,37 @@ def shared_folder(environment: Mapping[str, str]) -> Path:
 
 
 def enter(rank: int) -> Path:
-    """Enter the folder of processes that were started elsewhere; create it if this process is the first.
-
-    If the last process of a former launch removes the folder at that instant, each process reports its own errors.
-    """
+    """Enter the folder of processes that were started elsewhere; create it if this process is the first."""
     folder = shared_folder(os.environ)
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # else the last process has just removed it
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                return Path(tempfile.mkdtemp(prefix=PREFIX))  # owned by somebody else: do not share
-            if not members(folder):  # left by a launch whose processes were all killed
-                for path in folder.iterdir():
-                    if path.suffix != ".pid":  # which may be of a process that enters now
-                        path.unlink(missing_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return Path(tempfile.mkdtemp(prefix=PREFIX))  # owned by somebody else: do not share
+        with contextlib.suppress(FileNotFoundError), lock_folder(folder):  # else the last process has just removed it
+            if not members(folder):
+                for path in folder.iterdir():  # left by a launch whose processes were all killed
+                    path.unlink(missing_ok=True)
             (folder / f"{rank}.pid").write_text(str(os.getpid()))
             return folder
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock the folder: no other process enters or leaves it meanwhile.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        import fcntl  # POSIX only, and every command imports this module
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise FileNotFoundError(folder)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def members(folder: Path) -> list[int]:

@@ -15,6 +15,7 @@ from commands import LIMIT_SECONDS, environment, free_port
 from conftest import OWN
 from killing import FAULT, GOES_WRONG, SLEEPS
 
+from deeplightning.process import shared_folder as folders
 from deeplightning.process.failure import Cause, first_of, is_lost, record_cause
 from deeplightning.process.shared_folder import shared_folder
 
@@ -252,6 +253,28 @@ def test_an_address_that_is_not_known_is_named(failing):
     """The name is resolved before anything waits."""
     failed = failing("engine.processes=2", code=3, ranks=1, MASTER_ADDR="nowhere.invalid")
     assert "MASTER_ADDR=nowhere.invalid" in told(failed)
+
+
+def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
+    """The first clears a former launch's folder, but keeps the entry of a process that enters meanwhile."""
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    found = folders.enter(0)
+    (found / "0.pid").write_text("")  # it was killed
+    second = threading.Thread(target=folders.enter, args=(1,))
+    members = folders.members
+
+    def slowly(folder):
+        there = members(folder)
+        if second.ident is None:
+            second.start()
+            second.join(0.3)
+        return there
+
+    monkeypatch.setattr(folders, "members", slowly)
+    assert folders.enter(2) == found
+    second.join()
+    assert {path.name for path in found.glob("*.pid")} == {"1.pid", "2.pid"}
 
 
 # ---- processes that Lightning's launcher starts
