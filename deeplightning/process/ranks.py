@@ -52,12 +52,16 @@ class Ranks:
         folder: shared with the other processes on this machine.
         parent: the process that started this one, if one of our launches did; this process ends with it.
         parent_reports: whether the parent reports a lost process; it may restart all of them.
+        expected: the number of processes that will enter the folder, if no parent created it.
 
     Attributes:
         children: processes that this one started, in order of rank; the first has the next rank.
     """
 
-    def __init__(self, rank: int, folder: Path, parent: int | None = None, parent_reports: bool = False):
+    def __init__(
+        self, rank: int, folder: Path, parent: int | None = None, parent_reports: bool = False, expected: int = 0
+    ):
+        self.expected = expected
         self.folder, self.parent, self.parent_reports, self.pid = folder, parent, parent_reports, os.getpid()
         self.children: list[subprocess.Popen[bytes]] = []
         self._main = threading.main_thread().ident
@@ -67,10 +71,20 @@ class Ranks:
         self._signalled = 0.0
         self._pipe: tuple[int, int] | None = None
         self.rank = rank
-        with contextlib.suppress(OSError):  # the folder is gone already, which the watching thread notices
-            (folder / f"{rank}.pid").write_text(str(self.pid))
         atexit.register(self.leave)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; it may be corrected after the start."""
+        return self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        former, self._rank = getattr(self, "_rank", rank), rank
+        with contextlib.suppress(OSError):  # the folder is gone already, which the watching thread notices
+            (self.folder / f"{former}.pid").unlink(missing_ok=True)
+            (self.folder / f"{rank}.pid").write_text(str(self.pid))
 
     # ---- causes
 
@@ -253,11 +267,21 @@ class Ranks:
         if os.getpid() != self.pid:
             return
         self.end_children(EXIT_SECONDS)
+        self._wait_for_late_ones()
         with contextlib.suppress(OSError), lock_folder(self.folder):
             (self.folder / f"{self.rank}.left").touch()
             (self.folder / f"{self.rank}.pid").unlink(missing_ok=True)
             if not members(self.folder) and not (self.parent_reports and os.getppid() == self.parent):
                 shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _wait_for_late_ones(self) -> None:
+        """Wait for processes that are still starting: they find the same error and must see that it was reported."""
+        cause, until = self.first(), time.monotonic() + EXIT_SECONDS
+        if cause is None or cause.exit_code in INTERRUPTED.values():
+            return
+        self._ends, self._until = True, until + EXIT_SECONDS
+        while len(list(self.folder.glob("*.came"))) < self.expected and time.monotonic() < until:
+            time.sleep(POLL_SECONDS / 5)
 
     def _exit(self, code: int) -> None:
         import multiprocessing
@@ -353,13 +377,14 @@ def follow() -> None:
     elif started_by and not is_alive(started_by):
         os._exit(5)
     elif not agent and not parent and found.world > 1:
-        _here = Ranks(found.rank, enter(found.rank))
+        _here = Ranks(found.rank, enter(found.rank), expected=found.local_world)
 
 
 def begin(rank: int, starts_others: bool) -> Ranks:
     """Take part with this rank, in processes that this one will start or that were started elsewhere."""
     global _here
     if (found := here()) is not None:
+        found.rank = rank
         return found
     if starts_others:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))

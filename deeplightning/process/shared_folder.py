@@ -50,6 +50,7 @@ def enter(rank: int) -> Path:
                 for path in folder.iterdir():  # left by a launch whose processes were all killed
                     path.unlink(missing_ok=True)
             (folder / f"{rank}.pid").write_text(str(os.getpid()))
+            (folder / f"{os.getpid()}.came").touch()
             return folder
 
 

@@ -255,6 +255,20 @@ def test_an_address_that_is_not_known_is_named(failing):
     assert "MASTER_ADDR=nowhere.invalid" in told(failed)
 
 
+def test_a_fault_of_all_is_told_once_by_whoever_comes_late(command, tiny, here):
+    """Both processes find the error themselves; the second starts after the first has reported it."""
+    told_port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-2", "WORLD_SIZE": "2"}
+    both = []
+    for rank in "01":
+        both.append(command.start("train", tiny, "engine.processes=2", cwd=here, LOCAL_RANK=rank, **told_port))
+        if rank == "0":
+            both[0].says("is no port", "err")
+    ended = [each.end() for each in both]
+    assert [each.code for each in ended] == [3, 3], ended
+    assert [each.err.count("is no port") for each in ended] == [1, 0], ended
+    assert not shared_folder(told_port).exists()
+
+
 def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
     """The first clears a former launch's folder, but keeps the entry of a process that enters meanwhile."""
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
