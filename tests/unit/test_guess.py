@@ -266,7 +266,7 @@ def test_signals_give_classes_channels_and_length():
     assert written["model"]["network"]["params"] == {"num_channels": 2, "num_outputs": 2}
     assert "6 signals of 2 channels and 10 to 14 steps, brought to 12" in notes
     assert "too few to train: at least 10 are needed to divide them into sets, not 6" in notes
-    assert json.loads(Path("new project/signal.json").read_text()) == {"signal": [[0.0] * 12] * 2}
+    assert json.loads(Path("new project/signal.json").read_text()) == {"signal": [[0.0] * 10] * 2}
 
 
 def test_signals_in_tables_may_have_semicolons_and_decimal_commas():
