@@ -256,7 +256,7 @@ def test_the_target_of_a_table_decides_what_is_learned(target, classes):
 
 
 def test_signals_give_classes_channels_and_length():
-    """Of several lengths the one in the middle; an example is written, of the length that the network is given."""
+    """Of several lengths the one in the middle; a signal is written as an example."""
     for name in ("a", "b"):
         Path("s", name).mkdir(parents=True)
         for number, steps in enumerate((10, 12, 14)):
