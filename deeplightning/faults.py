@@ -39,26 +39,24 @@ class Fault:
             text = f"{text[:MAX_HALF_CHARACTERS]} … {text[-MAX_HALF_CHARACTERS:]}"
         return printable(text)
 
-    def position(self) -> tuple[str, int, int]:
-        """Return file, line and column of the place; an override, and a file without lines, have 0 of both."""
-        file, line, column = [*(self.place or "").rsplit(":", 2), "", ""][:3]
-        is_line = line.isdigit() and column.isdigit() and not file.startswith("override ")
-        return (file, int(line), int(column)) if is_line else (self.place or "", 0, 0)
-
     def to_dict(self) -> dict[str, object]:
         """Return the error for programs.
 
         `file`, `line` and `column` or the `override` that set the value, `key`, `message`, and where they are known
         `found`, `allowed` and `suggestion`, the nearest right word.
         """
-        file, line, column = self.position()
-        is_override = file.startswith("override ")
+        place, override = self.place or "", None
+        file, line, column = ([*place.rsplit(":", 2), "", ""])[:3]
+        if place.startswith("override "):
+            file, override = "", place.removeprefix("override ")
+        elif not (line.isdigit() and column.isdigit()):
+            file, line, column = place, "", ""
         suggestion = re.search(r" (?:Did you mean|Here it is called) (\{.*?\}|\[.*?\]|\S+?)[?.]?(?=\s|$)", self.message)
         return {
-            "file": None if is_override else file or None,
-            "line": line or None,
-            "column": column or None,
-            "override": file.removeprefix("override ") if is_override else None,
+            "file": file or None,
+            "line": int(line) if line and not override else None,
+            "column": int(column) if column and not override else None,
+            "override": override,
             "key": self.key,
             "message": self.message,
             "found": self.found,

@@ -174,9 +174,13 @@ class Report:
 def in_order(faults: Iterable[Fault], source: Source) -> list[Fault]:
     """Return faults in the order of the file, each once, without values from the environment."""
 
+    def position(fault: Fault) -> tuple[str, int, int]:
+        name, line, column = ([*(fault.place or "").rsplit(":", 2), "", ""])[:3]
+        return (name, int(line), int(column)) if line.isdigit() and column.isdigit() else (fault.place or "", 0, 0)
+
     def clean(fault: Fault) -> Fault:
         words = {name: getattr(fault, name) for name in ("message", "place", "found", "allowed")}
         clean: dict[str, Any] = {name: source.secrets.redact(text) for name, text in words.items() if text}
         return replace(fault, **clean)
 
-    return sorted(dict.fromkeys(map(clean, faults)), key=Fault.position)
+    return sorted(dict.fromkeys(map(clean, faults)), key=position)

@@ -211,7 +211,10 @@ def _groups(report: Report, model: schema.Model) -> None:
     for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
         for number, group in enumerate(optimizer.groups):
             here = f"{key}.groups.{number}"
-            if "match" not in group:
+            misspelt = [name for name in group if "match" not in group and nearest(name, ["match"])]
+            for name in misspelt:
+                report.fault("unknown key. Did you mean match?", f"{here}.{name}", found=name, allowed="match")
+            if "match" not in group and not misspelt:
                 message = "missing: which parameters, a regular expression, for example `match: 'bias|norm'`"
                 report.fault(message, f"{here}.match")
             for name, value in group.items():

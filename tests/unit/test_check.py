@@ -353,7 +353,7 @@ def test_a_constructor_that_a_wrapper_opens_to_any_keyword_is_unchecked():
         ("model.optimizer.groups=[{match: bias, wieght_decay: 0}]",
          "groups.0.wieght_decay: torch.optim.SGD has no param `wieght_decay`. Did you mean weight_decay?"),
         ("model.optimizer.groups=[{weight_decay: 0}]", "model.optimizer.groups.0.match: missing: which parameters"),
-        ("model.optimizer.groups=[{mach: bias}]", "model.optimizer.groups.0.match: missing: which parameters, a"),
+        ("model.optimizer.groups=[{mach: bias}]", "model.optimizer.groups.0.mach: unknown key. Did you mean match?"),
         ("model.optimizer.groups=[{match: 'bias)'}]", "groups.0.match: must be a regular expression, not 'bias)': "),
         ("model.trainable=[]", "model.trainable: names no parameter, so nothing would learn; `all` trains"),
         ("data.loader={pin_memry: true}", "DataLoader has no param `pin_memry`. Did you mean pin_memory?"),
