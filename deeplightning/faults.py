@@ -133,6 +133,12 @@ PLUGINS = {
 """What each of our plug-ins adds: verbs in lower case, targets, launchers, and sections of a config, which end with a
 colon. The note that a plug-in is not installed uses it."""
 
+_RENAMED = {
+    "deeplightning.data.multilabel": "deeplightning.data.labelled_images",
+    "deeplightning.data.signal": "deeplightning.data.signal_folder",
+    "deeplightning.model.table": "deeplightning.model.table_net",
+}
+
 
 class Missing(ValueError):
     """Raised if a name in a config needs a package that is not installed; the name may be right."""
@@ -149,6 +155,15 @@ def plugin_of(name: str) -> str | None:
 def not_installed(plugin: str) -> str:
     """Return the note that a plug-in is not installed, with the command that installs it."""
     return f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
+
+
+def refuse_moved(name: str) -> None:
+    """Raise ValueError with the new name for the former dotted name of a target that is elsewhere now."""
+    moved = {each.rpartition(".")[2]: f"deeplightning_{p}.{each}" for p, names in PLUGINS.items() for each in names}
+    package, _, last = name.rpartition(".")
+    new = f"{_RENAMED[package]}.{last}" if package in _RENAMED else None if last.islower() else moved.get(last)
+    if new and package.startswith("deeplightning."):
+        raise ValueError(f"`{name}` is called {new} here.")
 
 
 def install(module: str) -> str:

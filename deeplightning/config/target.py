@@ -32,6 +32,7 @@ from deeplightning.faults import (
     is_full,
     nearest,
     no_module,
+    refuse_moved,
 )
 from deeplightning.signatures.signature import Options, Signature, Undecided, factory_of, of_item, of_object
 from deeplightning.words import first_line
@@ -70,6 +71,7 @@ def find(name: str) -> Any:
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
         raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
+    refuse_moved(name)
     found: object = None
     depth = 0
     for depth in range(len(parts) - 1, 0, -1):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning import own_code
-from deeplightning.faults import Missing, nearest, no_module
+from deeplightning.faults import Missing, nearest, no_module, refuse_moved
 from deeplightning.signatures.bindings import Assigned, Broken, Defined
 from deeplightning.signatures.from_source import Signatures
 from deeplightning.signatures.names import Names, Texts
@@ -55,6 +55,7 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
         raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
+    refuse_moved(name)
     names = names or Names()
     try:
         thing = _find(parts, names)

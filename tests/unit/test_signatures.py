@@ -290,6 +290,7 @@ def test_what_a_name_is(own, name, kind, path):
         ("own_parts.inner.broken.Thing.method", "SyntaxError"),
         ("own_wrong.Thing", "cannot import name 'Nothing' from 'own_parts.inner.custom'"),
         ("torch.optim.dam", "Did you mean torch.optim.Adam?"),  # the class, not the module `adam`
+        ("deeplightning.data.signal.SignalFolder", "is called deeplightning.data.signal_folder.SignalFolder here."),
     ],
 )
 def test_what_is_not_there_is_told_in_the_words_of_training(own, name, words):

@@ -149,3 +149,7 @@ def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
     outcome = command("train", config, cwd=tmp_path, code=3)
     assert f"{tmp_path}/none is no folder; it must hold config.json" in outcome.err.replace("\n", " ")
     assert "Traceback" not in outcome.err
+    former = command(
+        "check", config, "model.network.type=deeplightning.model.hugging_face.Encoder", cwd=tmp_path, code=2
+    )
+    assert "is called deeplightning_hub.encoder.Encoder here" in former.err + former.out
