@@ -71,7 +71,7 @@ class Sender:
         self._due = math.inf  # when to send what waits; inf: nothing does
         self._failures = 0
         self._in_vain = False  # whether the store was waited for, and nothing was sent since
-        self._quiet_until = self._sample_at = 0.0
+        self._quiet_until = self._sampled_at = self._sample_at = 0.0
         self._thread = threading.Thread()
         ignore_mlflow_warnings()
         with self._change:
@@ -103,12 +103,15 @@ class Sender:
                 self._change.wait_for(lambda: self._due == math.inf or self._failures > 0)
 
     def stop(self) -> None:
-        """Send everything, end the thread; the next line starts it again. If the store does not take everything in
-        time, log a warning; the thread keeps trying."""
+        """Take a last sample, send everything, end the thread; the next line starts it again. If the store does not
+        take everything in time, log a warning; the thread keeps trying."""
         with self._change:
             if self._ended:
                 return
             self._stopping = True
+            # The load of less than a second is noise, so a short stage has no last sample.
+            is_long = time.monotonic() - self._sampled_at >= min(1.0, self._sample_seconds)
+            self._sample_at = 0.0 if is_long else math.inf
             seconds = float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
             if was_in_vain := self._in_vain:
                 seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
@@ -142,8 +145,9 @@ class Sender:
         if not self._ended and (self._stops or not self._stopping):
             return
         self._stopping = False
-        self._quiet_until = time.monotonic() + QUIET_SECONDS
-        self._sample_at = time.monotonic() + min(1.0, self._sample_seconds)
+        self._sampled_at = time.monotonic()
+        self._quiet_until = self._sampled_at + QUIET_SECONDS
+        self._sample_at = self._sampled_at + min(1.0, self._sample_seconds)
         if self._claim is None:
             store, run_id, metrics = self._delivery.store, self._delivery.run_id, self._delivery.metrics
             try:
@@ -185,19 +189,21 @@ class Sender:
             if line is not None:
                 self._append(line)
                 self._plan()
-            self._sample_at = time.monotonic() + self._sample_seconds
+            self._sampled_at = time.monotonic()
+            self._sample_at = math.inf if self._stopping else self._sampled_at + self._sample_seconds
 
     def _run(self) -> None:
         while True:
             with self._change:
-                if self._stopping and self._due == math.inf:
-                    self._end()
-                    return
-                takes_samples = self._sample is not None and not self._is_opening and not self._stopping
-                now, sample_at = time.monotonic(), self._sample_at if takes_samples else math.inf
-                if (pause := min(self._due, sample_at) - now) > 0:
-                    self._change.wait(min(pause, threading.TIMEOUT_MAX))
-                    continue
+                now, takes_samples = time.monotonic(), self._sample is not None and not self._is_opening
+                sample_at = self._sample_at if takes_samples else math.inf
+                if sample_at > now:
+                    if self._stopping and self._due == math.inf:
+                        self._end()
+                        return
+                    if (pause := min(self._due, sample_at) - now) > 0:
+                        self._change.wait(min(pause, threading.TIMEOUT_MAX))
+                        continue
                 until, held = self._file.size if self._file is not None else 0, list(self._held)
             if sample_at <= now:
                 self._take_sample()
