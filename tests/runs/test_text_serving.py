@@ -69,7 +69,7 @@ def test_a_bundle_holds_all_that_a_text_needs(run):
     card = json.loads(run.bundle_card.read_text())
     assert (card["task"], card["labels"], card["golden"]["texts"]) == ("text_classification", LABELS, TEXTS)
     words = {"tokenizer": "words", "file": "vocabulary.txt", "size": SPEC.size, "lower": True}
-    assert card["input"] == {**words, "max_length": None, "limit": 24}
+    assert card["input"] == {**words, "max_length": None, "limit": 24, "column": "review"}
     assert (run.bundle / "vocabulary.txt").read_text() == SPEC.content
     assert card["files"]["vocabulary.txt"] == digest_of(run.bundle / "vocabulary.txt")
     answers = np.frombuffer(base64.b64decode(card["golden"]["fp32"]), "<f4").reshape(4, 3)
