@@ -366,7 +366,7 @@ def test_a_seal_that_somebody_has_changed_is_not_executed(failed, command, confi
     """A copy of the code that is not what the search has sealed: while the files of the code differ as well, exit code
     2 with the file; once they are as they were, they are sealed anew, and what was left of other seals is removed."""
     code = config.with_name("spoilt.py")
-    (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/*/spoilt.py")
+    (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/**/spoilt.py")
     copy.chmod(0o600)
     copy.write_text("raise SystemExit('executed')\n")
     code.write_text(BROKEN.replace("a fault of the user", "another fault"))
@@ -374,7 +374,7 @@ def test_a_seal_that_somebody_has_changed_is_not_executed(failed, command, confi
     assert f"{code}: this code has changed since the search none began" in refused.err
     code.write_text(BROKEN)
     command("tune", config, *FAILING, "tune.num_trials=2", cwd=place, code=5)
-    (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/*/spoilt.py")
+    (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/**/spoilt.py")
     assert copy.read_text() == BROKEN
 
 
