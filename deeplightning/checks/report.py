@@ -96,7 +96,7 @@ class Report:
         return None
 
     def parameter(self, name: str, param: str) -> Parameter:
-        """Return a parameter of a class: it allows anything if it is not known, and nothing if there is none."""
+        """Return a parameter of a class. An unknown parameter allows anything; a missing one allows nothing."""
         try:
             signature = self.meanings.signature(name)
         except (ValueError, Undecided):

@@ -287,7 +287,7 @@ def defaults(cls: type) -> Iterator[tuple[str, object]]:
 
 
 def value_at(section: Section, key: str | Sequence[Any]) -> Any:
-    """Return the value at a dotted key, or at a path of names and indexes; None where there is none."""
+    """Return the value at a dotted key or at a path of names and indexes, or None if it does not exist."""
     found: Any = section
     for name in key.split(".") if isinstance(key, str) else key:
         if isinstance(found, list) and isinstance(name, int):

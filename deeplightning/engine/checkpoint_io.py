@@ -65,7 +65,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             log.warning(
                 "checkpoints of this run do not hold %s: only plain values are read again. In `on_save_checkpoint` "
                 "and `state_dict`, put numbers, texts, tensors, and lists and dicts of such in their place",
-                ", ".join(f"{key}[{name!r}]" if name else key for (key, name), unsafe in new.items() if unsafe),
+                ", ".join(key if name is None else f"{key}[{name!r}]" for (key, name), unsafe in new.items() if unsafe),
             )
         checkpoint = {**checkpoint}
         for key, name in (place for place in places if self._unsafe[place]):
@@ -93,7 +93,7 @@ def _is_unsafe(key: str, name: object, checkpoint: dict[str, Any]) -> bool:
     stream = io.BytesIO()
     try:
         torch.save(_plain(checkpoint[key] if name is None else checkpoint[key][name]), stream)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except Exception:  # objects of users raise anything; a value that contains itself a RecursionError
         return True
     stream.seek(0)
     return bool(torch.serialization.get_unsafe_globals_in_checkpoint(stream))

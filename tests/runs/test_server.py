@@ -312,8 +312,8 @@ def test_a_client_that_leaves_is_no_fault(server):
 
 
 def test_a_key_is_asked_for_and_kept_secret(start):
-    """The server accepts the variable's value alone and logs it nowhere. If others can reach it, it says so when it
-    starts, and it answers only for the hosts that it is given."""
+    """The server accepts the variable's value alone and does not log it. A public server says at its start that it is
+    public, and answers only for the hosts in its list."""
     public = ("--host", "0.0.0.0", "--allowed-hosts", "model.example,10.0.0.5")
     server = start("--api-key-env", "OWN_KEY", *public, OWN_KEY="s3cret-value")
     assert "public" in server.line

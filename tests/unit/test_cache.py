@@ -312,7 +312,7 @@ def forked(work, count: int) -> list[int]:
 
 
 def test_interrupted(root, decoded, monkeypatch, in_chunks):
-    """Ctrl-C ends it, and the next start begins anew."""
+    """Ctrl-C ends the decoding, and the next start decodes all images again."""
     decode = ImageSpec.decode
 
     def interrupted(self, data, *args):

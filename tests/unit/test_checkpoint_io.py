@@ -74,7 +74,8 @@ def test_what_is_not_read_again_is_left_out_of_checkpoints(tmp_path, checkpoint,
     """At the top and one level below, also what cannot be saved at all; one note names the places, and the values of
     the user stay."""
     io, path = SafeCheckpointIO(), tmp_path / "last.ckpt"
-    own = {"at": datetime(2026, 1, 1), "kept": [np.float64(1.5)], "call": lambda: None}
+    own = {"at": datetime(2026, 1, 1), "kept": [np.float64(1.5)], "call": lambda: None, "self": []}
+    own["self"].append(own["self"])
     given = checkpoint | {
         "own": own,
         "day": datetime(2026, 1, 1),
@@ -84,9 +85,15 @@ def test_what_is_not_read_again_is_left_out_of_checkpoints(tmp_path, checkpoint,
         io.save_checkpoint(given, path)
     found = read_checkpoint(path)
     assert (found["own"], found["callbacks"], "day" in found) == ({"kept": [1.5]}, {"Other": {"n": 1}}, False)
-    assert (own.keys(), given.keys()) == ({"at", "kept", "call"}, checkpoint.keys() | {"own", "day", "callbacks"})
+    assert (own.keys(), given.keys()) == (
+        {"at", "kept", "call", "self"},
+        checkpoint.keys() | {"own", "day", "callbacks"},
+    )
     (note,) = [each.getMessage() for each in caplog.records]
-    assert "do not hold callbacks['Mine'], own['at'], own['call'], day: only plain values are read again" in note
+    assert (
+        "do not hold callbacks['Mine'], own['at'], own['call'], own['self'], day: only plain values are read again"
+        in note
+    )
 
 
 def test_a_kill_while_saving_leaves_the_old_file_whole(path, checkpoint):

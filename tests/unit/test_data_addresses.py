@@ -100,7 +100,7 @@ def test_a_copy_that_fails_leaves_nothing(store, monkeypatch):
 
 
 def test_what_a_killed_process_left_is_not_used(store):
-    """It is made anew."""
+    """The data are copied again."""
     folder = folder_of(ROOT)
     (folder.parent / "index").unlink()
     (folder / "a.csv").write_text("half")
