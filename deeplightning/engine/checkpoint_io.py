@@ -34,7 +34,7 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys(("state_dict", "loops", "callbacks", "config", "run", "engine", "versions"), dict),
     **dict.fromkeys(("gathered", "gradients", "monitored", "plateaus", "train_metrics"), dict),
     **dict.fromkeys(("epoch", "global_step"), int),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers", "points", "frozen"), list),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "points", "frozen", "left_out"), list),
 }
 """Types of the values under the keys that are read here; all keys but the first may be missing or None."""
 
@@ -50,13 +50,21 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         super().__init__()
+        self.trainer: Any = None  # set when there is one: of the modules that `refill` asks
         self._unsafe: dict[tuple[str, object], bool] = {}  # by place
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Save atomically, without what hooks have added that would not be read again; the first time, warn of it.
+        """Save atomically what `readable` returns.
 
         Raises:
             SetupError: the folder cannot be written, or the disk is full; an older file at `path` stays.
+        """
+        _write(self.readable(checkpoint), Path(path))
+
+    def readable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint without what hooks have added that would not be read again; the first time, warn of it.
+
+        Its key `left_out` has the places, a key and a key of the dict that lies there or None, for `refill`.
         """
         places = _added(checkpoint)
         new = {place: _is_unsafe(*place, checkpoint) for place in places if place not in self._unsafe}
@@ -64,22 +72,28 @@ class SafeCheckpointIO(TorchCheckpointIO):
         if any(new.values()):
             log.warning(
                 "checkpoints of this run do not hold %s: only plain values are read again. In `on_save_checkpoint` "
-                "and `state_dict`, put numbers, texts, tensors, and lists and dicts of such in their place",
+                "and `state_dict`, put numbers, texts, tensors, and lists and dicts of such in their place. Else a "
+                "resumed run has those of its newly built module",
                 ", ".join(key if name is None else f"{key}[{name!r}]" for (key, name), unsafe in new.items() if unsafe),
             )
-        checkpoint = {**checkpoint}
-        for key, name in (place for place in places if self._unsafe[place]):
+        left_out = [place for place in places if self._unsafe[place]]
+        checkpoint = checkpoint | ({"left_out": [[*place] for place in left_out]} if left_out else {})
+        for key, name in left_out:
             value = checkpoint.pop(key)
             if name is not None:
-                assert isinstance(value, dict)
                 checkpoint[key] = {other: inner for other, inner in value.items() if other != name}
-        _write(checkpoint, Path(path))
+        return checkpoint
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = True
     ) -> dict[str, object]:
         """Load with `weights_only=True`, regardless of the argument."""
-        return read_checkpoint(path)
+        return self.refilled(read_checkpoint(path))
+
+    def refilled(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint that was read with what `readable` left out, see `refill`."""
+        trainer = self.trainer
+        return refill(checkpoint, trainer and trainer.lightning_module, trainer and trainer.datamodule)
 
 
 def _added(checkpoint: dict[str, Any]) -> list[tuple[str, object]]:
@@ -97,6 +111,32 @@ def _is_unsafe(key: str, name: object, checkpoint: dict[str, Any]) -> bool:
         return True
     stream.seek(0)
     return bool(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+
+
+def refill(checkpoint: dict[str, Any], module: Any, data: Any = None) -> dict[str, Any]:
+    """Return a checkpoint with what was left out of it, before hooks look for that: what module and data module, as
+    they are now, save at these places.
+
+    Args:
+        checkpoint: as it was read; changed.
+        module: a LightningModule; None: nothing is put back.
+        data: a LightningDataModule.
+    """
+    places = [place for place in checkpoint.pop("left_out", None) or () if place[0] not in _TYPES]
+    if not places or module is None:
+        return checkpoint
+    saved = {key: {**value} if isinstance(value, dict) else value for key, value in checkpoint.items()}
+    with contextlib.suppress(Exception):  # what is not trained yet may have nothing to save
+        if data is not None:
+            saved[type(data).__qualname__] = data.state_dict()
+        module.on_save_checkpoint(saved)
+    for key, name in places:
+        value = saved.get(key)
+        if name is None and key in saved:
+            checkpoint[key] = value
+        elif isinstance(value, dict) and name in value:
+            checkpoint.setdefault(key, {})[name] = value[name]
+    return checkpoint
 
 
 def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
@@ -156,6 +196,8 @@ def _plain(value: Any) -> Any:
     texts as lists."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, shards.Shard):  # `_is_unsafe` judges its values
+        return value.values
     if isinstance(value, np.ndarray):
         try:
             return torch.from_numpy(value.copy())

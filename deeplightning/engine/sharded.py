@@ -159,11 +159,11 @@ class Sharded(CountsOnce, ABC):
         return {"state": state, "param_groups": groups}
 
     def save_checkpoint(self, checkpoint: dict[str, object], filepath: object, storage_options: object = None) -> None:
-        save_sharded(checkpoint, self.broadcast(filepath))  # type: ignore[attr-defined]
+        save_sharded(self.checkpoint_io.readable(checkpoint), self.broadcast(filepath))  # type: ignore[attr-defined]
 
     def load_checkpoint(self, checkpoint_path: object, weights_only: bool | None = None) -> dict[str, object]:
         self.path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]
-        return read_checkpoint(self.path, whole=False)
+        return self.checkpoint_io.refilled(read_checkpoint(self.path, whole=False))  # type: ignore[attr-defined, no-any-return]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights and buffers.

@@ -82,7 +82,8 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
-    return StepCountingTrainer(
+    io = SafeCheckpointIO()
+    trainer = io.trainer = StepCountingTrainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
@@ -95,13 +96,14 @@ def init_trainer(cfg: Config) -> pl.Trainer:
         limit_test_batches=limits.test if limits else 1.0,
         limit_predict_batches=limits.test if limits else 1.0,
         callbacks=all_of(cfg),
-        plugins=[SafeCheckpointIO(), cluster()],
+        plugins=[io, cluster()],
         logger=False,  # `Record` adds them when the run opens
         log_every_n_steps=1,  # deeplightning.callbacks.steps.LogSteps selects the steps
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    return trainer
 
 
 def _overfit(data: Any, number: int) -> None:

@@ -60,13 +60,13 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     Raises:
         CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
     """
-    from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
+    from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint, refill
 
     cfg = load_run(folder, TO_ANSWER, verb, allow=allow)
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
     task = init_module(cfg, "model")
-    task.on_load_checkpoint(checkpoint)
+    task.on_load_checkpoint(refill(checkpoint, task))
     task.configure_model()
     own, saved = task.state_dict(), checkpoint["state_dict"]
     for name in [name for name in saved if name.startswith("losses.") and name not in own]:  # of a loss left out

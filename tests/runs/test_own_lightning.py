@@ -139,6 +139,40 @@ class OfConfig(Line):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Scale:
+    factor = 2.0
+
+
+class ScaledPoints(Points):
+    scale = None
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.scale = self.scale or Scale()
+
+    def state_dict(self):
+        return {"scale": self.scale, "epochs": self.trainer.current_epoch}
+
+    def load_state_dict(self, state):
+        self.scale, self.epochs = state["scale"], state["epochs"]
+
+
+class Scaled(Line):
+    def setup(self, stage):
+        self.scale = Scale()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.scale.factor
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["scale"] = self.scale
+        checkpoint["of"] = {"scale": self.scale, "factor": self.scale.factor}
+
+    def on_load_checkpoint(self, checkpoint):
+        self.scale = checkpoint["scale"]
+        assert checkpoint["of"]["scale"].factor == checkpoint["of"]["factor"]
+
+
 class DataOfConfig(Points):
     def __init__(self, cfg):
         super().__init__(cfg.data.batch_size)
@@ -333,6 +367,24 @@ def test_a_run_resumes_with_the_weights_of_an_uninterrupted_one(whole, run, tmp_
     assert "(step 10, epoch 2)" in resumed.out
     assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
     assert run(str(resumed.folder), verb="test").code == 0
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_run_resumes_without_the_objects_that_its_checkpoints_cannot_hold(engine, run, tmp_path):
+    """Hooks of module and data module find those of the new ones, also where a stage takes the best weights; one
+    warning."""
+    ranks = 1 if engine == "ddp" else 2
+    settings = ["data.module.type=own_line.ScaledPoints", "model.module.type=own_line.Scaled"]
+    settings += [f"engine={{backend: {engine}, processes: {ranks}}}"]
+
+    def train(store, *words):
+        return run(*settings, *words, f"logger.params.tracking_uri={tmp_path / store}", ranks=ranks)
+
+    whole, half = train("whole"), train("half", "train.num_epochs=2")
+    resumed = train("half", "train.resume_ckpt=auto")
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    warning = "checkpoints of this run do not hold ScaledPoints['scale'], scale, of['scale']: only plain values"
+    assert [line.count(warning) for line in half.err.splitlines() if "do not hold" in line] == [1]
 
 
 HOOKED = (

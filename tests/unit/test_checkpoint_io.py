@@ -6,6 +6,7 @@ import resource
 import signal
 import zipfile
 from datetime import datetime
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,6 +95,31 @@ def test_what_is_not_read_again_is_left_out_of_checkpoints(tmp_path, checkpoint,
         "do not hold callbacks['Mine'], own['at'], own['call'], own['self'], day: only plain values are read again"
         in note
     )
+
+
+def test_what_was_left_out_is_put_back_from_the_modules_as_they_are(tmp_path, checkpoint):
+    """Nothing else changes, nor do places that the modules no longer have; without modules there is nothing to ask."""
+    day, io = datetime(2026, 1, 1), SafeCheckpointIO()
+
+    class Data:
+        def state_dict(self):
+            return {"day": day, "n": 8}
+
+    class Module:
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint |= {"day": day, "own": {"day": day, "n": 8}, "new": day}
+
+    own = {"own": {"day": day, "n": 7, "gone": day}, "day": day, "gone": day, Data.__qualname__: {"day": day, "n": 7}}
+    io.save_checkpoint(checkpoint | own, tmp_path / "last.ckpt")
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["own"] == {"n": 7}
+    io.trainer = SimpleNamespace(lightning_module=Module(), datamodule=Data())
+    found = io.load_checkpoint(tmp_path / "last.ckpt")
+    assert {name: found[name] for name in own if name in found} == {
+        "own": {"day": day, "n": 7},
+        "day": day,
+        Data.__qualname__: {"day": day, "n": 7},
+    }
+    assert found.keys() == checkpoint.keys() | {"own", "day", Data.__qualname__}
 
 
 def test_a_kill_while_saving_leaves_the_old_file_whole(path, checkpoint):
