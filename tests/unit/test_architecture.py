@@ -16,12 +16,6 @@ def test_the_picture_is_that_of_the_imports():
     assert architecture_page.picture() == PICTURE.read_text()
 
 
-def test_implied_arrows_are_left_out():
-    """Of three folders in a chain, the first needs no arrow to the last; one that is needed stays."""
-    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set(), "d": {"c"}}
-    assert architecture_page.needed(graph) == [("a", "b"), ("b", "c"), ("d", "c")]
-
-
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+/)*\w+\.(?:py|sh))`", TEXT))))
 def test_each_file_that_it_names_is_there(name):
     """From the root of the repository."""

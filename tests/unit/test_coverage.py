@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 
-import pytest
 from coverage_page import PLUGINS, TABLE, TESTS, faults, functions, page, read
 
 PAGE = TESTS / "coverage.md"
@@ -26,28 +25,3 @@ def test_no_row_is_left_out():
 def test_the_page_is_that_of_the_table():
     """`.venv/bin/python tests/coverage_page.py tests/coverage.md` renews it."""
     assert PAGE.read_text() == page(read(TABLE.read_text()))
-
-
-KNOWN = {"test_a.py::test_one", "test_gpu.py::test_two"}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("== A\nX-1 | w | test_a.py::test_two |", "line 2, X-1: there is no test test_a.py::test_two"),
-        ("== A\nX-1 | w | test_b.py::test_one |", "there is no test test_b.py::test_one"),
-        ("== A\nX-1 | w | |", "no test, and no reason that begins with `later:` or `missing:`"),
-        ("== A\nX-1 | w | | because", "no test, and no reason"),
-        ("== A\nX-1 | w | | gpu: it is fast", "no test, and no reason"),
-        ("== A\nX-1 | w | | missing:", "missing, without a reason"),
-        ("== A\nX-1 | w | test_gpu.py::test_two |", "only tests that need a GPU"),
-        ("== A\nX-1, X-2 | w | test_a.py::test_one |\nX-2 | w | test_a.py::test_one |", "X-2 stands in 2 rows"),
-        ("X-1 | w | test_a.py::test_one |", "no words, or no section"),
-        ("== A\nX-1 | w | test_a.py::test_one", "line 2: 3 parts between |, 4 expected"),
-    ],
-)
-def test_what_is_wrong_with_the_table_is_told(text, words):
-    """With its line; a right row has no fault."""
-    (fault,) = faults(read(text), KNOWN)
-    assert words in fault
-    assert list(faults(read("== A\nX-1 | w | test_a.py::test_one | gpu: the rest\nX-2 | w | | later: x"), KNOWN)) == []

@@ -84,17 +84,6 @@ def test_every_key_is_documented():
     assert [field.name for _, field in fields if not field.metadata["doc"]] == []
 
 
-def test_the_head_of_a_page_is_kept(tmp_path, monkeypatch):
-    """The command renews what stands below a page's line and keeps what people wrote above it."""
-    monkeypatch.setattr(reference_pages, "FOLDER", tmp_path)
-    (tmp_path / "check.md").write_text(f"# Mine\n\n{reference_pages.START}\nold")
-    renewed = reference_pages.renewed("check")
-    assert renewed.startswith(
-        f"# Mine\n\n{reference_pages.START}\n\n## Settings that exclude each other\n\n| Together |"
-    )
-    assert "old" not in renewed.split()
-
-
 def test_every_verb_has_its_heading():
     """But hidden ones, which Deep Lightning calls itself."""
     made = (REFERENCE / "verbs.md").read_text().partition(reference_pages.START)[2]

@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from deeplightning.checks.examine import load_config
-from deeplightning.config import packages
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import ConfigError
@@ -46,14 +45,6 @@ def test_shipped_configs_are_reached_from_anywhere(here):
         assert load_config(path).data.batch_size == 32
     search = read("pkg://deeplightning/examples/search/search.yaml")
     assert {"tune", "seed"} <= search.root.value.keys()
-
-
-def test_every_shipped_config_is_readable():
-    """Each address of the list leads to a config."""
-    addresses = packages.shipped()
-    assert "pkg://deeplightning/configs/mnist.yaml" in addresses
-    assert "pkg://deeplightning/examples/own_code/even_or_odd.yaml" in addresses
-    assert [address for address in addresses if "model" not in read(address).root.value] == []
 
 
 def test_no_package_is_imported():
