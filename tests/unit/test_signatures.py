@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -60,27 +59,6 @@ def why(name: str) -> str:
 
 
 # ---- nothing is imported
-
-
-def test_nothing_of_a_target_is_imported():
-    """Hundreds of milliseconds and all side effects stay away: not even the parent packages are loaded."""
-    program = """
-import sys
-from deeplightning.signatures.definition import look_up
-for name in sys.argv[1:]:
-    found = look_up(name)
-    found.bases(), found.signature(), found.documentation("x"), found.logged_names()
-heavy = {"torch", "pytorch_lightning", "torchvision", "torchmetrics", "numpy", "mlflow", "omegaconf", "sklearn"}
-print(*sorted(heavy & sys.modules.keys()))
-"""
-    names = """torch.optim.SGD torch.optim.lr_scheduler.OneCycleLR torch.nn.CrossEntropyLoss torchvision.models.resnet18
-        torchmetrics.classification.MulticlassAccuracy pytorch_lightning.strategies.DDPStrategy sklearn.svm.SVC
-        pytorch_lightning.callbacks.EarlyStopping deeplightning.data.image_folder.ImageFolder
-        deeplightning.task.img_classif.ImageClassification deeplightning.tracking.MLflowLogger"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *names.split()], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert done.stdout.split() == []
 
 
 # ---- against the imported objects
@@ -313,23 +291,6 @@ def test_what_is_not_there_is_told_in_the_words_of_training(own, name, words):
         del sys.modules[module]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("torch.optim.SGDD", "torch.optim has no `SGDD`. Did you mean torch.optim.SGD?"),
-        ("torchvision.modles.resnet18", "torchvision has no `modles`. Did you mean torchvision.models?"),
-        ("torchmetrics.classification.MulticlasAccuracy", "Did you mean torchmetrics.classification.MulticlassAccu"),
-        ("pytorch_lightning.callbacks.EarlyStoping", "Did you mean pytorch_lightning.callbacks.EarlyStopping?"),
-        ("deeplightning.tracking.MlflowLogger", "Did you mean deeplightning.tracking.MLflowLogger?"),
-        ("torch.nn.Embedding.from_pretraind", "Did you mean torch.nn.Embedding.from_pretrained?"),
-    ],
-)
-def test_a_misspelt_name_is_told_with_the_right_one(name, words):
-    """In the libraries that configs name."""
-    with pytest.raises(ValueError, match=re.escape(words)):
-        look_up(name)
-
-
 UNDECIDED_NAMES = {
     "def __getattr__(name):\n    return make(name)": "`__getattr__`",
     "def __getattr__(name):\n    found = TABLE.get(name)\n    if found is not None:\n        return found\n"
@@ -542,14 +503,6 @@ def test_a_word_that_is_not_known_is_refused():
         getattr(module, name)(**given, sync_on_compute=False)
         tried += 1
     assert tried >= 15
-
-
-def test_the_examples_are_known(monkeypatch):
-    """Own data that hand options on to ours."""
-    monkeypatch.syspath_prepend(ROOT / "examples" / "own_code")
-    assert taken("own_data.EvenOrOdd") == ["cfg!", "augment*", "in_memory*", "limit*", "max_pixels*", "cache*"]
-    assert rest("own_data.EvenOrOdd") is None
-    assert look_up("own_task.Reconstruction").logged_names() == ({"train_loss", "val_loss", "test_loss"}, True)
 
 
 # ---- types and defaults

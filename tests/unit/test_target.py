@@ -103,23 +103,11 @@ def test_a_users_own_module_is_found(own):
     assert find(f"{CUSTOM}.Holder.made")(n=3) == 3
 
 
-BROKEN = {
-    "a syntax error": ("x = 1\ndef f(:\n", "SyntaxError: invalid syntax (broken.py:2)"),
-    "an error": ("def f():\n    return 1 / 0\nf()\n", "ZeroDivisionError: division by zero (broken.py:2)"),
-    "a missing package": ("import os\nimport not_installed_pkg\n", "needs not_installed_pkg, which is not installed"),
-    "a wrong name": ("from math import sqr\n", "cannot import name 'sqr' from 'math'"),
-    "an exit": ("import sys\nsys.exit(0)\n", "SystemExit: 0 (broken.py:2)"),
-}
-
-
-@pytest.mark.parametrize(("text", "words"), BROKEN.values(), ids=BROKEN)
-def test_an_own_module_that_cannot_be_imported_is_told_with_its_line(own, text, words):
-    """The note names the error, and file and line of the user's own code, however deep in a library it was raised."""
-    Path("broken.py").write_text(text)
-    with pytest.raises(ValueError, match="importing broken") as caught:
+def test_an_own_module_that_exits_is_told_with_its_line(own):
+    """It does not end the command. test_own_code.py has other errors, each with the line of the user's own code."""
+    Path("broken.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ValueError, match=r"importing broken .*SystemExit: 0 \(broken\.py:2\)"):
         find("broken.Thing")
-    assert words in str(caught.value)
-    assert "(broken.py:" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +277,6 @@ def test_a_function_that_takes_anything_is_asked_nothing(own):
     """`**kwargs` may mean any param; what has a name is still compared."""
     assert notes(f"{CUSTOM}.Any", {"size": 1, "whatever": 2}) == {}
     assert notes(f"{CUSTOM}.Any", {"whatever": 2}) == {"k.params": f"{CUSTOM}.Any needs size"}
-
-
-def test_what_is_handed_on_is_compared_there(own):
-    """`**more` for the parent's `__init__` are the parent's params, which the live signature does not show."""
-    assert notes(f"{CUSTOM}.Open", {"size": 1, "rate": 2}) == {}
-    assert "has no param `rat`. Did you mean rate?" in notes(f"{CUSTOM}.Open", {"size": 1, "rat": 2})["k.params.rat"]
 
 
 def test_what_we_give_is_not_given_again(own):
