@@ -5,7 +5,6 @@ import errno
 import itertools
 import logging
 import os
-import re
 import shutil
 import time
 from pathlib import Path
@@ -364,16 +363,6 @@ def test_a_full_disk(root, cache, monkeypatch, caplog):
     assert pictures(ready(root)) == right(root)
 
 
-def test_nowhere_to_write(root, tmp_path, caplog):
-    """A folder that cannot be made is said once, and all goes on without."""
-    (tmp_path / "file").write_text("")
-    module = ready(root, cache=str(tmp_path / "file" / "cache"))
-    assert len(caplog.messages) == 1
-    assert str(tmp_path / "file" / "cache") in caplog.text
-    assert "Not a directory" in caplog.text
-    assert pictures(module) == right(root)
-
-
 # Several processes
 
 
@@ -391,27 +380,6 @@ def test_processes_at_once(root, decoded, in_chunks):
     decoded.clear()
     assert pictures(ready(root)) == wanted
     assert decoded[COUNT:] == []
-
-
-@pytest.mark.slow
-def test_a_run_of_two_ranks(root, cache, job):
-    """Ranks that start together decode each image once, and learn what they do without a cache."""
-    module = "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 8}}"
-    network = "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}"
-    shown = "logger.ranks=[0, 1]"  # either may come first and decode
-    words = ["~data.module", module, f"data.root='{root}'", "data.batch_size=4", network, shown]
-
-    def run(place):
-        outcome = job(*words, ranks=2, DEEPLIGHTNING_CACHE=str(place))
-        told = "".join(rank.out + rank.err for rank in outcome.ranks)
-        weights = torch.load(outcome.folder / "last.ckpt", weights_only=True)["state_dict"]
-        return weights, sum(int(number) for number in re.findall(r"Decoding (\d+) images", told))
-
-    expected, none = run("off")
-    weights, decoded = run(cache)
-    assert (none, decoded) == (0, COUNT)
-    assert all(torch.equal(values, weights[name]) for name, values in expected.items())
-    assert (only(cache) / "pixels").stat().st_size == decoded * ROW
 
 
 # Room

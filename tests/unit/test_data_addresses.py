@@ -2,7 +2,6 @@
 
 import io
 import os
-import threading
 import zipfile
 from pathlib import Path
 
@@ -109,25 +108,6 @@ def test_what_a_killed_process_left_is_not_used(store):
     assert folder_of(ROOT) == folder
     assert names(folder) == ["a.csv", "b.csv", "deeper/c.csv"]
     assert (folder / "a.csv").read_text() == "x,y\n"
-
-
-def test_two_at_once_copy_once(store, monkeypatch):
-    """The second waits, and takes what the first has copied."""
-    copied, get = [], type(store).get
-
-    def counted(self, paths, targets):
-        copied.append(threading.get_ident())
-        get(self, paths, targets)
-
-    monkeypatch.setattr(type(store), "get", counted)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(folder_of(ROOT))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1
-    assert len(copied) == 1
 
 
 @pytest.mark.parametrize(

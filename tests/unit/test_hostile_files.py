@@ -6,8 +6,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 import zipfile
 import zlib
@@ -21,7 +19,7 @@ import pytest
 import torch
 from hangs import limited
 from onnx import helper
-from served import ROOT, colour_run
+from served import colour_run
 
 from deeplightning.checks import trust
 from deeplightning.cli.listing import sync
@@ -230,33 +228,6 @@ def test_a_bundle_that_was_tampered_with_is_refused(right_bundle, tmp_path, capf
 
     limited(SECONDS, is_refused)
     assert capfd.readouterr() == ("", "")
-
-
-ONE_BY_ONE = """
-import os, sys
-from serve.__main__ import main
-for folder in sys.argv[1:]:
-    os.dup2(os.open(folder + ".err", os.O_WRONLY | os.O_CREAT), 2)
-    print(main([folder, "--port", "0", "--device", "cpu"]), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_the_server_ends_with_one_note_on_every_such_bundle(right_bundle, tmp_path):
-    """All of the corpus, one server after another in one process: exit code 4, one note, no traceback."""
-    folders = [copied(right_bundle, tmp_path / f"{number}") for number in range(len(BUNDLES))]
-    for folder, kind in zip(folders, BUNDLES, strict=True):
-        tamper_with_bundle(folder, kind.values[0])
-    command = [sys.executable, "-c", ONE_BY_ONE, *map(str, folders)]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS * len(folders))
-    notes = [Path(f"{folder}.err").read_text() for folder in folders]
-    wrong = {
-        kind.id: (code, note)
-        for kind, code, note in zip(BUNDLES, told.stdout.split(), notes, strict=True)
-        if code != "4" or note.count("\n") != 1 or "Traceback" in note or kind.values[1] not in note
-    }
-    assert wrong == {}
-    assert told.stderr == ""
 
 
 def test_the_golden_digest_covers_what_the_answers_mean(right_bundle):
