@@ -9,9 +9,7 @@ import reference_pages
 from click.testing import CliRunner
 
 from deeplightning import faults
-from deeplightning.checks import allowed
 from deeplightning.cli import cli, manual
-from deeplightning.config import schema
 from deeplightning.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,24 +69,6 @@ def test_an_installation_without_the_manual_is_a_fault(tmp_path, monkeypatch):
     monkeypatch.setattr(manual, "FOLDER", tmp_path / "docs")
     with pytest.raises(faults.ConfigError, match=str(tmp_path)):
         manual.page("resume")
-
-
-def test_every_key_is_documented():
-    """Each key of a config has its row and its sentence."""
-    made = "".join((REFERENCE / f"{page}.md").read_text() for page in reference_pages.PAGES_OF_KEYS)
-    sections = allowed.sections(schema.Config)
-    fields = [(path, f) for path, cls in sections for f in schema.keys(cls if path else schema.Config)]
-    keys = [f"{path}.{field.name}".lstrip(".") for path, field in fields]
-    assert len(keys) > 80
-    assert [key for key in keys if f"| `{key}` |" not in made] == []
-    assert [field.name for _, field in fields if not field.metadata["doc"]] == []
-
-
-def test_every_verb_has_its_heading():
-    """But hidden ones, which Deep Lightning calls itself."""
-    made = (REFERENCE / "verbs.md").read_text().partition(reference_pages.START)[2]
-    verbs = [verb for verb, found in cli.commands.items() if not found.hidden]
-    assert sorted(re.findall(r"^## (.+)$", made, re.MULTILINE)) == sorted(verbs)
 
 
 def test_no_line_of_the_help_is_cut():
