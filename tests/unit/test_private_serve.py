@@ -2,11 +2,10 @@
 `ORT_DISABLE_TELEMETRY` prevents, `test_session.py` a real out-of-memory error, and `test_own_endpoint.py` an index that
 is out of range."""
 
-import ast
 from pathlib import Path
 
 import pytest
-from served import ROOT, colour_run
+from served import colour_run
 
 from serve.private import NO_MEMORY, onnxruntime, open_strictly
 
@@ -36,24 +35,3 @@ def test_texts_are_those_of_the_installed_version():
     reports = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) >= (1, 29)
     for text in (*NO_MEMORY[:3], *["ORT_DISABLE_TELEMETRY"] * reports):  # the fourth comes from CUDA's own libraries
         assert text.encode() in content, text
-
-
-def test_no_other_module_uses_private_names():
-    """No name with an underscore is imported from a library, or read from one of its modules."""
-    found = []
-    for file in sorted(Path(ROOT, "serve").glob("*.py")):
-        tree = ast.parse(file.read_text())
-        modules = {
-            (alias.asname or alias.name).partition(".")[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import)
-            for alias in node.names
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("_typeshed"):
-                parts = [*node.module.split("."), *(alias.name for alias in node.names)]
-                found += [f"{file.name}: {part}" for part in parts if part.startswith("_")]
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-                private = node.attr.startswith("_") and not node.attr.startswith("__")
-                found += [f"{file.name}: {node.value.id}.{node.attr}"] * (private and node.attr != "_exit")
-    assert found == []
