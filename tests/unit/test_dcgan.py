@@ -38,11 +38,3 @@ def test_impossible_sizes_are_refused(network, size):
     """What four to seven places cannot be doubled to is a ValueError that says what can."""
     with pytest.raises(ValueError, match=r"image_size must be 4, 5, 6 or 7 doubled once or more \(8, 16, 28"):
         network(size, 1)
-
-
-def test_impossible_numbers_are_refused():
-    """So are numbers of channels or noise that are none."""
-    with pytest.raises(ValueError, match="latent_size must be a whole number of at least 1, not 0"):
-        Generator(8, 1, latent_size=0)
-    with pytest.raises(ValueError, match="num_channels must be a whole number of at least 1, not 0"):
-        Discriminator(8, 0)

@@ -10,13 +10,9 @@ from click.testing import CliRunner
 
 from deeplightning.cli import cli
 
+pytestmark = pytest.mark.usefixtures("here")
+
 CONFIG = "_base_: pkg://deeplightning/configs/base.yaml\nseed: 7\n"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def run(*words):

@@ -30,6 +30,8 @@ from deeplightning.data.table import TableData
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.run.inputs import inputs_of
 
+pytestmark = pytest.mark.usefixtures("here")
+
 ROWS = 60
 ROOT = Path(__file__).parents[2]
 
@@ -313,11 +315,6 @@ FORMS = {
         outputs=25,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def written(form):
