@@ -1,10 +1,7 @@
 """What the wheel holds, and that the command works from the wheel alone, without a clone."""
 
-import os
 import posixpath
 import re
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -26,21 +23,6 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     assert [*WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])]
     return folder
-
-
-@pytest.fixture(scope="module")
-def installed(built, tmp_path_factory):
-    """`installed(words)` runs the command of the unpacked wheel in an empty folder; its packages are those of here."""
-    site, place = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("an empty folder")
-    (wheel,) = built.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(site)
-
-    def run(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-P", "-m", "deeplightning", *words]
-        environment = {**os.environ, "PYTHONPATH": str(site)}
-        return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
-
-    return run
 
 
 def test_the_wheel_has_the_package_and_its_data(built):
@@ -89,16 +71,3 @@ def test_an_editable_installation_has_the_clone_alone(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         assert [archive.read(name).decode().strip() for name in names] == [str(ROOT)]
-
-
-def test_shipped_configs_work_from_the_wheel(installed):
-    """Named by their address, and told by it; own modules of an example are found beside it."""
-    done = installed("explain", "pkg://deeplightning/configs/digits_ddp.yaml", "data.batch_size")
-    assert done.returncode == 0, done.stderr
-    assert "set by      pkg://deeplightning/configs/digits_ddp.yaml:" in done.stdout
-    assert "pkg://deeplightning/configs/base.yaml:" in done.stdout
-    done = installed("check", "pkg://deeplightning/examples/own_code/even_or_odd.yaml", "model.loss.params.gama=1")
-    assert "own_loss.FocalLoss has no param `gama`. Did you mean gamma?" in done.stderr
-    done = installed("check", "configs/base.yaml")
-    assert done.returncode == 2
-    assert "pkg://deeplightning/configs/base.yaml" in done.stderr

@@ -197,6 +197,9 @@ class Points(pl.Callback):
         self.due.append((lightning.logged_steps(trainer), due is not None, set(values)))
 
 
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+
 def _loader() -> DataLoader:
     return DataLoader(torch.ones(6, 2), batch_size=2)
 
@@ -205,10 +208,9 @@ def _loader() -> DataLoader:
 def trained(tmp_path_factory):
     """Return a trainer after three steps, and the records of its callback."""
     points = Points()
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     logger = pl.loggers.CSVLogger(tmp_path_factory.mktemp("logs"))
     trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=2, callbacks=[points], **options
+        accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=2, callbacks=[points], **QUIET
     )
     trainer.fit(Line(), _loader(), _loader())
     return trainer, points
@@ -241,14 +243,12 @@ def test_an_epoch_begins_again():
         def _begin(self, trainer):
             lightning.restart_epoch(trainer, skip=0, new_iterator=True)
 
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-
     class Loader(DataLoader):
         def __iter__(self):
             asked.append("iterator")
             return super().__iter__()
 
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **options)
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **QUIET)
     data = torch.zeros(4, 2)
     loader = Loader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     trainer.fit(Line(), loader, _loader())
@@ -267,8 +267,7 @@ def test_the_end_of_a_stream_is_found_by_reading_ahead():
         def on_train_batch_start(self, trainer, *_):
             seen.append((trainer.current_epoch, trainer.fit_loop._data_fetcher.length, trainer.is_last_batch))
 
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=[Look()], **options)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=[Look()], **QUIET)
     trainer.fit(Line(), _loader(), _loader())
     batches = len(_loader())
     assert seen == [(epoch, None, number == batches - 1) for epoch in range(2) for number in range(batches)]
@@ -344,8 +343,7 @@ def test_lightning_leaves_signals_alone(keeps):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(accelerator="cpu", max_steps=1, logger=False, callbacks=[Look()], **options)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=1, logger=False, callbacks=[Look()], **QUIET)
     trainer.fit(Line(), _loader(), _loader())
     assert (seen == [before]) is keeps
     assert signal.getsignal(signal.SIGTERM) is before
@@ -424,6 +422,13 @@ def test_metrics_keep_their_precision():
 # ---- the others
 
 
+def python(*words, cwd=None):
+    """A program in a process of its own, which imports the package from the clone."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path}
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
 def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
     """`_tracking_store_registry` of MLflow opens stores with our function, tested in a separate process."""
     program = (
@@ -432,11 +437,7 @@ def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
         "register_store('sqlite', build)\n"
         "import mlflow\nmlflow.set_tracking_uri('sqlite:///there.db')\nmlflow.search_experiments()\n"
     )
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = python("-c", program, cwd=tmp_path)
     assert done.stderr.strip().splitlines()[-1] == "ours: sqlite:///there.db"
 
 
@@ -506,8 +507,7 @@ def test_exit_functions_are_the_childs_own():
         "atexit.register(print, 'of the parent')\nforget_exit_functions()\n"
         "atexit.register(print, 'its own', flush=True)\nrun_exit_functions()\nos._exit(0)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    done = python("-c", program)
     assert (done.stdout, done.stderr) == ("its own\n", "")
 
 
@@ -526,9 +526,8 @@ def test_a_spawned_process_imports_a_module_first(tmp_path):
         "    child = multiprocessing.get_context('spawn').Process(target=work.exc_info)\n"
         "    child.start(); child.join(); sys.exit(child.exitcode)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
+    done = python("main.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -540,8 +539,7 @@ def test_mlflow_tells_whether_autolog_is_on():
         "print(autologs())\nmlflow.autolog(silent=True)\nprint(autologs())\n"
         "mlflow.autolog(disable=True, silent=True)\nprint(autologs())\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    done = python("-c", program)
     assert done.stdout.split() == ["False", "True", "False"], done.stderr
 
 

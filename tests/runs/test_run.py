@@ -220,22 +220,6 @@ def test_a_second_signal_ends_at_once(command, tiny, place, tracked, tmp_path):
     assert (killed.folder / "last.ckpt").is_file()
 
 
-def test_a_secret_is_nowhere(train, store, tracked):
-    """What came from `${oc.env:…}` is in no file of the run or the store and in no output, even if own code says it."""
-    secret = "pa55-w0rd/with+signs"
-    module = "data.module={type: own.Guarded, params: {token: '${oc.env:TOKEN}'}}"
-    few = ["stages=[train,test]", "train.num_epochs=1", "train.export=true"]
-    tags = "logger.params.tags={token: '${oc.env:TOKEN}', team: a}"
-    done = train(module, tags, *few, TOKEN=secret)
-    assert secret not in done.out + done.err
-    assert "${oc.env:TOKEN}" in (done.folder / "cfg.yaml").read_text()
-    run = tracked(done.folder)
-    assert run.params["data/module/params/token"] == "${oc.env:TOKEN}"
-    assert (run.tags["token"], run.tags["team"]) == ("${oc.env:TOKEN}", "a")
-    everything = [path for path in store.rglob("*") if path.is_file()]
-    assert [path for path in everything if secret.encode() in path.read_bytes()] == []
-
-
 def test_a_store_that_only_the_environment_names(train, tmp_path):
     """Without `tracking_uri` MLFLOW_TRACKING_URI names the store, for a run and for what looks for one."""
     store, other = tmp_path / "the store", tmp_path / "other"

@@ -172,24 +172,6 @@ def test_the_sizes_of_test(clone):
     assert pytest("tests/test_a.py::test_b") == [*quick, "tests/test_a.py::test_b"]
 
 
-@pytest.mark.parametrize(("code", "passed"), [(0, True), (3, True), (1, False)])
-def test_all_tries_the_lowest_releases(clone, code, passed):
-    """A failure of theirs fails `--all`; where they cannot be installed, a line says so. No other size tries them."""
-    (clone.root / "tools" / "raise_bounds.sh").write_text(f'echo "tried $1"; exit {code}\n')
-    (clone.root / "tools" / "without_plugins.sh").write_text("true\n")
-    ended, out, err = clone.run("test.sh", "--all")
-    assert ("tried lowest" in out, ended == 0, "lowest" in err) == (True, passed, not passed)
-    assert ("Not run: the lowest releases" in out) == (code == 3)
-    assert "tried" not in clone.run("test.sh", "--full")[1]
-    assert "tried" not in clone.run("test.sh", "--all", "tests/test_a.py")[1]
-
-
-def test_test_gpu_is_one_program(clone):
-    """`--gpu` runs no other check, and the other arguments arrive as given."""
-    _, out, _ = clone.run("test.sh", "-k", "a b", "--gpu")
-    assert out.splitlines() == ["benchmarks/gpu.py", "--suite", "-k", "a b"]
-
-
 def test_test_docs_installs_sphinx_once(clone):
     """`--docs` runs the tests of the manual alone. Sphinx is installed by hash, and again when the lock has changed."""
     lock = clone.root / "docs" / "requirements.lock"
@@ -509,12 +491,3 @@ def test_mlflow_run_starts_the_training(bare, arguments, config):
     command = [sys.executable, "-m", "mlflow", "run", ".", "--env-manager", "local", *arguments]
     done = subprocess.run(command, cwd=bare.root, env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["-m", "deeplightning", "train", config]
-
-
-def test_pre_commit_runs_the_tools_of_the_environment():
-    """Each hook is one of test.sh's checks, run from .venv, so a commit and CI cannot disagree on a version."""
-    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    (local,) = config["repos"]
-    assert local["repo"] == "local"
-    assert {hook["entry"].split()[0] for hook in local["hooks"]} == {".venv/bin/ruff", ".venv/bin/mypy"}
-    assert {hook["language"] for hook in local["hooks"]} == {"system"}

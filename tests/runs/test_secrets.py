@@ -283,8 +283,9 @@ def test_no_planted_secret_is_in_anything_of_a_run(planted_run):
 
 
 def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
-    """`cfg.yaml` names a variable for each, so that whoever runs it again knows what to set; a warning says so."""
-    done, _, folder, _ = planted_run
+    """`cfg.yaml` names a variable for each, so that whoever runs it again knows what to set; a warning says so. The
+    tracker has it so as well."""
+    done, store, folder, _ = planted_run
     params = yaml.safe_load((folder / "cfg.yaml").read_text())["data"]["module"]["params"]
     assert params == {
         "password": "${oc.env:TABLE_PASSWORD}",
@@ -298,6 +299,9 @@ def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
         assert f"engine.env.{key}: may be a secret in clear" in done.err
     for key in ("db_password", "admin_password", "url"):
         assert f"data.module.params.{key}: a secret in clear" in done.err
+    with contextlib.closing(sqlite3.connect(store / "mlflow.db")) as connection:
+        tracked = dict(connection.execute("SELECT key, value FROM params"))
+    assert tracked["data/module/params/password"] == "${oc.env:TABLE_PASSWORD}"
 
 
 @pytest.mark.slow

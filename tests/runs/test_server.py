@@ -362,8 +362,6 @@ def serve(*arguments):
         (["RUN", "--api-key-env", "EMPTY"], 2, "EMPTY"),
         ([], 2, "usage: python -m serve"),
         (["x", "--port", "70000"], 2, "usage: python -m serve"),
-        (["x", "--port", "five"], 2, "usage: python -m serve"),
-        (["x", "--max-wait", "never"], 2, "usage: python -m serve"),
         (["x", "--precision", "int4"], 2, "usage: python -m serve"),
     ],
 )

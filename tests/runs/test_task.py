@@ -12,7 +12,7 @@ from deeplightning.engine.sharded import parameters_on_meta
 from deeplightning.faults import UserError
 from deeplightning.run.assemble import init_module
 from deeplightning.task.img_classif import SHOWN, ImageClassification
-from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
+from deeplightning.task.metrics import Accuracy, SampleMean
 from deeplightning.task.networks import MisfitError
 from deeplightning.task.optimize import freeze
 
@@ -247,16 +247,6 @@ def test_any_callable_is_a_network_an_optimizer_and_a_schedule(fit):
     assert isinstance(fitted.trainer.optimizers[0], torch.optim.RMSprop)
     assert fitted.seen.rates == pytest.approx([0.05] * 9)
     assert fitted.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.005)
-
-
-def test_metrics_stay_precise_in_a_network_of_bf16():
-    """What is summed has 32 bits, whatever the network is cast to: 300 values of 1 make 300, not 256."""
-    metrics = InOwnPrecision({"loss": SampleMean()})
-    task = nn.ModuleDict({"metrics": metrics, "network": nn.Linear(1, 1)}).to(torch.bfloat16)
-    for _ in range(300):
-        metrics["loss"].update(torch.tensor(1.0), 1)
-    assert float(metrics["loss"].total) == 300
-    assert task["network"].weight.dtype == torch.bfloat16
 
 
 def test_the_sheet_of_a_validation_has_the_pictures_that_are_worth_most():

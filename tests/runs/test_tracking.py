@@ -209,24 +209,21 @@ def test_warnings_of_mlflow_in_a_thread_are_not_shown(logger):
     logger.finalize("success")
 
 
-def test_what_is_not_a_number_is_told_apart(logger, caplog):
-    """NaN and infinities are tracked, text is not, and says so; odd names are made fit."""
-    logger.log_metrics({"loss": math.nan, "up": math.inf, "word": "high", "acc@1": 0.5, "/a//b/": 1}, 3)
+def test_what_is_not_a_number_is_told_apart(store, logger, caplog):
+    """NaN and infinities are tracked, text is not, and says so; odd names are made fit. MLflow holds the largest float
+    for an infinity; client and file have it as it was logged, and a number below as it is."""
+    large = {"up": math.inf, "down": -math.inf, "most": 1e308}
+    logger.log_metrics({"loss": math.nan, **large, "word": "high", "acc@1": 0.5, "/a//b/": 1}, 3)
     logger.finalize("success")
     metrics = logger.experiment.get_run(logger.run_id).data.metrics
     assert math.isnan(metrics.pop("loss"))
-    assert metrics == {"up": sys.float_info.max, "acc_1": 0.5, "_/a/_/b/_": 1}
+    held = {"up": sys.float_info.max, "down": -sys.float_info.max, "most": 1e308}
+    assert metrics == {**held, "acc_1": 0.5, "_/a/_/b/_": 1}
     assert "word is not tracked: 'high' is not a number." in caplog.text
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308])
-def test_an_infinity_is_read_as_it_was_logged(logger, store, value):
-    """MLflow holds the largest float for it; client and file agree, and a number below stays as it is."""
-    logger.log_metrics({"up": value}, 3)
-    logger.finalize("success")
-    assert read_series(logger.artifact_folder / "metrics.jsonl")["up"] == [(3, value)]
-    through = Client(locate(store))
-    assert [(point.step, point.value) for point in through.history(logger.run_id)] == [(3, value)]
+    series = read_series(logger.artifact_folder / "metrics.jsonl")
+    points = {point.name: (point.step, point.value) for point in Client(locate(store)).history(logger.run_id)}
+    for name, value in large.items():
+        assert series[name] == [points[name]] == [(3, value)]
 
 
 def test_the_status_is_honest(logger):
@@ -536,11 +533,9 @@ def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
     assert "mlflow migrate-filestore --source" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [OURS, LIGHTNINGS])
-def test_ours_and_lightnings_logger_lead_to_the_same_store(kind, store, logger, tmp_path):
+def test_lightnings_logger_leads_to_the_same_store_as_ours(store, tmp_path):
     """With the same directory: the same layout, points and ends."""
-    if kind == LIGHTNINGS:
-        logger = MLFlowLogger(**prepare(kind, {"experiment_name": "Default", "tracking_uri": str(store)}))
+    logger = MLFlowLogger(**prepare(LIGHTNINGS, {"experiment_name": "Default", "tracking_uri": str(store)}))
     for step in range(4):
         logger.log_metrics({"train_loss": 1 / (step + 1)}, step)
     logger.finalize("success")
@@ -830,17 +825,6 @@ def test_metrics_of_a_test_stand_at_step_0_and_an_epoch_is_none(store, logger):
     assert client.get_run(logger.run_id).data.metrics == {"train_loss": 1.0, "test_acc": 0.25}
     points = client.get_metric_history(logger.run_id, "test_acc")
     assert [(point.step, point.value) for point in points] == [(0, 0.5), (0, 0.25)]
-
-
-def test_a_run_has_the_name_that_it_was_given_or_one_that_says_what_it_is(store):
-    """`run_name` wins; else the suggestion, with the first digits of the id."""
-    named, suggested = MLflowLogger(tracking_uri=store, run_name="mine"), MLflowLogger(tracking_uri=store)
-    for logger in (named, suggested):
-        logger.suggest_name("Net-Data")
-        logger.log_tags({"a": "b"})
-        logger.finalize("success")
-    assert in_store(store, named.run_id).info.run_name == "mine"
-    assert in_store(store, suggested.run_id).info.run_name == f"Net-Data-{suggested.run_id[:4]}"
 
 
 def test_a_description_is_renewed_until_somebody_writes_another(store, logger):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from commands import answer_of, environment, free_port
+from conftest import OWN
 from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import listing, sync
@@ -402,9 +403,9 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
     here = tmp_path / "here"
     here.mkdir()
     settings = (f"logger.params.tracking_uri={server.address}", "train.num_epochs=6", "logger.log_every_n_steps=1")
-    (here / "own.py").write_text(WAITS)
+    (here / "own.py").write_text(OWN)
     state = {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"], "DEEPLIGHTNING_TRACKING_DRAIN": "2"}
-    callback = "train.callbacks=[{type: own.Waits}]"
+    callback = f"train.callbacks=[{{type: own.Waits, params: {{until: '{here / 'go'}'}}}}]"
     running = command.start("train", tiny, *settings, callback, cwd=here, **state)
     running.says("waits")
     server.die()
@@ -448,24 +449,6 @@ def test_the_server_has_all_files_of_a_run_and_a_run_is_found_there(command, tin
     digit = Path(__file__).parents[2] / "examples" / "digits" / "3.png"
     told = command("predict", kept.parent.name, digit, cwd=here, MLFLOW_TRACKING_URI=server.address, code=0)
     assert told.out.splitlines()[1].startswith(f"{digit},")
-
-
-WAITS = '''\
-import pathlib
-import time
-
-import pytorch_lightning as pl
-
-
-class Waits(pl.Callback):
-    """Stops in the second epoch until a file is there."""
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 2:
-            print("waits", flush=True)
-            while not pathlib.Path("go").exists():
-                time.sleep(0.01)
-'''
 
 
 # ---- a run whose process was killed

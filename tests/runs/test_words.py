@@ -24,7 +24,6 @@ from deeplightning.faults import PLUGINS, CheckpointError, SetupError
 from deeplightning.process import failure
 from deeplightning.run.find import checkpoint_of
 from deeplightning.runfolder import RunFolder
-from serve.__main__ import AddressError, _listen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,12 +179,6 @@ def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_address_that_is_not_of_this_machine(monkeypatch):
-    """`--host` with another machine's address does not blame a program that uses the port."""
-    with pytest.raises(AddressError, match=r"cannot listen on 192\.0\.2\.1, port .*: .*\. Choose another with --host"):
-        _listen("192.0.2.1", 0)
-
-
 def test_a_lost_process_names_what_is_left(tmp_path):
     """The note of a killed process has the newest complete checkpoint and how to go on from it."""
     run = RunFolder(tmp_path)
@@ -195,10 +188,3 @@ def test_a_lost_process_names_what_is_left(tmp_path):
     assert failure.resume_hint(failure.newest_of(run)) == (
         f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto resumes from it"
     )
-
-
-def test_the_readme_says_whose_figures_it_prints():
-    """Figures are those of the machine that wrote the page, and "bit for bit" is promised on one kind of CPU."""
-    page = " ".join((ROOT / "README.md").read_text().split())
-    assert page.index("are from the machine that wrote it") < page.index("The last line is the folder of the run")
-    assert "On CPUs of one kind, with the same versions, the same config gives the same metrics and weights," in page
