@@ -285,6 +285,14 @@ def real(
     return outcome
 
 
+def python(*words: object, cwd: Path | None = None, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python in a new process, which finds the package of the clone."""
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = environment(PYTHONPATH=os.pathsep.join(paths), **variables)
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+
+
 def import_all(preload: Sequence[str]) -> None:
     """Import what every command needs and the given modules, and freeze all objects for the garbage collector.
 

@@ -4,6 +4,7 @@ The tests share them through `conftest`, and the storm (`tests/storm`) uses them
 """
 
 import hashlib
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,12 @@ def digest(checkpoint: Path) -> str:
         values = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)  # NumPy has no bfloat16
         total.update(name.encode() + values.numpy().tobytes())
     return total.hexdigest()
+
+
+def git(folder: Path, *arguments: str) -> None:
+    """Run Git in a folder, with the name of an author."""
+    author = ["-c", "user.name=N", "-c", "user.email=n@e"]
+    subprocess.run(["git", "-C", str(folder), *author, *arguments], check=True, capture_output=True)
 
 
 def write_pairs(folder: Path, store: Path, task: str, settings: str) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import python
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "plugin"
@@ -22,11 +22,11 @@ def at_home(tmp_path_factory):
     place.mkdir()
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--offline", "--no-deps", "--no-build-isolation"]
     subprocess.run([*uv, "--python", sys.executable, "--target", packages, source], check=True, timeout=120)
-    env = environment(PYTHONPATH=str(packages))
 
     def run(*words):
-        command = [sys.executable, "-m", *words]
-        return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=300)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(packages))
+            return python("-m", *words, cwd=place)
 
     return run
 
@@ -63,7 +63,6 @@ def test_its_own_tests_pass(at_home):
 
 def test_without_the_package_the_names_are_refused(tmp_path):
     """A short name that nothing brings."""
-    words = [sys.executable, "-m", "deeplightning", "check", PLUGIN / "stripes" / "configs" / "stripes.yaml"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = python("-m", "deeplightning", "check", PLUGIN / "stripes" / "configs" / "stripes.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert "Stripes" in done.stderr

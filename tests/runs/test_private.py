@@ -12,14 +12,13 @@ import os
 import pkgutil
 import signal
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from commands import python
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from torch import nn
@@ -420,13 +419,6 @@ def test_metrics_keep_their_precision():
 
 
 # ---- the others
-
-
-def python(*words, cwd=None):
-    """A program in a process of its own, which imports the package from the clone."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path}
-    return subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import environment, real
+from commands import environment, python, real
 from tiny import OWN
 
 TERMINATED = "error: interrupted by SIGTERM"
@@ -63,11 +63,6 @@ def caught(process: int) -> int:
     return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
 
 
-def python(program: str, cwd: Path) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-c", program]
-    return subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True)
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="nothing tells which signals a process hears")
 @pytest.mark.parametrize("delay", [0, 0.1, 1])
 def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_path):
@@ -105,7 +100,7 @@ def test_sigterm_inside_a_callback_of_an_import_is_not_lost(place):
         "except streams.Terminated:\n"
         "    print('ended')\n"
     )
-    ended = python(program, place)
+    ended = python("-c", program, cwd=place)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")
 
 
@@ -122,7 +117,7 @@ def test_sigterm_while_the_command_prepares_ends_with_words(calls, place):
         "streams.prepare = prepare_and_end\n"
         "main()\n"
     )
-    ended = python(program, place)
+    ended = python("-c", program, cwd=place)
     assert (ended.returncode, ended.stderr.splitlines()) == (143, [TERMINATED])
 
 
@@ -137,13 +132,13 @@ def test_handlers_come_before_most_imports(place):
         "assert os.wait()[1] == 0; process.release(); assert signal.getsignal(15) == signal.SIG_DFL\n"
         "signal.signal(15, signal.SIG_IGN); process.prepare(); assert signal.getsignal(15) == signal.SIG_IGN\n"
     )
-    assert (done := python(program, place)).returncode == 0, done
+    assert (done := python("-c", program, cwd=place)).returncode == 0, done
     program = (
         "import sys, deeplightning.__main__ as entry, deeplightning.process.streams as process\n"
         "process.prepare = lambda: sys.exit('click' in sys.modules or 'deeplightning.cli' in sys.modules)\n"
         "entry.main()"
     )
-    assert (done := python(program, place)).returncode == 0, done
+    assert (done := python("-c", program, cwd=place)).returncode == 0, done
 
 
 SWALLOWS = """\

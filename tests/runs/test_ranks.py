@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import LIMIT_SECONDS, environment, free_port
+from commands import LIMIT_SECONDS, environment, free_port, python
 from conftest import OWN
 from killing import FAULT, GOES_WRONG, SLEEPS
 
@@ -138,7 +138,7 @@ os._exit(0)
 
 def test_a_time_limit_is_known_whichever_operation_timed_out(tmp_path):
     """Of two waiting operations gloo reports the time limit for one, and closed connections for the other."""
-    done = subprocess.run([sys.executable, "-c", TIMED_OUT, tmp_path], capture_output=True, text=True, timeout=60)
+    done = python("-c", TIMED_OUT, tmp_path)
     assert done.stdout == "rank 0: timed out (engine.params.timeout)\n", done.stderr
 
 

@@ -15,6 +15,7 @@ import torch
 import yaml
 from conftest import digest
 from mlflow.tracking import MlflowClient
+from tiny import git
 
 from deeplightning.checks.trust import note_own
 from deeplightning.faults import CheckpointError, RunError
@@ -70,11 +71,6 @@ def network():
     width = WIDTH * json.loads(Path(__file__).with_name("factor.json").read_text())
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 10))
 """
-
-
-def git(folder, *arguments):
-    name = ["-c", "user.name=N", "-c", "user.email=n@e"]
-    subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True)
 
 
 def commit(tree):

@@ -292,7 +292,8 @@ def test_a_refused_resume_changes_no_file_of_the_run_or_of_its_store(change, cod
 
 
 def test_the_config_of_a_resumed_run_has_the_rate_that_is_used(half, train, tmp_path):
-    """The checkpoint's optimizer and schedule are used, recorded and named; `model.init_from` uses the config's."""
+    """The checkpoint's optimizer and schedule are used, recorded and named; `model.init_from` uses the config's. What
+    makes the run end otherwise is said in one line before its first step, with the reason; in the log as well."""
     copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
     asked = [
         "model.optimizer.params={lr: 0.001, weight_decay: 0.5}",
@@ -300,8 +301,14 @@ def test_the_config_of_a_resumed_run_has_the_rate_that_is_used(half, train, tmp_
         "model.scheduler.params.step_size=1",
     ]
     settings = [*RANDOM, *asked, "train.num_epochs=3"]
-    resumed = train(*settings, f"train.resume_ckpt='{copy}'")
+    changed = ["data.batch_size=8", "engine.precision=64"]
+    resumed = train(*settings, *changed, f"train.resume_ckpt='{copy}'")
     assert "model.optimizer.params.lr is 0.05, not 0.001" in resumed.err
+    (said,) = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
+    assert "engine precision 32 → 64 (numbers are added in another order or rounded otherwise)" in said
+    assert "data.batch_size 16 → 8 (something else is learned)" in said
+    log = (resumed.folder / "logs" / "rank_0.log").read_text()
+    assert log.index("will not end bit for bit") < log.index("first loss")
     was, now = (torch.load(path, weights_only=True) for path in (copy, resumed.folder / "last.ckpt"))
     recorded = yaml.safe_load(RunFolder(resumed.folder).config.read_text())["model"]
     for part in ("optimizer", "scheduler"):
@@ -313,16 +320,24 @@ def test_the_config_of_a_resumed_run_has_the_rate_that_is_used(half, train, tmp_
     assert (rest["initial_lr"], rest["weight_decay"], bias["weight_decay"]) == (0.001, 0.5, 0.3)
 
 
-def test_the_best_of_the_run_before_stays_the_best(half, train, place):
-    """A resumed run that gets no better has the `best.ckpt` and `best.json` of the run that it continues."""
-    unreachable = ["train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}", "model.loss.type=own.Constant"]
-    former = train(*RANDOM, *unreachable, "train.num_epochs=1")
-    resumed = train(*RANDOM, *unreachable, "train.num_epochs=3", f"train.resume_ckpt='{former.folder}'")
+def test_the_best_of_the_run_before_stays_the_best(train, tmp_path):
+    """A resumed run that gets no better has the `best.ckpt` and `best.json` of the run that it continues. What resumes
+    from this best, behind which the last goes further, is a run of its own, and says why."""
+    settings = [*RANDOM, f"logger.params.tracking_uri='{tmp_path / 'mlruns'}'", "model.loss.type=own.Constant"]
+    settings.append("train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}")
+    former = train(*settings, "train.num_epochs=1")
+    kept = digest(former.folder / "best.ckpt")
+    resumed = train(*settings, "train.num_epochs=3", f"train.resume_ckpt='{former.folder}'")
     assert json.loads((resumed.folder / "best.json").read_text())["epoch"] == 0
-    assert digest(resumed.folder / "best.ckpt") == digest(former.folder / "best.ckpt")
+    assert digest(resumed.folder / "best.ckpt") == kept
     assert "best       val_acc" in resumed.out
     assert "after epoch 1 (step 9)" in resumed.out
     assert (resumed.folder / "epoch=1-step=18.ckpt").is_file()
+    before = (resumed.folder / "last.ckpt").read_bytes()
+    anew = train(*settings, "train.num_epochs=3", "train.resume_ckpt=best")
+    assert anew.folder != resumed.folder
+    assert "run        its own: last.ckpt goes further" in anew.out
+    assert (resumed.folder / "last.ckpt").read_bytes() == before
 
 
 EPOCH = "{type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}, call: {interval: epoch}}"
@@ -406,17 +421,6 @@ def test_auto_takes_the_newest_whole_checkpoint(train, whole, tmp_path):
     assert_same_weights(resumed, whole, ("last.ckpt", "best.ckpt"))
 
 
-def test_best_is_a_run_of_its_own_where_the_last_goes_further(train, tmp_path):
-    """The run that it is of keeps its checkpoints and its points; the reason is said."""
-    settings = [*RANDOM, f"logger.params.tracking_uri='{tmp_path / 'mlruns'}'", "model.loss.type=own.Constant"]
-    done = train(*settings, "train.num_epochs=2")  # the first of equal values is best
-    before = digest(done.folder / "last.ckpt")
-    resumed = train(*settings, "train.num_epochs=2", "train.resume_ckpt=best")
-    assert resumed.folder != done.folder
-    assert "run        its own: last.ckpt goes further" in resumed.out
-    assert digest(done.folder / "last.ckpt") == before
-
-
 def test_a_run_that_another_process_is_at_work_on_is_left_alone(train, half, tmp_path):
     """Whoever holds its folder goes on with it; another launch begins a run of its own, and says so."""
     hold = RunFolder(half.folder).lock()
@@ -427,19 +431,6 @@ def test_a_run_that_another_process_is_at_work_on_is_left_alone(train, half, tmp
         hold.release()
     assert f"its own: a process is at work on the run {half.folder.parent.name}" in resumed.out
     assert resumed.folder != half.folder
-
-
-def test_what_makes_a_resumed_run_end_otherwise_is_said_before_its_first_step(train, half, tmp_path):
-    """One line with what has changed, and why it matters; on the terminal and in the log."""
-    copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
-    changed = ["data.batch_size=8", "engine.precision=64", "train.num_epochs=3"]
-    resumed = train(*RANDOM, *changed, f"train.resume_ckpt='{copy}'")
-    said = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
-    assert len(said) == 1
-    assert "engine precision 32 → 64 (numbers are added in another order or rounded otherwise)" in said[0]
-    assert "data.batch_size 16 → 8 (something else is learned)" in said[0]
-    log = (resumed.folder / "logs" / "rank_0.log").read_text()
-    assert log.index("will not end bit for bit") < log.index("first loss")
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ import pytest
 import yaml
 from PIL import Image
 from served import Server
+from tiny import git
 
 from deeplightning.callbacks import provenance
 from deeplightning.checks.examine import examine
@@ -209,11 +209,6 @@ def test_a_value_of_the_environment_is_redacted_in_every_form(value):
             assert form[:20] not in told, (form, length)
             assert told.startswith("refused: ")
     assert secrets.redact("an ordinary line") == "an ordinary line"
-
-
-def git(folder, *arguments):
-    name = ["-c", "user.name=N", "-c", "user.email=n@e"]
-    subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")

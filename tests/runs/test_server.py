@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from commands import free_port
+from commands import free_port, python
 from served import COLOURS, ROOT, Server, children, colour_run, gone, picture, wait_until
 from test_hostile_files import tamper_with_bundle
 
@@ -78,13 +78,11 @@ def test_the_process_imports_no_torch_and_leaves_cleanly(start):
     "module",
     ["serve.bundle", "deeplightning.export.bundle", pytest.param("deeplightning.export.int8", marks=pytest.mark.slow)],
 )
-def test_onnxruntime_reports_to_nobody(tmp_path, module):
+def test_onnxruntime_reports_to_nobody(tmp_path, monkeypatch, module):
     """Its telemetry, on by default from 1.29, is off before it can start a thread or write to the user's home."""
     code = f"import os, {module}; print('threads', len(os.listdir('/proc/self/task')))"
-    environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    environment.pop("ORT_DISABLE_TELEMETRY", None)
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    done = python("-c", code, cwd=ROOT, HOME=str(tmp_path))
     assert (done.stdout, done.stderr) == ("threads 1\n", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -346,8 +344,7 @@ def test_above_the_limit_there_are_refusals_and_no_faults(start):
 
 def serve(*arguments):
     """rc, stdout and stderr of a start that is expected to fail."""
-    command = [sys.executable, "-m", "serve", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = python("-m", "serve", *arguments, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -381,9 +378,7 @@ def test_a_start_that_fails_is_explained(run_folder, monkeypatch, arguments, cod
 
 
 def predict(url, *arguments, cwd=ROOT):
-    environment = {**os.environ, "PREDICT_URL": url, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "deeplightning", "ask", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    done = python("-m", "deeplightning", "ask", *arguments, cwd=cwd, PREDICT_URL=url)
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
@@ -484,8 +479,7 @@ def hostile_bundle(run_folder, folder, *graph):
 def test_a_model_outside_the_limits_is_refused_at_the_start(run_folder, tmp_path, graph, limit, value, words):
     """A loop without end, and an intermediate result of 4 GB: exit code 4, one note with folder and limit."""
     folder = hostile_bundle(run_folder, tmp_path / "copy", *graph)
-    command = [sys.executable, "-c", LIMITED.format(limit, value), str(folder), "--port", "0", "--device", "cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = python("-c", LIMITED.format(limit, value), folder, "--port", "0", "--device", "cpu", cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1), done.stderr
     assert words in done.stderr
     assert str(folder) in done.stderr

@@ -229,11 +229,15 @@ def assert_close(found, expected, atol=1e-5, rtol=1e-3):
         torch.testing.assert_close(weights_of(found.folder / "last.ckpt")[name], tensor, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", pytest.param("deepspeed_stage_3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine", ["fsdp", *(pytest.param(e, marks=pytest.mark.slow) for e in ("deepspeed_stage_2", "deepspeed_stage_3"))]
+)
 def test_weights_that_two_layers_share_stay_shared(engine, trained):
-    """A network with tied weights ends as under ddp."""
-    expected, found = (trained(name, "model.network.params.tied=true")[0] for name in ("ddp", engine))
+    """A network with tied weights ends as under ddp; parameters of a loss are in the checkpoint as they were drawn."""
+    settings = ["model.network.params.tied=true", "model.loss={type: sharded_own.Scaled}"]
+    expected, found = (trained(name, *settings)[0] for name in ("ddp", engine))
     weights = weights_of(found.folder / "last.ckpt")
+    assert [v.tolist() for n, v in weights.items() if n.endswith("scale") and "network" not in n] == [[0.5]]
     assert torch.equal(weights["network.middle.0.weight"], weights["network.middle.2.weight"])
     assert_close(found, expected)
 
@@ -355,16 +359,6 @@ def test_what_is_judged_is_what_is_saved(engine, trained, tracked, jobs, tiny, o
     alone = jobs("train", tiny, "stages=[validate]", f"test.ckpt='{outcome.folder}'", *settings, cwd=own)
     expected = json.loads((alone.folder / "val_results.json").read_text())["val_loss"]
     assert tracked(outcome.folder).metrics["val_loss"] == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    "engine", ["fsdp", *(pytest.param(e, marks=pytest.mark.slow) for e in ("deepspeed_stage_2", "deepspeed_stage_3"))]
-)
-def test_a_loss_may_have_parameters(engine, trained):
-    """They are in the checkpoint as they were drawn."""
-    outcome, _ = trained(engine, "model.loss={type: sharded_own.Scaled}")
-    weights = weights_of(outcome.folder / "last.ckpt")
-    assert [v.tolist() for n, v in weights.items() if n.endswith("scale") and "network" not in n] == [[0.5]]
 
 
 @pytest.mark.parametrize("engine", [pytest.param("fsdp", marks=pytest.mark.slow), "deepspeed_stage_3"])

@@ -1,15 +1,12 @@
 """What each verb imports: start-up is what a command costs before it does anything, and must not creep."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checks import write_mnist
-from served import ROOT
+from commands import python
 
 CONFIG = """\
 seed: 1
@@ -64,15 +61,8 @@ def imported(tmp_path_factory):
         run = next((place / "runs").glob("*/*/artifacts"), Path("none"))
         known = {"CONFIG": str(config), "STORE": str(place / "runs"), "RUN": str(run)}
         file = place / "modules.json"
-        env = {n: value for n, value in os.environ.items() if n != "DEEPLIGHTNING_DEBUG" and "MLFLOW" not in n}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM.format(file=str(file)), *(known.get(word, word) for word in words.split())],
-            env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            cwd=place,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        program = PROGRAM.format(file=str(file))
+        done = python("-c", program, *(known.get(word, word) for word in words.split()), cwd=place)
         assert file.exists(), done.stderr
         code, found = json.loads(file.read_text())
         file.unlink()
@@ -189,6 +179,5 @@ assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
 )
 def test_what_is_left_out_is_there_when_asked_for(program):
     """Compiling, metrics and their plots work as if all had been imported; a library of another shape is imported."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr

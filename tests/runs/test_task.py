@@ -113,28 +113,6 @@ def test_a_schedule_steps_by_its_interval_and_frequency(interval, steps, batches
     assert [value for _, value in fitted.series("lr")] == pytest.approx(expected)
 
 
-def test_a_plateau_lowers_the_learning_rate(fit):
-    """ReduceLROnPlateau follows the metric that `monitor` names: a constant one, patience 0."""
-    plateau = "{type: torch.optim.lr_scheduler.ReduceLROnPlateau, params: {factor: 0.1, patience: 0}"
-    fitted = fit(
-        f"model.scheduler={plateau}, call: {{monitor: val_loss}}}}",
-        "model.loss.type=own.Constant",
-        "train.num_epochs=3",
-    )
-    assert [value for step, value in fitted.series("lr") if step % 9 == 0] == pytest.approx([0.05, 0.05, 0.005])
-
-
-def test_one_cycle_ends_with_the_training(fit):
-    """`total_steps: auto` counts optimizer steps, tails included: the last step has the smallest rate."""
-    cycle = (
-        "{type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.1, total_steps: auto}, call: {interval: step}}"
-    )
-    fitted = fit(f"model.scheduler={cycle}", "train.accumulator_factor=4")
-    assert len(fitted.seen.rates) == 6
-    assert fitted.seen.rates[-1] == pytest.approx(0.1 / 25 / 1e4)
-    assert max(fitted.seen.rates) == pytest.approx(0.1, rel=0.2)
-
-
 def test_parameters_whose_name_matches_get_their_own_values(fit):
     """`groups`: the first match wins, the rest have the usual values."""
     fitted = fit(

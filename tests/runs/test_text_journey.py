@@ -1,11 +1,9 @@
 """From a tab-separated file to answers over HTTP, by the commands that a person gives."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from commands import python
 from served import ROOT, Server, logged_answers
 
 import deeplightning as dl
@@ -42,9 +40,7 @@ def test_a_run_of_texts_deploys_and_answers_json(run, tmp_path):
         info = server.ask("GET", "/info")[1]
         assert (info["task"], info["labels"]) == ("text_classification", ["negative", "positive"])
         assert info["run"]["folder_name"] == run.folder.name
-        asks = [sys.executable, "-m", "serve.predict", "--text", *texts]
-        where = {"PREDICT_URL": f"{server.url}/predict", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(asks, env=os.environ | where, capture_output=True, text=True, timeout=60)
+        done = python("-m", "serve.predict", "--text", *texts, PREDICT_URL=f"{server.url}/predict")
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         assert [(line["text"], line["label"]) for line in lines] == [
             (text, one["label"]) for text, one in zip(texts, said["predictions"], strict=True)

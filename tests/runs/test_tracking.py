@@ -29,6 +29,7 @@ from mlflow.tracking import MlflowClient
 from PIL import Image
 from pytorch_lightning.loggers import CSVLogger, MLFlowLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from tiny import git
 
 from deeplightning.cli.listing import listing
 from deeplightning.config.schema import Target
@@ -316,10 +317,9 @@ def test_a_run_names_the_commit_it_was_started_at(store, tmp_path, monkeypatch):
     """It is that of the working directory's repository, under MLflow's own tags, without the address of its remote."""
     (tmp_path / "repository").mkdir()
     monkeypatch.chdir(tmp_path / "repository")
-    author = ["-c", "user.name=N", "-c", "user.email=n@e"]
-    for words in (["init", "-q", "-b", "trunk"], [*author, "commit", "-q", "--allow-empty", "-m", "first"]):
-        subprocess.run(["git", *words], check=True)
-    subprocess.run(["git", "remote", "add", "origin", "https://me:secret@host/x.git"], check=True)
+    git(Path(), "init", "-q", "-b", "trunk")
+    git(Path(), "commit", "-q", "--allow-empty", "-m", "first")
+    git(Path(), "remote", "add", "origin", "https://me:secret@host/x.git")
     head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     logger = MLflowLogger(tracking_uri=store, tags={"note": "mine"}, run_name="first", system_metrics=False)
     tags = logger.experiment.get_run(logger.run_id).data.tags
@@ -534,7 +534,8 @@ def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
 
 
 def test_lightnings_logger_leads_to_the_same_store_as_ours(store, tmp_path):
-    """With the same directory: the same layout, points and ends."""
+    """With the same directory: the same layout, points and ends. Without MLflow a run lies where the first logger
+    writes files, else at the fallback."""
     logger = MLFlowLogger(**prepare(LIGHTNINGS, {"experiment_name": "Default", "tracking_uri": str(store)}))
     for step in range(4):
         logger.log_metrics({"train_loss": 1 / (step + 1)}, step)
@@ -546,11 +547,7 @@ def test_lightnings_logger_leads_to_the_same_store_as_ours(store, tmp_path):
     end(loggers, "killed", "SIGTERM")
     run = in_store(store, logger.run_id)
     assert (run.info.status, run.data.tags["failure"]) == ("KILLED", "SIGTERM")
-
-
-def test_the_run_folder_without_mlflow(tmp_path):
-    """It is where the first logger writes files, else the fallback."""
-    assert run_folder([CSVLogger(tmp_path, "name", 3)], "x") == tmp_path / "name" / "version_3"
+    assert run_folder(loggers[:1], "x") == Path(loggers[0].log_dir)
     assert run_folder([], "x") == tmp_path / "cwd" / "x"
 
 

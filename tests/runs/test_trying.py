@@ -5,9 +5,8 @@ import torch
 from conftest import digest
 
 
-def test_overfit_trains_and_validates_on_the_same_batches(train, tmp_path, tracked):
-    """Two batches of 16, the first of the training set's order, in each of three epochs, and the same for validation:
-    what is memorised there shows in `val_acc`."""
+def test_overfit_trains_and_validates_on_the_same_batches(train, tmp_path):
+    """Two batches of 16, the first of the training set's order, in each of three epochs; and in validation."""
     writes = f"train.callbacks=[{{type: own.Batches, params: {{file: '{tmp_path / 'seen.pt'}'}}}}]"
 
     def seen(*overrides):
@@ -19,8 +18,6 @@ def test_overfit_trains_and_validates_on_the_same_batches(train, tmp_path, track
     assert found == {"train": first * 3, "val": first * 3}
     assert first[0] != first[1]
     assert "overfit    2 batches of the training set, for training and validation" in run.out
-    learned = train("train.overfit=1", "train.num_epochs=60", "model.optimizer.params.lr=0.1")
-    assert tracked(learned.folder).metrics["val_acc"] == 1.0
 
 
 def test_an_overfitted_run_resumes_bit_for_bit(train):

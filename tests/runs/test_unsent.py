@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands import answer_of, environment, free_port
+from commands import answer_of, environment, free_port, python
 from conftest import OWN
 from mlflow.tracking import MlflowClient
 
@@ -558,7 +558,8 @@ def test_mlflow_is_imported_after_the_first_point(folder):
         "print(*{name.partition('.')[0] for name in set(sys.modules) - before | {'mlflow'} & set(sys.modules)})\n"
         "logger.log_metrics({'x': 1.0}, 0); logger.finalize('success'); assert 'mlflow' in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=True)
+    done = python("-c", program, folder)
+    assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) <= {"deeplightning", "filelock", "psutil", "pynvml", *sys.stdlib_module_names}
 
 

@@ -1,12 +1,10 @@
 """The way of a config from the command to the first step goes down the layers: a file calls files below it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 from test_layers import LAYERS
 
 MOST = 10
@@ -63,14 +61,7 @@ main()
 def test_a_config_goes_down_the_layers(tiny, tmp_path):
     """Between the command and `Trainer.fit` at most ten calls lead from a lower layer to a higher one, and what a run
     of one process does not use is not imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(LAYERS), "train", str(tiny)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", PROGRAM, json.dumps(LAYERS), "train", tiny, cwd=tmp_path)
     ours, climbs, modules = json.loads(done.stdout.splitlines()[-1])
     assert ours > 5_000, "the calls are counted"
     assert len(climbs) <= MOST, climbs

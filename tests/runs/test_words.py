@@ -3,7 +3,6 @@
 import errno
 import json
 import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config import other_tools, schema
 from deeplightning.engine import checkpoint_io
 from deeplightning.faults import PLUGINS, CheckpointError, SetupError
-from deeplightning.process import failure
 from deeplightning.run.find import checkpoint_of
 from deeplightning.runfolder import RunFolder
 
@@ -177,14 +175,3 @@ def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
     assert f"No space left on device; {tmp_path} has 2 MB free; remove runs" in words
     assert "deeplightning runs --clean --delete" in words
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_lost_process_names_what_is_left(tmp_path):
-    """The note of a killed process has the newest complete checkpoint and how to go on from it."""
-    run = RunFolder(tmp_path)
-    assert failure.resume_hint(failure.newest_of(run)) == "; there is no checkpoint yet"
-    with zipfile.ZipFile(run.last, "w") as archive:
-        archive.writestr("a", "b")
-    assert failure.resume_hint(failure.newest_of(run)) == (
-        f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto resumes from it"
-    )

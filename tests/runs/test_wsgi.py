@@ -6,10 +6,9 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
+from commands import python
 from prometheus_client.parser import text_string_to_metric_families
 from served import GUNICORN, ROOT, WAITRESS, WsgiServer, children, colour_run, gone, picture, wait_until
 
@@ -138,8 +137,7 @@ assert "batch_size_count 8.0" in client.get("/metrics").text
 
 def test_a_process_may_be_forked_after_it_has_answered(run):
     """The child has threads and counts of its own, whatever its parent was doing; importing `serve` is cheap."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(run)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python("-W", "ignore", "-c", FORKED, run, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
