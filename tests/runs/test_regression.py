@@ -168,17 +168,17 @@ def test_a_stage_without_its_data_is_told(regress, tested):
 
 
 def test_folds_are_taken_from_the_training_set(regress, tracked):
-    """Without a validation set of its own, `num_splits` makes one: 13 of 67 samples, seeded. The order may come from a
-    sampler by the column `size` of the user's own set."""
-    params = "{buckets: 2, sort_key: size, min_samples_per_bucket: 20}"
-    sampler = f"data.sampler={{type: deeplightning.data.samplers.BucketedDistributedSampler, params: {params}}}"
-    outcome = regress("data.module.params={held_out: false}", "data.num_splits=5", "data.fold=1", sampler)
+    """Without a validation set of its own, `num_splits` makes one: 13 of 67 samples, seeded."""
+    outcome = regress("data.module.params={held_out: false}", "data.num_splits=5", "data.fold=1")
     assert "ours: 54 training, 13 validation samples" in outcome.out
     assert tracked(outcome.folder).metrics["val_mse"] > 0
 
 
-def test_a_sample_may_be_a_pair(regress):
-    """Of inputs and a target, as torch's TensorDataset has them."""
+def test_the_order_may_come_from_a_sampler_by_a_column_of_the_set(regress):
+    """`data.sampler` with the column `size` of the user's own set; and a sample may be a pair."""
+    sampler = "deeplightning.data.samplers.BucketedDistributedSampler"
+    params = "{buckets: 2, sort_key: size, min_samples_per_bucket: 30}"
+    regress(f"data.sampler={{type: {sampler}, params: {params}}}")
     pairs = regress("data.module.type=sets.pairs", ONE, "train.checkpoint.monitor=null")
     assert "pairs: 20 training" in pairs.out
 

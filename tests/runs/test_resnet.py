@@ -121,16 +121,16 @@ def test_one_line_changes_the_network_and_pretrained_weights_are_taken(train, pr
     assert all(torch.equal(ours[name], theirs[name]) for name in same)
 
 
-def test_a_pretrained_network_is_a_feature_extractor_or_fine_tuned(train):
+def test_a_pretrained_network_is_a_feature_extractor_or_fine_tuned(fit):
     """BO-16: after `model.init_from`, `model.trainable: head` leaves all but the last layer's tensors bit for bit,
     `all` changes every one."""
-    base = train(*SMALL).folder / "last.ckpt"
+    base = fit(*SMALL).folder / "last.ckpt"
     before = weights(base)
     for trainable, learned in (
         ("head", {"network.classifier.weight", "network.classifier.bias"}),
         ("all", set(before)),
     ):
-        after = train(f"model.init_from='{base}'", f"model.trainable={trainable}", *SMALL).folder / "last.ckpt"
+        after = fit(f"model.init_from='{base}'", f"model.trainable={trainable}", *SMALL).folder / "last.ckpt"
         assert {name for name, now in weights(after).items() if not torch.equal(before[name], now)} == learned
 
 

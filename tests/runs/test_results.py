@@ -209,10 +209,10 @@ def test_a_run_killed_inside_an_epoch_keeps_the_same_checkpoints(validating, par
     assert tracked(resumed).series() == tracked(parts.folder).series()
 
 
-def test_a_checkpoint_that_nothing_judged_is_the_last_alone(train):
+def test_a_checkpoint_that_nothing_judged_is_the_last_alone(fit):
     """Of halves that no validation judged, only `last.ckpt` stays; the best is the end of the first epoch."""
-    outcome = train("train.checkpoint={every_n_epochs: 0.5, monitor: val_acc, save_top_k: 2}", "train.max_steps=13")
-    steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in outcome.folder.glob("*.ckpt")}
+    fitted = fit("train.checkpoint={every_n_epochs: 0.5, monitor: val_acc, save_top_k: 2}", "train.max_steps=13")
+    steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in fitted.folder.glob("*.ckpt")}
     assert steps == {"last.ckpt": 13, "best.ckpt": 9}
 
 

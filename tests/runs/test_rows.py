@@ -26,11 +26,6 @@ class Right(Metric):
 
     def compute(self):
         return self.right
-
-
-def brighter(batch):
-    """A batch as the loader hands it on."""
-    return {**batch, "image": batch["image"] // 2 + 100}
 '''
 
 
@@ -66,10 +61,15 @@ def test_nested_batches_move_to_the_device(kind, tiny):
     assert moved["pair"].right == [1, "x"]
 
 
-def test_a_loader_takes_functions_by_name(own, tracked):
+def brighter(batch):
+    """A batch as the loader hands it on."""
+    return {**batch, "image": batch["image"] // 2 + 100}
+
+
+def test_a_loader_takes_functions_by_name(fit):
     """`data.loader.collate_fn` names a function of the user's: each batch goes through it."""
-    collate = "data.loader.collate_fn={ref: parts.brighter}"
-    plain, changed = (tracked(own(*more).folder).metrics["val_loss"] for more in ((), (collate,)))
+    collate = "data.loader.collate_fn={ref: test_rows.brighter}"
+    plain, changed = (fit("train.num_epochs=1", *more).series("val_loss") for more in ((), (collate,)))
     assert plain != changed
 
 

@@ -51,14 +51,14 @@ def test_steps_and_parameters_are_listed(watched):
     assert sum(line.endswith("cpu float32") for line in watched.out.splitlines()) == 6
 
 
-def test_the_smoothed_loss_starts_anew_each_epoch(train, tracked, watching):
+def test_the_smoothed_loss_starts_anew_each_epoch(fit, watching):
     """`train_loss_ema` equals the recurrence over the logged losses, and the first of an epoch is raw; its weight is
     above 0 and at most 1."""
     with pytest.raises(ValueError, match="weight must be above 0 and at most 1, not 2"):
         watching.SmoothedLoss(weight=2)
     callback = "train.callbacks=[{type: watching.SmoothedLoss, params: {weight: 0.25}}]"
-    series = tracked(train(callback, "logger.log_every_n_steps=1").folder).series()
-    losses, smoothed = dict(series["train_loss"]), dict(series["train_loss_ema"])
+    fitted = fit(callback)
+    losses, smoothed = dict(fitted.series("train_loss")), dict(fitted.series("train_loss_ema"))
     expected = {}
     for step, loss in losses.items():
         expected[step] = loss if step % 9 == 0 else 0.25 * loss + 0.75 * expected[step - 1]
