@@ -161,16 +161,13 @@ class ArrayData(ColumnData):
         shape, moments = train.inputs.shape[1:], Moments()
         self.array_spec = ArraySpec(shape, takes_any_length=self.takes_any_length)
         if self.normalise:
-            # The first numbers are subtracted, so that constants have no deviation at all.
-            first = train.load(slice(1)).astype(np.float64).reshape(shape[0], -1)[:, 0]
             for start in range(0, len(train), _CHUNK):
                 part = np.moveaxis(train.load(slice(start, start + _CHUNK)).astype(np.float64), 1, -1)
-                moments.add(part.reshape(-1, shape[0]) - first)
+                moments.add(part.reshape(-1, shape[0]))
             if not np.isfinite(moments.std).all():
                 raise DataError(f"{self._describe()}: the training inputs have numbers that are not finite.")
             std = np.where(moments.std > 0, moments.std, 1.0)
-            mean = tuple((first + moments.mean).tolist())
-            self.array_spec = replace(self.array_spec, mean=mean, std=tuple(std.tolist()))
+            self.array_spec = replace(self.array_spec, mean=tuple(moments.mean.tolist()), std=tuple(std.tolist()))
         if not self.class_names:
             targets = train.targets
             names = [f"target_{n}" for n in range(targets.shape[1])] if targets.shape[1] > 1 else ["target"]

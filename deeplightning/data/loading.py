@@ -317,7 +317,8 @@ class DataOfSets(pl.LightningDataModule):
 class Moments:
     """Compute mean and deviation of numbers that come in parts (Chan, Golub and LeVeque 1983).
 
-    Those of a single part are numpy's, bit by bit.
+    Those of a single part are numpy's, bit by bit, but that a constant is its own mean: numpy's is not 0.1 of a hundred
+    0.1, and the deviation of 1e-17 would make 0.2 a large number.
 
     Attributes:
         count: numbers so far, per column.
@@ -333,7 +334,7 @@ class Moments:
         """Add numbers, float64 (n,) or (n, T)."""
         if not (size := len(values)):
             return
-        mean = values.mean(0)
+        mean = np.where((values == values[0]).all(0), values[0], values.mean(0))
         squares = np.square(values - mean).sum(0)
         total, distance = self.count + size, mean - self.mean
         self.mean = self.mean + distance * (size / total)

@@ -199,6 +199,18 @@ def test_mean_and_deviation_of_parts():
     np.testing.assert_allclose(many.std, values.std(0), rtol=1e-10)
 
 
+@pytest.mark.parametrize("value", [0.1, 19.99, -3.3])
+def test_a_constant_has_no_deviation(value):
+    """Also one that rounding gives another mean, in one part or several: else the next value would be 1e17 of it."""
+    values = np.full((1437, 2), value)
+    assert values.std(0).all()
+    for count in (1, 3):
+        moments = Moments()
+        for part in np.array_split(values, count):
+            moments.add(part)
+        assert (moments.mean.tolist(), moments.std.tolist()) == ([value] * 2, [0.0, 0.0])
+
+
 # The way that is taken
 
 
