@@ -8,6 +8,7 @@ N rows, F columns that the network takes, T columns that it predicts.
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,9 @@ from deeplightning.words import did_you_mean, free_memory
 log = logging.getLogger("deeplightning.data")
 
 KINDS = ("number", "category", "ignore")
+
+_YEAR_NOT_FIRST = re.compile(r"(?!\d{4})(\d\d?([-/.])\d\d?\2\d\d|.*\b(19|20)\d\d\b)")
+"""A time such as 31.12.2019, 12/31/19 or Jan 2020."""
 
 MAX_CATEGORIES = 1000
 """The most different words of a text column that is a category by default; `columns` in the config allows more."""
@@ -64,8 +68,8 @@ class TableData(ColumnData):
         unknown: "other": a category that no training row has gets the same word of its own; or "refuse".
         split: the column that says of each row whether it is of train, val or test.
         group: the column of which no value is in two sets, such as a customer.
-        time: the column by which the latest rows test, and the latest of the others validate; a row without a time is
-            the oldest.
+        time: the column by which the latest rows test, and the latest of the others validate: numbers, dates, or texts
+            that begin with the year if they have one. A row without a time is the oldest.
         limit: use at most this many training rows (validation included) and as many test rows, a seeded choice.
         in_memory: true: the tables are held in memory; false: they are read into the cache; "auto": into the cache
             where they would take more memory than is free.
@@ -270,8 +274,13 @@ class TableData(ColumnData):
         if self.way == "time":
             values = samples.column(str(self.divider))
             if isinstance(values, Words):
-                _, ranks = np.unique(np.array(values.words, object), return_inverse=True)
-                keys = np.array([*ranks, -1])[values.indices]
+                if late := next(filter(_YEAR_NOT_FIRST.match, values.words), None):
+                    raise DataError(
+                        f"{self._describe()}, column {self.divider}: {late!r:.60} does not begin with its year, so it "
+                        "orders no rows. data.module.params.time needs numbers, or dates such as 2024-02-29."
+                    )
+                ranks = {word: rank for rank, word in enumerate(sorted(values.words, key=_in_time))}
+                keys = np.array([*map(ranks.__getitem__, values.words), -1])[values.indices]
             else:
                 keys = np.where(np.isnan(values), -np.inf, values)
             latest_first = np.argsort(keys, kind="stable")[::-1]
@@ -358,6 +367,11 @@ class TableData(ColumnData):
                 columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
         rows = zip(*columns.values(), strict=True)
         return {"rows": np.array([json.dumps(dict(zip(columns, row, strict=True))) for row in rows])}
+
+
+def _in_time(word: str) -> tuple[list[int | str], str]:
+    """Return the sort key of a time: the numbers in it by their value, so that 2024/2/9 is before 2024/10/1."""
+    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", word))], word
 
 
 def _natural(word: str) -> tuple[int, float, str]:

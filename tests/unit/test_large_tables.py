@@ -133,6 +133,31 @@ def test_the_latest_rows_test(train, place):
     assert np.isnan(days["train"]).any()
 
 
+@pytest.mark.parametrize(
+    "write", ["{year}/{month}/1", "{year}-{month}", "week {count}", "{year} {month:02}", "{year}.{month}.1"]
+)
+def test_times_that_are_texts_are_ordered_by_their_numbers(write, place):
+    """Also where a month or a week has one digit or two."""
+    times = [write.format(year=2019 + n // 12, month=n % 12 + 1, count=n) for n in range(24)]
+    rows = [f"{time},{n},{'ab'[n % 2]}" for n, time in enumerate(times)]
+    (place / "times.csv").write_text("\n".join(["when,x,kind", *rows, ""]))
+    found = ready(place, True, train="times.csv", only=["x"], time="when")
+    column = found.table_spec.columns[0]
+    inputs = {split: found.dataset(split).large["input"][:, 0].numpy() for split in ("train", "val", "test")}
+    numbers = {split: sorted(np.rint(x * column.std + column.mean).tolist()) for split, x in inputs.items()}
+    assert [*numbers["train"], *numbers["val"], *numbers["test"]] == [*range(24)]
+
+
+@pytest.mark.parametrize("write", ["{day:02}.{month:02}.{year}", "{month}/{day}/19", "Q1 {year}", "Jan {year}"])
+def test_times_that_texts_do_not_order_are_refused(write, place):
+    """A date with the year at its end sorts by its day: rows of the future would train."""
+    times = [write.format(year=2019 + n // 12, month=n % 12 + 1, day=28 - n) for n in range(24)]
+    rows = [f"{time},{n},{'ab'[n % 2]}" for n, time in enumerate(times)]
+    (place / "times.csv").write_text("\n".join(["when,x,kind", *rows, ""]))
+    with pytest.raises(DataError, match=r"column when: .* does not begin with its year"):
+        ready(place, True, train="times.csv", only=["x"], time="when")
+
+
 @pytest.mark.slow
 @pytest.mark.run
 def test_loader_workers_map_the_same_file(place):
