@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from deeplightning.array_spec import read_signal
 from deeplightning.image_spec import EXTENSIONS
-from deeplightning.table_spec import TableSpec
+from deeplightning.table_spec import TableFormat, TableSpec
 from deeplightning.text_spec import TextSpec
 from serve.limits import Limits, Refusal
 from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json
@@ -117,8 +117,12 @@ def _texts(rows: Iterable[Mapping[str, Any]], spec: TextSpec) -> Iterator[str]:
         yield row[names[0]]
 
 
-def _tabbed(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a tab-separated file without quoting; the first line has the column names."""
+def _tabbed(path: Path, spec: TextSpec) -> Iterator[dict[str, str]]:
+    """Yield the rows of a tab-separated file, whose first line has the column names. Quotes are plain characters unless
+    the training texts are of a column: that was read as a table."""
+    if spec.column is not None:
+        yield from rows_from_csv(path.read_bytes(), _NO_LIMIT, _columns(spec), TableFormat("\t"))
+        return
     for number, row in enumerate(csv.DictReader(_lines(path, "\n"), delimiter="\t", quoting=csv.QUOTE_NONE), 1):
         if None in row or None in row.values():
             raise ValueError(f"row {number} has not as many columns as the header")
@@ -164,7 +168,7 @@ _READERS: dict[str, dict[str, Reader]] = {
     "text": {
         ".txt": lambda path, _: _lines(path),
         ".csv": lambda path, spec: _texts(rows_from_csv(path.read_bytes(), _NO_LIMIT, _columns(spec)), spec),
-        ".tsv": lambda path, spec: _texts(_tabbed(path), spec),
+        ".tsv": lambda path, spec: _texts(_tabbed(path, spec), spec),
         ".jsonl": lambda path, spec: _texts(_objects(path), spec),
         ".json": lambda path, _: [text.decode() for text in texts_from_json(path.read_bytes())],
     },

@@ -13,6 +13,7 @@ from modules import on_rank
 from deeplightning.config.schema import Target
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.text import TextData, read_tsv
+from deeplightning.run.inputs import inputs_of
 from deeplightning.text_spec import SPECIAL, TextError, TextSpec, from_lines, vocabulary, words_of
 
 FILMS = [("a fine film", 1), ("dull", 0), ("a dull , bleak film", 0), ("fine , fresh and funny", 1)]
@@ -84,7 +85,7 @@ def test_a_text_that_cannot_be_used_is_told(text, status, words):
 
 
 def test_quotes_are_plain_characters(tmp_path):
-    """One that is never closed ends nothing, as it would for a reader of CSV."""
+    """One that is never closed ends nothing, as it would for a reader of CSV; so it is in files to be predicted."""
     rows = [('" a fine film', 1), ("dull", 0), ('"a" "b"', 1)]
     path = tsv(tmp_path / "train", rows)
     found = read_tsv(path)
@@ -92,6 +93,12 @@ def test_quotes_are_plain_characters(tmp_path):
     assert found.labels.tolist() == [1, 0, 1]
     with path.open() as file:
         assert len(list(csv.reader(file, delimiter="\t"))) != 4  # the trap
+    spec = TextSpec("words", vocabulary(found.texts))
+    path = tsv(tmp_path / "asked.tsv", [('"all of it"', 1), ('""', 0)])
+    assert [text for _, text in inputs_of(path, "text", spec)] == read_tsv(path).texts == ['"all of it"', '""']
+    path = tsv(tmp_path / "asked.tsv", [("a", 1, 2)])
+    with pytest.raises(ValueError, match="row 1 has not as many columns as the header"):
+        list(inputs_of(path, "text", spec))
 
 
 @pytest.mark.parametrize(
