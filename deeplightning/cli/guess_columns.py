@@ -74,9 +74,10 @@ class Column:
 
     def classes(self) -> dict[str, int]:
         """Return the values that may be classes, in order, each with its number."""
-        values = self.values if not self.is_number() else {w: n for w, n in self.values.items() if w not in self.strays}
         form = TableFormat()
-        return dict(sorted(values.items(), key=lambda pair: ((n := _number(pair[0], form)) is None, n or 0, pair[0])))
+        return dict(
+            sorted(self.values.items(), key=lambda pair: ((n := _number(pair[0], form)) is None, n or 0, pair[0]))
+        )
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,8 @@ def _classes(found: Table, kinds: dict[str, str], target: str, task: str | None)
     """
     column = found.columns[target]
     classes, is_number = column.classes(), column.is_number()
+    if is_number:  # words between numbers are missing values
+        classes = {word: number for word, number in classes.items() if word not in column.strays}
     if task == "regression" and not is_number:
         message = f"the column {target} holds no numbers to be predicted; its columns: {counted(kinds)}"
         raise SetupError(f"{found.path}: {message}")

@@ -20,6 +20,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.data.labelled_images import LabelledImages
 from deeplightning.faults import ConfigError, SetupError
+from deeplightning.run.inputs import inputs_of
 
 
 @pytest.fixture(autouse=True)
@@ -292,6 +293,23 @@ def test_texts_are_read_with_the_columns_that_init_has_seen(header, monkeypatch)
     assert sum(map(len, module.read().values())) == 40
     module.setup("fit")
     assert module.text_spec.column == "review"
+
+
+@pytest.mark.parametrize("ending", ["tsv", "csv"])
+def test_predict_reads_the_texts_of_the_training(ending, monkeypatch):
+    """Also where csv, pandas or Excel have put quotes around a text, or it has two lines. A label that is a sign
+    between numbers is a class."""
+    texts = [f'it is "good {number}", he said' + "\nat last" * (number % 3) for number in range(40)]
+    labels = ["?" if number % 8 == 7 else number % 2 for number in range(40)]
+    delimiter = "\t" if ending == "tsv" else ","
+    table(f"t.{ending}", ["review", "label"], *zip(texts, labels, strict=True), delimiter=delimiter)
+    written, notes = config("text", f"t.{ending}")
+    assert "3 classes: 0 (20), 1 (15), ? (5)" in notes
+    monkeypatch.chdir("new project")
+    module = runpy.run_path("texts.py")["TextsOfColumns"](data_config(), **written["data"]["module"]["params"])
+    module.setup("fit")
+    assert sorted(text for part in module.read().values() for text in part.texts) == sorted(texts)
+    assert [text for _, text in inputs_of(Path("..", f"t.{ending}"), "text", module.text_spec)] == texts
 
 
 def test_a_column_of_sets_is_no_label():
