@@ -9,6 +9,7 @@ for a word that is not in the list, and for a missing one.
 """
 
 import codecs
+import contextlib
 import csv
 import io
 import itertools
@@ -515,9 +516,12 @@ def rows_of_csv(
     """
     delimiter = (form or TableFormat()).delimiter
     if columns:
-        wanted = {*columns}
-        headers = {sign: next(records(text, sign), (0, []))[1] for sign in dict.fromkeys((delimiter, *DELIMITERS))}
-        delimiter = max(headers, key=lambda sign: len(wanted & {name.strip() for name in headers[sign]}))
+        found_of = dict[str, int]()
+        for sign in dict.fromkeys((delimiter, *DELIMITERS)):
+            with contextlib.suppress(TableError):  # names in quotes end before the delimiter
+                header = next(records(text, sign), (0, []))[1]
+                found_of[sign] = len({*columns} & {name.strip() for name in header})
+        delimiter = max(found_of, key=found_of.__getitem__, default=delimiter)
     found = records(text, delimiter)
     _, header = next(found, (0, []))
     if not header:

@@ -145,6 +145,18 @@ def test_numbers_may_be_those_of_numpy_and_pandas():
         form.number(True)
 
 
+@pytest.mark.parametrize("trained", [",", ";"])
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
+def test_names_in_quotes_are_read_whatever_the_delimiter(sign, trained):
+    """As R and Excel write them, also where a name has two lines; a request may have another delimiter than the
+    training table."""
+    text = f'"age"{sign}"city, or\nvillage"\n31{sign}"Bern"\n'
+    columns = ["age", "city, or\nvillage"]
+    assert rows_of_csv(text, form=TableFormat(trained), columns=columns) == [
+        dict(zip(columns, ("31", "Bern"), strict=True))
+    ]
+
+
 def test_a_table_in_csv_becomes_rows():
     """The first line names the columns; quotes may hold commas and line ends; empty lines do not count."""
     assert rows_of_csv('age, city\n31,"Bern, BE"\n\n32,"a\nb"\n') == [
