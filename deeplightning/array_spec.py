@@ -177,8 +177,8 @@ def read_signal(path: Path) -> np.ndarray:
     """Read a signal, float32 or float64 (C, T), from a file with one of the extensions in `SIGNALS`.
 
     A .npy file has an array (C, T) or (T,); a .csv file a line for each step and a column for each channel, with or
-    without a header, divided by commas, semicolons or tabs; a .wav file samples of 8, 16, 24 or 32 bits, which become
-    numbers from -1 to 1.
+    without a header, divided by commas, semicolons, tabs or blanks; a .wav file samples of 8, 16, 24 or 32 bits, which
+    become numbers from -1 to 1.
 
     Raises:
         ArrayError: it cannot be read, or is of another shape.
@@ -201,11 +201,11 @@ def read_signal(path: Path) -> np.ndarray:
 
 
 def _csv(path: Path) -> np.ndarray:
-    text = path.read_text(encoding="utf-8-sig").splitlines()
-    delimiter = max(",;\t", key=(text or [""])[-1].count)
+    text = [line.strip(" ") for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    delimiter = next((sign for sign in "\t;, " if sign in (text or [""])[-1]), ",")
     if delimiter != ",":
         text = [line.replace(",", ".") for line in text]
-    lines = [line for line in csv.reader(text, delimiter=delimiter) if line]
+    lines = [line for line in csv.reader(text, delimiter=delimiter, skipinitialspace=True) if line]
     if lines and not all(map(is_number, lines[0])):
         lines = lines[1:]
     return np.array([[float(cell) for cell in line] for line in lines]).T

@@ -271,14 +271,18 @@ def test_signals_give_classes_channels_and_length():
 
 
 def test_signals_in_tables_may_have_semicolons_and_decimal_commas():
-    """All forms give the same numbers; a note names signals with more channels than steps."""
+    """All forms give the same numbers, also as many commas as semicolons, and the blanks of numpy.savetxt; a note names
+    signals with more channels than steps."""
     for number, (sign, point) in enumerate([(",", "."), (";", ","), ("\t", "."), (";", ".")]):
         Path(f"s/{'ab'[number % 2]}").mkdir(parents=True, exist_ok=True)
         lines = [f"1{point}5{sign}-2{sign}3e-1"] * 2
         Path(f"s/{'ab'[number % 2]}/{number}.csv").write_text(f"x{sign}y{sign}z\n" + "\n".join(lines))
     assert "more channels than steps: where it is the other way round" in config("signal", "s")[1]
+    Path("s/a/4.csv").write_text("1,5;-2;0,3\n" * 2)
+    np.savetxt("s/b/5.csv", [[1.5, -2, 0.3]] * 2)
+    np.savetxt("s/b/6.csv", [[1.5, -2, 0.3]] * 2, fmt="%9.2f", header="x y z", comments="")
     found = [read_signal(path).tolist() for path in Path("s").rglob("*.csv")]
-    assert found == [[[1.5, 1.5], [-2, -2], [0.3, 0.3]]] * 4
+    assert found == [[[1.5, 1.5], [-2, -2], [0.3, 0.3]]] * 7
 
 
 @pytest.mark.parametrize("header", ["review,label", "review,label,"])
