@@ -58,8 +58,9 @@ def _labelled(data: Path, name: str) -> Guess:
     read: Any = find("deeplightning.data.labelled_images.label_lines")
     with errors_of_data():
         lines = list(read(data / name))
-        are_single = all(len(line.labels) == 1 for line in lines)
-        separator = ";" if are_single and any(";" in line.labels[0] for line in lines) else "|"
+        found = [label for line in lines for label in line.labels]
+        are_single = len(found) == sum(bool(line.labels) for line in lines)
+        separator = next((sign for sign in ";," if are_single and any(sign in label for label in found)), "|")
         lines = list(read(data / name, separator))
     counts = Counter(label for line in lines for label in line.labels)
     if not counts:

@@ -104,6 +104,7 @@ def test_a_file_of_labels_gives_several_labels():
     [
         (["file;labels", "0.png;a|b", "1.png;a"], "a (2), b (1)", None),
         (["file,labels", "0.png,a;b", "1.png,a;c"], "a (2), b (1), c (1)", None),
+        (["file,labels", '0.png,"a, b"', "1.png,"], "a (1), b (1)", None),
         (["file,labels", "0.png,a", "1.png,c"], "a (1), c (1)", "each picture has one label; where it can have no"),
     ],
 )
