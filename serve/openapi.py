@@ -66,7 +66,7 @@ TOP_K = _parameter(
 def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
     """Return the document at `/openapi.json`; if `secured`, clients must send a key."""
     kind = KINDS[model.task]
-    samples = "Samples that are kept with the run, to try the model with; none where anybody may ask without a key."
+    samples = "Samples of the run, for trying the model; none where anybody may ask without a key."
     ready = _get("Answers 200 while requests are welcome: once the model is loaded and checked.", _ref("Status"))
     ready["responses"]["503"] = _error("Not yet, or not any more: the server starts or stops.")
     gets = {

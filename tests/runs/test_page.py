@@ -65,7 +65,7 @@ def give_keys(page: Page) -> None:
         page.call("Input.insertText", text=key)
         page.press("Enter", "\r")
         if key == "wrong":
-            page.evaluate("until(() => document.querySelector('#note').textContent.includes('does not take this key'))")
+            page.evaluate("until(() => document.querySelector('#note').textContent.includes('does not accept this key'))")
 
 
 def expected_rows(server: Server, data: bytes) -> list[list[str]]:
@@ -241,7 +241,7 @@ def test_an_image_can_be_chosen_and_pasted(page: Page, tmp_path: Path) -> None:
     page.give("paste", ("image.png", "image/png", picture("green")))
     assert page.answers()[0]["title"] == "green"
     page.give("drop")
-    assert page.note().startswith("That was no file")
+    assert page.note().startswith("That was not a file")
 
 
 def test_the_keyboard_is_enough(page: Page) -> None:
@@ -268,7 +268,7 @@ def test_it_tells_which_model_answers(page: Page, server: Server) -> None:
     """Task, input, run and labels as `/info` has them."""
     info = server.ask("GET", "/info")[1]
     words = page.evaluate("document.querySelector('#model').textContent")
-    form = "image classification on 8 \N{MULTIPLICATION SIGN} 8 pixels of colour; images of up to 1 MB."
+    form = "image classification on 8 \N{MULTIPLICATION SIGN} 8 pixels, colour; images up to 1 MB."
     assert words == f"Run a run, id abc: {form}"
     assert info["run"]["folder_name"] == "a run"
     assert page.evaluate("document.querySelector('#classes p').textContent") == ", ".join(info["labels"])
@@ -291,7 +291,7 @@ def test_a_server_that_is_gone_is_told(open_page: Any, serving: Any, place: Path
     server.stop()
     page.give("drop", *((f"{colour}.png", "image/png", picture(colour)) for colour in ("red", "blue")))
     faults = [answer["fault"] for answer in page.answers()]
-    assert faults == ["The server does not answer; see whether it still runs.", "Not sent."]
+    assert faults == ["The server does not answer; check that it is still running.", "Not sent."]
     assert page.note() == "2 images: 0 answered, 2 not answered."
 
 
