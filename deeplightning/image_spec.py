@@ -172,9 +172,7 @@ class ImageSpec:
                 file.seek(0)
                 if not file.read(1):
                     raise ImageError("The image is empty (0 bytes).", 400) from None
-                raise ImageError(
-                    f"This is not an image in a format that is read here ({', '.join(FORMATS)}).", 415
-                ) from None
+                raise ImageError(f"This is not an image in a supported format ({', '.join(FORMATS)}).", 415) from None
             except Image.DecompressionBombError:
                 raise ImageError(f"The image has too many pixels; at most {max_pixels:,} are accepted.", 413) from None
             except MemoryError:

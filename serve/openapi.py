@@ -51,7 +51,7 @@ def _parameter(name: str, description: str, **schema: object) -> JsonObject:
 
 
 SHOW = _parameter(
-    "show", "What each prediction has besides: the picture as it reaches the network.", type="string", enum=["input"]
+    "show", "What each prediction adds: the picture as the network sees it.", type="string", enum=["input"]
 )
 TOP_K = _parameter(
     "top_k",
@@ -119,7 +119,7 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     one = what.removesuffix("s")
     parameters = [TOP_K] * (kind.gives == "classification") + [SHOW] * (kind.takes == "image")
     return {
-        "summary": f"The model's answer to one of the {what}, or to each of several.",
+        "summary": f"The model's answer to each of the {what}.",
         "operationId": "predict",
         **({"parameters": parameters} if parameters else {}),
         "requestBody": {"required": True, "content": _content(model, kind, limits.max_images)},

@@ -57,6 +57,7 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
     # Without this MLflow starts ten processes with 1.9 GB (3.17, 2026).
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server tells what its own libraries deprecate
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # and each pool of its database
     # Not an argument, which every user of the machine could read.
     os.environ["MLFLOW_BACKEND_STORE_URI"] = uri_of(store)
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
