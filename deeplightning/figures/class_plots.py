@@ -105,20 +105,20 @@ def reliability(found: measures.Reliability, of: str) -> style.Drawing:
         middles, there = (np.arange(bins) + 0.5) / bins, found.samples > 0
         above.plot([0, 1], [0, 1], color=style.MUTED, linewidth=1, linestyle=(0, (4, 3)))
         confidence, accuracy = found.confidence[there], found.accuracy[there]
-        above.bar(middles[there], accuracy, 0.9 / bins, color=style.BLUE, alpha=0.85, label="share that is right")
-        above.plot(confidence, accuracy, "o", color=style.ORANGE, markersize=3.5, label="mean probability")
-        above.set(ylim=(0, 1.02), ylabel="share that is right")
+        above.bar(middles[there], accuracy, 0.9 / bins, color=style.BLUE, alpha=0.85, label="accuracy")
+        above.plot(confidence, accuracy, "o", color=style.ORANGE, markersize=3.5, label="mean confidence")
+        above.set(ylim=(0, 1.02), ylabel="accuracy")
         made.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=2)
         below.bar(middles, found.samples, 0.9 / bins, color=style.MUTED)
         below.set_yscale("symlog", linthresh=1)
-        below.set(xlabel="probability of the answer", xlim=(0, 1), ylabel="samples")
+        below.set(xlabel="confidence", xlim=(0, 1), ylabel="samples")
         below.locator_params(axis="y", numticks=4)
         below.yaxis.set_major_formatter("{x:g}")
         style.lines(above)
         style.lines(below, "y")
         for axes in (above, below):
             axes.minorticks_off()
-        style.title(made, words, f"{samples} {of} samples; dashed: as sure as right")
+        style.title(made, words, f"{samples} {of} samples; dashed: perfect calibration")
         return made
 
     return style.Drawing(draw, f"{words}, the expected calibration error on {samples} {of} samples")
