@@ -78,7 +78,11 @@ TIED[1].weight = TIED[0].weight
         (TextTransformer(2, 9, width=6, num_heads=1), None, "cannot share its num_heads of 1 evenly"),
         (TextTransformer(2, 9, width=6, num_heads=2, hidden=3), None, "cannot share its hidden of 3 evenly"),
         (nn.Sequential(nn.Linear(4, 4)), {"1": "colwise"}, "no module fits '1'; there are network, network.0"),
-        (nn.Sequential(nn.Linear(4, 5)), {"0": "colwise"}, "network.0 cannot be colwise: its 5 outputs are no multip"),
+        (
+            nn.Sequential(nn.Linear(4, 5)),
+            {"0": "colwise"},
+            "network.0 cannot be colwise: its 5 outputs are not a multip",
+        ),
         (TIED, {"1": "colwise"}, "network.1 cannot be colwise: another module has the same parameter"),
         (nn.Sequential(nn.Linear(3, 4)), {"0": "rowwise"}, "its 3 inputs are no multiple of 2 processes"),
         (nn.Sequential(nn.Linear(3, 8)), {"0": "colwise_3"}, "its 8 outputs in 3 blocks are no multiple of 2"),
