@@ -210,7 +210,7 @@ class MLflowLogger(Logger):
         sender = self._running()
         if changed := [key for key, value in values.items() if self._params.get(key, value) != value]:
             log.warning(
-                "The continued run keeps the first values of %s: %s. The new ones are in its config file.",
+                "MLflow keeps the first values of %s of the continued run: %s. The new ones are in its config file.",
                 *(count(len(changed), "parameter"), ", ".join(changed[:5]) + (", …" if len(changed) > 5 else "")),
             )
         if new := {key: value for key, value in values.items() if key not in self._params}:

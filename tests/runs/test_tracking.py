@@ -260,7 +260,7 @@ def test_a_run_is_continued(store, logger, caplog):
     assert again.artifact_folder == logger.artifact_folder
     assert history(again, "train_loss") == [(0, 1.0), (1, 0.5)]
     assert again.experiment.get_run(again.run_id).data.params == {"lr": "0.1", "epochs": "1", "new": "True"}
-    assert "keeps the first values of 1 parameter: epochs." in caplog.text
+    assert "keeps the first values of 1 parameter of the continued run: epochs." in caplog.text
 
 
 def test_a_run_goes_on_from_an_earlier_point_with_each_point_once(store, logger):
