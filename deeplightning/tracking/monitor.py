@@ -106,6 +106,4 @@ def _check_free(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a server has just left is free
             probe.bind(address)
     except OSError as error:
-        raise SetupError(
-            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --host or --port."
-        ) from None
+        raise SetupError(f"Cannot listen on {host}:{port}: {error.strerror}. Set another --host or --port.") from None
