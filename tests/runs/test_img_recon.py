@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-from conftest import digest
 from example_code import copy_code, module_of
 from PIL import Image
 from served import COLOURS, Server
@@ -47,7 +46,6 @@ logger:
   log_every_n_steps: 4
   histograms: 2
 """
-PLAIN = ("stages=[train]", "train.export=false", "logger.histograms=null", "logger.pictures=null")
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +150,6 @@ def test_the_use_of_the_codebook_has_a_histogram(run):
     assert (folder / "network.codebook.weight.grad.png").is_file()
 
 
-def test_a_resumed_run_draws_what_an_uninterrupted_one_would(run, learn):
-    """Two epochs, and one resumed for another, end with the same weights to the last bit."""
-    half = learn(*PLAIN, "train.num_epochs=1").folder
-    first = digest(half / "last.ckpt")
-    resumed = learn(*PLAIN, f"train.resume_ckpt='{half}'").folder
-    assert digest(resumed / "last.ckpt") == digest(run.last) != first
-
-
 def test_two_processes_judge_as_one(learn, run):
     """A validation by two processes has the values of one, perplexity among them, and its pictures are rank 0's."""
     folder = learn("stages=[validate]", f"test.ckpt='{run.path}'", "logger.histograms=null", ranks=2).folder
@@ -214,36 +204,12 @@ def test_a_network_that_does_not_fit_the_pictures_is_named(network, words, task)
         task.try_out(network)
 
 
-def test_outputs_that_are_no_pictures_of_the_size_are_refused(task):
-    """Whatever else a network gives; torch would spread a smaller reconstruction over the picture."""
-    for outputs in ({"logits": torch.zeros(2, 3)}, {}, [1], torch.zeros(2, 3)):
-        with pytest.raises(MisfitError, match="not pictures"):
-            task.check_outputs(outputs)
-    with pytest.raises(MisfitError, match=r"answers pictures \(3, 8, 8\) with \(3, 1, 1\)"):
-        task.check_truth(torch.zeros(2, 3, 1, 1), torch.zeros(2, 3, 8, 8))
-
-
-def test_a_plain_autoencoder_does_as_well(task):
-    """A network that gives just pictures needs no logits, and has no tokens to count."""
-    task.trainer = SimpleNamespace(sanity_checking=False)
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
-    task.check_outputs(images.float())
-    task.remember(images, images.float(), images.float())
-    assert task.histograms() == {}
-
-
 def test_no_pictures_come_from_the_sanity_check(task):
     """A Trainer of the user's own may begin with one."""
     task.normalise = torch.nn.Identity()
     task._shown = {"val": torch.zeros(1, 3, 8, 8)}
     task.trainer = SimpleNamespace(sanity_checking=True)
     assert task.pictures("val") == {}
-
-
-@pytest.mark.parametrize(("counts", "expected"), [([5, 5, 5, 5], 4), ([9, 0, 0], 1), ([1, 1, 0, 0], 2)])
-def test_perplexity(counts, expected):
-    """As many tokens as are used, where all are used equally often."""
-    assert reconstruction_task.perplexity(torch.tensor(counts)).item() == pytest.approx(expected)
 
 
 def test_image_files_are_answered_with_pictures(run, command, place, tmp_path):
