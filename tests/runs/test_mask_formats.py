@@ -1,9 +1,5 @@
-"""Masks in the formats that tools write: `init` guesses the classes, and a network learns from each what it learns from
-the same masks as class numbers, to the bit."""
+"""Masks in the formats that tools write: `init` guesses the classes, and a network gets the classes that were drawn."""
 
-import base64
-import io
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +12,6 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import SetupError
 from deeplightning.run.assemble import init_module
-from serve.app import application
-from serve.bundle import Bundle
-from serve.prediction import Service
 
 GREEN, RED = [0, 128, 0], [128, 0, 0]
 PALETTE = [0, 0, 0, *GREEN, *RED]
@@ -117,32 +110,6 @@ def classes_of(path: str) -> np.ndarray:
     """Return the classes that `draw` drew for a picture, by the darkest pixel of each square of 4 x 4."""
     pixels = np.asarray(Image.open(path)).reshape(4, 4, 4, 4)
     return np.kron(pixels.min((1, 3)) // 60, np.ones((4, 4))).astype(np.uint8)
-
-
-def results(command, folder: Path) -> tuple[dict[str, float], Path]:
-    words = ("train.num_epochs=1", "stages=[train, validate, test]", "engine.gpus=null", "logger.pictures=null")
-    done = command("train", *words, "model.network.params.width=4", cwd=folder, code=0)
-    read_of = [json.loads((done.folder / f"{stage}_results.json").read_text()) for stage in ("val", "test")]
-    return {name: value for found in read_of for name, value in found.items() if "iou" in name}, done.folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["one bit", "palettes of their own", "colours", "sixteen bits"])
-def test_a_network_learns_the_same_from_each_format(form, command, tmp_path, monkeypatch):
-    """IoU on validation and test sets is that of the same masks as class numbers, to the last bit. The server answers
-    with the classes of the table: number n is the n-th of class_names."""
-    number_of_classes = FORMATS[form][1]
-    monkeypatch.setitem(FORMATS, "as numbers", (grey(*range(number_of_classes)), number_of_classes, None, None))
-    expected, _ = results(command, project(tmp_path / "numbers", "as numbers"))
-    found, run = results(command, project(tmp_path / "other", form))
-    assert found == expected
-    assert set(found) == {"val_iou", "test_iou"}
-    client = application(Service(Bundle.open(run))).test_client()
-    said = client.post("/predict", data=(tmp_path / "other/data/images/00.png").read_bytes()).json
-    names = [f"class_{number}" for number in range(number_of_classes)]
-    assert [(each["class"], each["label"]) for each in said["classes"]] == [*enumerate(names)]
-    mask = np.asarray(Image.open(io.BytesIO(base64.b64decode(said["mask"]))))
-    assert np.bincount(mask.ravel(), minlength=number_of_classes).tolist() == [e["pixels"] for e in said["classes"]]
 
 
 @pytest.mark.parametrize(
