@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import digest, weights
 
 from deeplightning.callbacks.gradients import AdaptiveClip
 
@@ -33,19 +32,6 @@ def test_a_warm_up_trains_as_a_linear_schedule_of_torchs_does(fit):
         torchs = flat(fit(f"model.scheduler={schedule}", ONE, accumulated).task.network)
         assert torch.allclose(ours, torchs, atol=1e-6)
         assert not torch.allclose(ours, flat(fit(ONE, accumulated).task.network), atol=1e-4)
-
-
-def test_a_run_that_is_killed_while_it_warms_up_ends_like_an_uninterrupted_one(command, tiny, place, tmp_path):
-    """Killed in its sixth batch, resumed from its fourth: bit for bit."""
-    settings = [f"model.scheduler={BY_EPOCH}", "train.checkpoint.every_n_steps=2"]
-    store = f"logger.params.tracking_uri={tmp_path / 'mlruns'}"
-    killed = "train.callbacks=[{type: own.Killed, params: {epoch: 0, batch: 5}}]"
-    assert command("train", tiny, *settings, store, killed, cwd=place).code != 0
-    resumed = command("train", tiny, *settings, store, "train.resume_ckpt=auto", cwd=place)
-    assert "(step 4, epoch 1)" in resumed.out, resumed
-    whole = command("train", tiny, *settings, cwd=place)
-    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
-    assert weights(whole.folder / "last.ckpt")
 
 
 def test_the_norm_of_the_gradients_is_logged_before_they_are_clipped(fit):

@@ -76,16 +76,6 @@ def test_processes_share_balanced_batches(job, tmp_path):
         assert sorted(labels.values()) == [13] * 6 + [14] * 4
 
 
-@pytest.mark.slow
-def test_a_run_with_balanced_batches_resumes_bit_for_bit(train):
-    """Stopped inside the first epoch and resumed: the weights of a run that was not stopped."""
-    settings = [SAMPLER, "logger.log_every_n_steps=100"]
-    whole = train(*settings).folder
-    first = train(*settings, "~train.num_epochs", "train.max_steps=4").folder
-    resumed = train(*settings, f"train.resume_ckpt='{first}'").folder
-    assert digest(resumed / "last.ckpt") == digest(whole / "last.ckpt")
-
-
 # ---- several labels for each sample
 
 LABELS = """\
@@ -134,17 +124,6 @@ def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
     cfg = load_config(orders / "labels.yaml", [f"data.root='{orders}'"])
     init_module(cfg, "data")
     assert init_module(cfg, "model").losses["loss"].pos_weight.tolist() == pytest.approx(expected)
-
-
-def test_explain_and_a_dry_run_know_the_positive_weights(command, orders):
-    """The source is named and nothing is read; a misspelt word is a fault."""
-    outcome = command("explain", "labels.yaml", POSITIVE, cwd=orders)
-    source = "numbers when the run begins, from the labels of the training set of deeplightning.data"
-    assert source in outcome.out
-    tried = command("check", "labels.yaml", "--dry-run", cwd=orders)
-    assert (tried.code, "the loss was tried without them" in tried.out + tried.err) == (0, True), tried
-    wrong = command("check", "labels.yaml", f"{POSITIVE}=balance", cwd=orders)
-    assert (wrong.code, "Did you mean balanced?" in wrong.err) == (2, True), wrong
 
 
 @pytest.mark.parametrize("late", ["0", "1", "0.5"])

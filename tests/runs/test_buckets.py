@@ -258,10 +258,17 @@ def test_one_process_needs_not_be_told_and_goes_on_inside_an_epoch():
     assert len(list(sampler)) == 1000
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_run_goes_on_inside_an_epoch_and_at_its_end_bit_for_bit(steps, train):
+@pytest.mark.parametrize(
+    ("sampler", "steps"),
+    [
+        (BUCKETED, 4),
+        pytest.param(BUCKETED, 10, marks=pytest.mark.slow),
+        pytest.param("data.sampler=balanced", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_inside_an_epoch_and_at_its_end_bit_for_bit(sampler, steps, train):
     """Stopped in the first epoch, or at its end, and resumed: the weights of an uninterrupted run."""
-    settings = [BUCKETED, "logger.log_every_n_steps=100"]
+    settings = [sampler, "logger.log_every_n_steps=100"]
     whole = train(*settings).folder
     first = train(*settings, "~train.num_epochs", f"train.max_steps={steps}").folder
     resumed = train(*settings, f"train.resume_ckpt='{first}'").folder

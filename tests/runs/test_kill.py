@@ -4,7 +4,8 @@ An instant is one of the run's events: before or after a batch, inside the writi
 file is synced, renamed or linked, before or after points go to the tracker. A first run counts them. Instants that a
 seed draws, among them moments in time, are tried by `storm/kinds/kills.py`.
 The network has dropout, the data are shuffled, augmented and read by workers, gradients are accumulated, epochs end
-before the data do, the schedule has an `auto` length, the best two checkpoints are kept, and the run ends early.
+before the data do, the rate warms up, the schedule has an `auto` length, the best two checkpoints are kept, and the
+run ends early.
 """
 
 import pytest
