@@ -93,28 +93,15 @@ GOOD = picture("green")
 WHOLE = post(GOOD)
 
 
-def cut_requests() -> dict[str, Case]:
-    """A good request that ends at many points: there is nothing to answer."""
-    points = {
-        "in the method": 2,
-        "in the path": 9,
-        "in the version": 18,
-        "in a header's name": 27,
-        "before the blank line": WHOLE.index(b"\r\n\r\n") + 2,
-        "after the head": WHOLE.index(b"\r\n\r\n") + 4,
-        "in the body": len(WHOLE) - 20,
-        "before the last byte": len(WHOLE) - 1,
-    }
-    chunks = CHUNKED + chunk(GOOD)
-    return {f"cut {name}": wire(WHOLE[:point], None) for name, point in points.items()} | {
-        "nothing at all": wire(b"", None),
-        "cut in a chunk's size": wire(CHUNKED + b"1", None),
-        "cut in a chunk": wire(chunks[:-20], None),
-        "cut before the last chunk": wire(chunks, None),
-        "abort in mid-upload": wire(
-            head("POST /predict HTTP/1.1", "Content-Length: 9000000") + b"\0" * 1_000_000, None
-        ),
-    }
+CUT = {  # a good request that ends: there is nothing to answer
+    "nothing at all": wire(b"", None),
+    "cut in the method": wire(WHOLE[:2], None),
+    "cut after the head": wire(WHOLE[: WHOLE.index(b"\r\n\r\n") + 4], None),
+    "cut before the last byte": wire(WHOLE[:-1], None),
+    "cut in a chunk": wire(CHUNKED + chunk(GOOD)[:-20], None),
+    "cut before the last chunk": wire(CHUNKED + chunk(GOOD), None),
+    "abort in mid-upload": wire(head("POST /predict HTTP/1.1", "Content-Length: 9000000") + b"\0" * 1_000_000, None),
+}
 
 
 BOMB_200_MB = head("POST /predict HTTP/1.1", "Content-Length: 200000000")
@@ -138,7 +125,6 @@ HTTP = {
         404,
         label="green",
     ),
-    "length too large": wire(post(GOOD).replace(b"Length: %d" % len(GOOD), b"Length: %d" % (len(GOOD) + 9)), None),
     "two lengths": wire(head("POST /predict HTTP/1.1", "Content-Length: 5", "Content-Length: 6") + b"hello", 400),
     "length twice": wire(head("POST /predict HTTP/1.1", "Content-Length: 5", "Content-Length: 5") + b"hello", 400),
     "chunk smaller than its size": wire(CHUNKED + b"9\r\nhello\r\n0\r\n\r\n", 400),
@@ -168,8 +154,7 @@ HTTP = {
         lambda: picture("green", "JPEG", (400, 400)), 200, None, label="green", ends=True
     ),
     "half a picture of who has sent all": wire(WHOLE[:-20], None, ends=True),
-    "17 pipelined refusals": wire(head("GET /nothing HTTP/1.1") * 17, *[404] * 16),
-} | cut_requests()
+} | CUT
 
 
 # Forms.
@@ -680,13 +665,6 @@ def test_no_request_of_the_corpus_costs_much(server):
     assert dear == {}
     assert server.memory(peak=True) - memory < MEMORY_MB
     assert_good(*server.ask("POST", "/predict", GOOD))
-
-
-def test_every_case_that_may_cost_more_says_why():
-    """And no other says so."""
-    for case in CASES.values():
-        assert (case.cpu_ms > CPU_MS or case.memory_mb > MEMORY_MB) == bool(case.why)
-    assert len(CASES) >= 60
 
 
 def test_two_hundred_good_requests_at_once_are_answered_rightly(server):
