@@ -1,6 +1,5 @@
 """The whole journey: a config is trained, tracked, tested, exported, served and asked, by the commands of a user."""
 
-import base64
 import csv
 import json
 import re
@@ -15,7 +14,7 @@ from checks import write_mnist
 from commands import real
 from conftest import digest
 from PIL import Image
-from served import Server
+from served import Server, encoded
 from sklearn.datasets import load_digits
 from tiny import SEED
 
@@ -212,48 +211,24 @@ def predict(command, place):
 
 
 def test_every_picture_is_answered_over_http_as_by_predict(own, server, pictures, predict):
-    """180 pictures: class, label and probability of the endpoint and of `deeplightning predict` agree to 1e-5."""
+    """180 pictures by themselves, and 130 in one form and in one JSON: class, label and probability of the endpoint and
+    of `deeplightning predict` agree to 1e-5."""
     files = sorted(pictures.glob("*/*.jpg"))
     found = predict(own.folder, files)
     assert [row["path"] for row in found] == [str(path) for path in files]
-    assert_answers([ask(server, path.read_bytes()) for path in files], found)
     assert {row["predicted_label"] for row in found} <= set(CLASSES)
-
-
-def test_digits_are_answered_alone_and_together_as_by_predict(base, predict, tmp_path):
-    """130 digits, each by itself, all in one form, all in one JSON: classes are equal, probabilities to 1e-5."""
-    files = []
-    for number, digit in enumerate(load_digits().images[:130]):
-        files.append(tmp_path / f"{number:03}.png")
-        Image.fromarray((digit * 255 / 16).astype(np.uint8)).save(files[-1])
-    expected = predict(base.folder, files)
-    parts = [
-        f'--x\r\nContent-Disposition: form-data; name="image"; filename="{file.name}"\r\n\r\n'.encode()
-        + file.read_bytes()
-        for file in files
-    ]
-    document = {"images": [base64.b64encode(file.read_bytes()).decode() for file in files]}
-    with served(base.folder, tmp_path) as address:
-        alone = [ask(address, file.read_bytes(), "image/png") for file in files]
-        form = ask(address, b"\r\n".join(parts) + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
-        listed = ask(address, json.dumps(document).encode(), "application/json")
-    for answers in (alone, form["predictions"], listed["predictions"]):
-        assert_answers(answers, expected)
-
-
-def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
-    """`predict` of a text and of a missing file: exit 3, each named, no answer."""
-    files = [tmp_path / "text.jpg", tmp_path / "missing.jpg"]
-    files[0].write_text("no picture")
-    refused = command("predict", own.folder, *files, cwd=place)
-    assert (refused.code, refused.out) == (3, "")
-    assert all(str(file) in refused.err for file in files)
+    contents = [path.read_bytes() for path in files]
+    assert_answers([ask(server, content) for content in contents], found)
+    head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'
+    form = b"\r\n".join(head + content for content in contents[:130]) + b"\r\n--x--\r\n"
+    listed = json.dumps({"images": [encoded(content) for content in contents[:130]]}).encode()
+    for body, kind in ((form, "multipart/form-data; boundary=x"), (listed, "application/json")):
+        assert_answers(ask(server, body, kind)["predictions"], found[:130])
 
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
     """scikit-learn's digits as MNIST's four files, 28 x 28."""
-    from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = np.kron(digits.images * 255 / 16, np.ones((1, 3, 3)))  # (N, 24, 24)
