@@ -11,9 +11,7 @@ pytest.importorskip("sklearn", reason="the digits and the metrics that runs are 
 pytest.importorskip("deeplightning_plan", reason="the pretended GPU is of the plug-in `plan`")
 
 from conftest import weights
-from deeplightning_plan.fake_gpu import FakeGpu
 from example_code import copy_code
-from pretend import DEVICE
 from test_gan import CONFIG as GAN
 from test_img_recon import CONFIG as RECONSTRUCTION
 from test_regression import CONFIG as REGRESSION
@@ -22,8 +20,6 @@ from test_segmentation import CONFIG as SEGMENTATION
 from test_segmentation import fill
 from test_text_classif import CONFIG as TEXTS
 from test_text_classif import reviews
-
-from deeplightning.dry_run.diagnosis import DeviceError
 
 pytestmark = pytest.mark.device
 
@@ -149,25 +145,6 @@ def test_parameters_that_zero_keeps_complete_are_sharded_again_for_the_next_stag
 
 
 # ---- the pretended device itself
-
-
-def test_the_pretended_device_refuses_what_a_gpu_refuses():
-    """Operands on two devices; a number without a dimension, an index and a copy may be on the CPU."""
-    with FakeGpu(DEVICE):
-        here, there = torch.ones(3), torch.ones(3).to(DEVICE)
-        assert (here.device.type, there.device) == ("cpu", DEVICE)
-        for mixed in (lambda: here + there, lambda: torch.cat([here, there]), lambda: there.mul_(here)):
-            with pytest.raises(DeviceError, match="Expected all tensors to be on the same device"):
-                mixed()
-        assert (there * torch.tensor(2.0)).device == DEVICE
-        assert there[torch.tensor([0, 1])].device == DEVICE
-        assert there.copy_(here).device == DEVICE
-        assert torch.zeros(2, device=DEVICE).device == torch.zeros_like(there).device == DEVICE
-        assert there.cpu().device.type == "cpu"
-        network = torch.nn.Linear(3, 2)
-        with pytest.raises(DeviceError):
-            network(there)
-        assert network.to(DEVICE)(there).device == DEVICE
 
 
 def test_the_names_that_the_pretended_device_replaces_exist():

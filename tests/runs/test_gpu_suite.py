@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_without_a_gpu_one_line_says_so_and_the_cpu_part_runs():
     """`bash test.sh --gpu` prints one line about it and ends with 0; its arguments are pytest's."""
     here = {"DEEPLIGHTNING_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", str(ROOT / "test.sh"), "--gpu", "-k", "test_the_pretended_device_refuses"]
+    command = ["bash", str(ROOT / "test.sh"), "--gpu", "-k", "test_the_names_that_the_pretended_device_replaces"]
     done = subprocess.run(command, env=environment() | here, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done
     assert [line for line in done.stdout.splitlines() if "GPU" in line] == [done.stdout.splitlines()[0]]
