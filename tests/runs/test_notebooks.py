@@ -1,12 +1,10 @@
-"""The notebooks of the examples run in a real kernel, which an interruption leaves alive."""
+"""The notebooks of the examples run in a real kernel."""
 
 import os
 from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import TINY
-from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,41 +37,3 @@ def test_a_notebook_runs(path):
     text = "".join(output.text for cell in cells for output in cell.outputs if output.output_type == "stream")
     assert "epoch 1 of" in text
     assert not [output for cell in cells for output in cell.outputs if output.get("name") == "stderr"]
-
-
-@pytest.mark.slow
-def test_an_interrupted_cell_ends_the_run_and_leaves_the_kernel_alive(tmp_path):
-    """As Ctrl-C does: the run saves a checkpoint, the cell ends with KeyboardInterrupt, and the next cell runs."""
-    Path("c.yaml").write_text(TINY.replace("STORE", str(tmp_path / "runs")))
-    manager, client = start_new_kernel(kernel_name="python3")
-    outputs: list[str] = []
-    interrupted = False
-
-    def hear(message):
-        nonlocal interrupted
-        outputs.append(message["content"].get("text", ""))
-        if not interrupted and "epoch 2 of" in "".join(outputs):
-            interrupted = True
-            manager.interrupt_kernel()
-
-    try:
-        code = "import deeplightning as dl\ndl.train('c.yaml', ['train.num_epochs=100000'])"
-        reply = client.execute_interactive(code, output_hook=hear, timeout=120)
-        assert reply["content"]["ename"] == "KeyboardInterrupt"
-        said: list[str] = []
-        client.execute_interactive(
-            "print(dl.load_run(FOLDER).status)".replace("FOLDER", repr(str(folder_of(tmp_path)))),
-            output_hook=lambda message: said.append(message["content"].get("text", "")),
-            timeout=60,
-        )
-        assert "KILLED\n" in said
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-    assert (folder_of(tmp_path) / "last.ckpt").is_file()
-
-
-def folder_of(place):
-    """That of the one run of a store."""
-    (folder,) = (place / "runs").glob("*/*/artifacts")
-    return folder
