@@ -7,7 +7,6 @@ import pytest
 from deeplightning.callbacks import callback_of
 from deeplightning.callbacks.record import Record
 from deeplightning.checks.examine import load_config
-from deeplightning.faults import ConfigError
 from deeplightning.run.assemble import init_module, init_trainer
 
 
@@ -59,20 +58,3 @@ def test_a_trainer_trains_again_and_tests(fit):
         )
     assert first == second
     assert (fitted.folder / "test_results.json").is_file()
-
-
-def test_a_seed_that_is_null_is_drawn_and_said(tiny):
-    """Two configs get two seeds, each with a notice."""
-    one, two = (load_config(tiny, ["seed=null"]) for _ in range(2))
-    assert one.seed != two.seed
-    assert [notice.text for notice in one.notices] == [f"seed: null → {one.seed} (drawn)"]
-
-
-def test_every_fault_is_raised_at_once(tiny):
-    """An exception with all faults, each with key and place."""
-    with pytest.raises(ConfigError) as caught:
-        load_config(tiny, ["train.num_epoch=3", "model.optimizer.params.lrr=1"])
-    text = str(caught.value)
-    assert "num_epochs" in text
-    assert "lr" in text
-    assert len(caught.value.faults) >= 2

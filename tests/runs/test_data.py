@@ -342,17 +342,6 @@ def test_the_configs_of_cifar_flip(config):
     assert [target["type"].rpartition(".")[2] for target in params["augment"]] == ["RandomCrop", "RandomHorizontalFlip"]
 
 
-@pytest.mark.parametrize("module", [RandomHorizontalFlip(), RandomCrop(2)])
-def test_augmentation_follows_the_global_generator(module):
-    """The same seed gives the same images; the next call others."""
-    images = numbered(50)
-    torch.manual_seed(7)
-    first, second = module(images), module(images)
-    torch.manual_seed(7)
-    assert torch.equal(first, module(images))
-    assert not torch.equal(first, second)
-
-
 class Looker(pl.LightningModule):
     """Learns nothing, remembers the batches it is given."""
 

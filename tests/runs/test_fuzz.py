@@ -133,14 +133,6 @@ def test_a_config_with_changes(check, text):
     assert_answered(check, text)
 
 
-@pytest.mark.slow
-@times(350)
-@given(text=changed())
-def test_many_configs_with_changes(check, text):
-    """The same, and more of them."""
-    assert_answered(check, text)
-
-
 def test_bytes_of_a_shell_that_are_no_text(check):
     """A value that no encoding explains is shown with a note, or written out; the config that all of these change is
     right."""
