@@ -88,29 +88,6 @@ class Loop(Task):
             torch.save(self.gradients, "gradients.pt")
 
 
-class Two(Task):
-    """Two optimizers by name, over one network."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = self.judge(batch)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-        self.log("train_loss", loss)
-
-    def configure_optimizers(self):
-        made = []
-        for (name, target), parameter in zip(self.cfg.model.optimizer.items(), self.parameters()):
-            made.append(build(target, [{"params": [parameter], "name": name}]))
-        return made
-
-
 class Hooks(Task):
     """Lightning's hooks, what they log, and where it is."""
 
@@ -200,16 +177,6 @@ def test_a_reset_inside_an_accumulation_begins_anew(loop, learn, place):
     pair = torch.load(place / "gradients.pt", weights_only=True)[0] / 2
     torch.testing.assert_close(pair + reset, whole)  # by each half of the four batches; nothing was stepped between
     assert not torch.equal(reset, whole)
-
-
-def test_several_optimizers_by_name(learn, tracked):
-    """A task of one's own may take a map of optimizers; where its groups have names, rates are logged by these."""
-    optimizers = (
-        "{weight: {type: torch.optim.SGD, params: {lr: 0.1}}, bias: {type: torch.optim.Adam, params: {lr: 0.02}}}"
-    )
-    outcome = learn("Two", "~model.optimizer", f"model.optimizer={optimizers}")
-    metrics = tracked(outcome.folder).metrics
-    assert (metrics["lr"], metrics["lr-weight"], metrics["lr-bias"]) == pytest.approx((0.1, 0.1, 0.02))
 
 
 # ---- hooks, state, processes
