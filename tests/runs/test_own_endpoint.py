@@ -68,27 +68,21 @@ def train(command, here):
     return run
 
 
-def trained(done):
-    """The run folder, the weights of its best checkpoint, arrays to ask with, and what the bundle answers to them."""
-    folder = RunFolder(done.folder)
-    arrays = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
-    state = torch.load(folder.best, weights_only=True)["state_dict"]
-    return folder, state, arrays, Bundle.open(folder.bundle).predict(arrays)
-
-
 def test_a_plain_module_is_exported_and_answers_as_its_forward(command, train, here):
     """The export at the end of training, `export` and `predict FILE` of the same run, and a server's session agree with
     the module itself; golden answers are in the bundle."""
     done = train()
     assert "bundle     " in done.out
-    folder, state, arrays, answered = trained(done)
+    folder = RunFolder(done.folder)
+    arrays = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
+    state = torch.load(folder.best, weights_only=True)["state_dict"]
     layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
     layers.load_state_dict({name.removeprefix("layers."): value for name, value in state.items()})
     expected = layers(torch.from_numpy(arrays)).detach().numpy()
     card = json.loads(folder.bundle_card.read_text())
     assert (card["task"], card["labels"]) == ("array_regression", ["output_0", "output_1", "output_2"])
     assert len(card["golden"]["arrays"]) == 16
-    np.testing.assert_allclose(answered, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(Bundle.open(folder.bundle).predict(arrays), expected, rtol=1e-5, atol=1e-6)
     command("export", str(folder.path), cwd=here, code=0)
     golden = json.loads(folder.bundle_card.read_text())["golden"]
     assert [golden[name] for name in ("arrays", "fp32")] == [card["golden"][name] for name in ("arrays", "fp32")]
@@ -97,20 +91,6 @@ def test_a_plain_module_is_exported_and_answers_as_its_forward(command, train, h
     rows = np.genfromtxt(here / "rows.csv", delimiter=",", names=True, dtype=None, encoding="utf-8")
     found = np.stack([rows[f"predicted_output_{n}"] for n in range(3)], 1)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_built_in_task_takes_the_shape_of_its_arrays_from_the_batches(train):
-    """The data module has no spec: the bundle takes arrays of that shape, and classes have their numbers as names."""
-    done = train(
-        "model={module: {type: deeplightning.task.classif.Classification}, loss: {type: torch.nn.CrossEntropyLoss}, "
-        "network: {type: torch.nn.Linear, params: {in_features: 4, out_features: 3}}, "
-        "optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}}"
-    )
-    folder, state, arrays, answered = trained(done)
-    expected = (torch.from_numpy(arrays) @ state["network.weight"].T + state["network.bias"]).softmax(1).numpy()
-    card = json.loads(folder.bundle_card.read_text())
-    assert (card["task"], card["labels"]) == ("array_classification", ["0", "1", "2"])
-    np.testing.assert_allclose(answered, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
