@@ -19,7 +19,7 @@ import torch
 from checks import write_mnist
 from conftest import weights
 from filelock import FileLock
-from gpu_runs import ENGINES, PRECISIONS, Runs, lacks, note, precision_of, spread
+from gpu_runs import ENGINES, PRECISIONS, Runs, lacks, note, spread
 from tiny import SEED
 
 GPUS = torch.cuda.device_count()
@@ -268,13 +268,7 @@ def test_the_seed_configuration_trains_and_tests(gpus, tmp_path):
     assert stray(done.err) == []
 
 
-# ---- what is refused, and how a run fails
-
-
-def test_fsdp_refuses_a_scaled_loss(plain):
-    """`16` with fsdp on a GPU: exit code 2, and what to take instead."""
-    assert "engine.precision=bf16" in plain("fsdp", "engine.precision=16", code=2).err
-    assert precision_of("fsdp", "16") == "16-true"
+# ---- how a run fails
 
 
 @pytest.mark.parametrize("engine", ["null", "deepspeed_stage_2"])
