@@ -1,8 +1,8 @@
 """Every example runs at reduced size, without data of this machine, and leaves what its README shows.
 
 `tests/runs/test_configs.py` takes one step with each config of `examples/`; here they learn something. Those of GANs,
-reconstruction, a line, folds and an own loop learn in test_gan, test_img_recon, test_regression, test_kfold and
-test_own_loop.
+reconstruction, a line, folds, an own loop and own callbacks learn in test_gan, test_img_recon, test_regression,
+test_kfold, test_own_loop and test_watch.
 """
 
 import json
@@ -79,12 +79,6 @@ EXAMPLES = {
         {"test_acc": (0.8, 1)},
         ["val_confusion_matrix.png"],
     ),
-    "search": Example(
-        "search/search.yaml",
-        ["train.num_epochs=2", "model.optimizer.params={lr: 0.2, momentum: 0.6}"],
-        {"test_acc": (0.5, 1)},
-    ),
-    "own_callbacks": Example("own_callbacks/watched.yaml", ["train.num_epochs=2"], {"test_acc": (0.7, 1)}),
     "wine": Example(
         "tables/wine.yaml",
         ["train.num_epochs=10"],
