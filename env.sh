@@ -169,7 +169,7 @@ why_not() {
         stop "a package is not the one that requirements.lock names, so nothing was installed. If you did not change the
 package index on purpose, do not go on."
     else
-        stop "a package could not be had. Most often there is no network, or the package index is not reached from here
+        stop "a package could not be installed. Most often there is no network, or the package index cannot be reached
 (HTTPS_PROXY, UV_DEFAULT_INDEX, PIP_INDEX_URL and TORCH_BACKEND are obeyed)."
     fi
 }

@@ -193,7 +193,7 @@ def read_signal(path: Path) -> np.ndarray:
         hint = (
             ". Save it with PCM samples: ffmpeg -i FILE -c:a pcm_s16le NEW.wav" if path.suffix.lower() == ".wav" else ""
         )
-        raise ArrayError(f"this is no signal: {error}{hint}") from error
+        raise ArrayError(f"this is not a signal: {error}{hint}") from error
     signal = signal[None] if signal.ndim == 1 else signal
     if signal.ndim != 2 or 0 in signal.shape:
         raise ArrayError(f"a signal is of shape (C, T) or (T,), not {signal.shape}")

@@ -126,7 +126,7 @@ class TextSpec:
             try:
                 data = data.decode()
             except UnicodeDecodeError:
-                raise TextError("This is not text in UTF-8, which is what is read here.", 415) from None
+                raise TextError("The text is not UTF-8.", 415) from None
         if not data.strip():
             raise TextError("The text is empty.", 400)
         (tokens,) = self.encode([data])
@@ -175,7 +175,7 @@ class _Words:
         self._numbers = {word: number for number, word in enumerate(words)}
         if len(self._numbers) != len(words) or "" in self._numbers:
             number = next(n for n, word in enumerate(words) if not word or words.index(word) != n)
-            raise VocabularyError(f"word {number - 2} is empty, or is there a second time: {words[number]!r}")
+            raise VocabularyError(f"word {number - 2} is empty or a duplicate: {words[number]!r}")
         self.size, self._lower = len(words), lower
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -197,12 +197,12 @@ class _HuggingFace:
         try:
             self._theirs = Tokenizer.from_str(content)
         except Exception as error:  # the library raises Exception itself
-            raise VocabularyError(f"this is no tokenizer.json of Hugging Face ({str(error)[:200]})") from error
+            raise VocabularyError(f"this is not a tokenizer.json of Hugging Face ({str(error)[:200]})") from error
         known = self._theirs.get_vocab(with_added_tokens=True)
         named = (self._theirs.padding or {}).get("pad_token")
         found = next((name for name in (named, *PADDINGS) if name in known), None)
         if found is None:
-            raise VocabularyError(f"it has no token to fill up with, none of {', '.join(PADDINGS)}")
+            raise VocabularyError(f"it has no padding token, none of {', '.join(PADDINGS)}")
         self.padding, self.size = known[found], max(known.values()) + 1
         self._theirs.no_padding()  # TextSpec pads and cuts
         self._theirs.no_truncation()

@@ -63,7 +63,7 @@ class Checkpoint(Model):
         task, _, checkpoint = trained_task(folder, allow, "serve")
         task = servable(task, folder)
         if getattr(task, "kind", None) not in KINDS:
-            raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(KINDS)}")
+            raise CheckpointError(f"{type(task).__name__} cannot be served; these tasks can: {', '.join(KINDS)}")
         kind = KINDS[task.kind]
         try:
             with np.load(folder.samples, allow_pickle=False) as file:
@@ -110,8 +110,8 @@ class Checkpoint(Model):
             ) from error
         if not difference <= GPU_TOLERANCE:
             raise DeviceError(
-                f"{device} ({device.name}) answers the run's samples otherwise than the CPU: answers differ by up to "
-                f"{difference:.3g}, allowed are {GPU_TOLERANCE:g}; use serve.device=cpu"
+                f"{device} ({device.name}) and the CPU give different answers to the run's samples: they differ by up "
+                f"to {difference:.3g}; the limit is {GPU_TOLERANCE:g}; use serve.device=cpu"
             )
         return moved
 

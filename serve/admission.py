@@ -59,7 +59,7 @@ class Hosts:
         text = host.decode("latin-1").strip()
         found = _AUTHORITY.fullmatch(text)
         if found is None or int(found[2] or 0) > 65_535:
-            raise Refusal(400, "The Host of the request is no name or address; send that of the server.")
+            raise Refusal(400, "The Host of the request is not a name or an address; send that of the server.")
         name = found[1].strip("[]").lower().removesuffix(".")
         if name not in self._names and not is_loopback(name):
             raise Refusal(

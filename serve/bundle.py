@@ -224,7 +224,7 @@ def _check_files(folder: Path, digests: object, precision: str) -> None:
         folder,
     )
     for name, digest in listed.items():
-        _expect(bool(_FILE.fullmatch(name)), f"lists {name!r:.80}, which is no file name", folder)
+        _expect(bool(_FILE.fullmatch(name)), f"lists {name!r:.80}, which is not a file name", folder)
         if name in _NOT_SERVED or (name in _MODELS.values() and name != model):
             continue
         with _opened(folder, name) as stream:
@@ -237,7 +237,7 @@ def _opened(folder: Path, name: str) -> BufferedReader:
     try:
         file = (folder / name).resolve()
         _expect(file.is_relative_to(folder.resolve()), f"has in {name} a link out of its folder", folder)
-        _expect(file.is_file() or not file.exists(), f"has in {name} something that is no file", folder)
+        _expect(file.is_file() or not file.exists(), f"has in {name} something that is not a file", folder)
         return file.open("rb")
     except (OSError, RuntimeError) as error:  # Python 3.11 raises the latter for circular links
         reason = getattr(error, "strerror", None) or first_line(error)
@@ -360,8 +360,8 @@ def _check_answers(bundle: Bundle, golden: dict[str, Any], answers: np.ndarray) 
     remedy = "serve it with serve.precision=fp32" if bundle.precision == "fp16" else _RETRY
     _expect(
         bool(differences[worst] <= allowed),
-        f"answers golden sample {worst} otherwise than when it was exported: {KINDS[bundle.task].output} differ by "
-        f"{differences[worst]:.3g}, allowed are {allowed:g}; {remedy}",
+        f"answers golden sample {worst} differently from when it was exported: {KINDS[bundle.task].output} differ by "
+        f"{differences[worst]:.3g}; the limit is {allowed:g}; {remedy}",
         bundle.folder,
     )
 

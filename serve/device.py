@@ -91,8 +91,8 @@ def settled_device(precision: str, device: str, tensorrt: bool) -> str:
     for_gpu = precision == "fp16" or tensorrt
     if (for_gpu and device == "cpu") or (precision == "int8" and device != "cpu"):
         raise OptionError(
-            f"--precision {precision}{' --tensorrt' * tensorrt} does not go with --device {device}: int8 is for the "
-            "CPU, fp16 and TensorRT are for GPUs."
+            f"--precision {precision}{' --tensorrt' * tensorrt} cannot be combined with --device {device}: int8 is for "
+            "the CPU, fp16 and TensorRT are for GPUs."
         )
     return device
 

@@ -99,5 +99,5 @@ class _CountedReads(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self._left -= 1
         if self._left < 0:
-            raise ImageError("The image has too many pieces, tiles or remarks; save it again.", 400)
+            raise ImageError("The image has too many chunks, tiles or metadata entries; save it again.", 400)
         return super().read(size)

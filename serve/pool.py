@@ -351,8 +351,8 @@ def _fault(error: Exception, device: Device, memory: int) -> Report:
 
 def too_slow(folder: Path, seconds: float) -> str:
     return (
-        f"The model of {folder} was not loaded and proved within {seconds:g} s, the limit. It may compute without end; "
-        "get a new copy of it, or export it again."
+        f"The model of {folder} was not loaded and verified within {seconds:g} s, the limit. It may compute without "
+        "end; get a new copy of it, or export it again."
     )
 
 

@@ -94,7 +94,7 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise PredictError(f"{url} answers {response.status} and no JSON object: it is not a server of ours.")
+        raise PredictError(f"{url} answers {response.status} without a JSON object: it is not a Deep Lightning server.")
     if response.status != 200:
         raise PredictError(f"{name}: the server answers {response.status}: {answer.get('ERROR', answer)}")
     return answer

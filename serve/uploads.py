@@ -218,7 +218,7 @@ def arrays_from_json(body: bytes, shape: tuple[int, ...], limits: Limits) -> lis
     _check_marks(body, MAX_JSON_MARKS + limits.max_images * 3 * math.prod(shape), ARRAYS_USAGE)
     arrays = _inputs(body, ("arrays", "array", "signals", "signal"), object, "arrays", ARRAYS_USAGE)
     if b"true" in body or b"false" in body:  # numpy would read them as 1 and 0
-        raise Refusal(400, f"An array holds true or false, which are no numbers; {ARRAYS_USAGE}.")
+        raise Refusal(400, f"An array holds true or false, which are not numbers; {ARRAYS_USAGE}.")
     return arrays
 
 

@@ -158,7 +158,7 @@ class Checkpoints(LightningCheckpoint):
         if trainer.strategy.broadcast(lacks):  # other machines may not see rank 0's files, and all save or none
             self._save_last(trainer)
         if self.settings.monitor is not None and not self.kept and not self.off:
-            log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)
+            log.warning("there is no best.ckpt: %s never had a value", self.settings.monitor)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_over(trainer)  # nothing was left to train

@@ -70,7 +70,7 @@ class Origin:
                 self._keep_code(self._code)
             for place in self._code.concealed:
                 log.warning(
-                    "code       %s looks like a secret and is not kept: where the run is made again, *** replaces it. "
+                    "code       %s looks like a secret and is not kept: when the run is reproduced, *** replaces it. "
                     "${oc.env:NAME} in the config keeps secrets out of code",
                     place,
                 )

@@ -540,7 +540,7 @@ class _RankFile(logging.FileHandler):
             super().handleError(record)
         elif not self._is_reported:
             self._is_reported = True
-            log.warning("%s: not written, at least in parts: %s", self.baseFilename, error.strerror)
+            log.warning("%s: not written completely: %s", self.baseFilename, error.strerror)
 
 
 _format: logging.Formatter | None = None

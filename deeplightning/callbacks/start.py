@@ -78,7 +78,7 @@ class StartWeights(Callback):
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             some = ", ".join(left[:3])
-            log.warning("model.init_from: not taken, for want of the same name and shape: %s%s", some, more)
+            log.warning("model.init_from: not loaded, because names or shapes differ: %s%s", some, more)
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

@@ -352,5 +352,5 @@ def _require_finite(value: float, step: int, epoch: int) -> None:
     if not math.isfinite(value):
         raise RunError(
             f"train_loss is {value} at step {step} (epoch {epoch + 1}). A smaller learning rate or "
-            "`train.gradient_clip` may help, or the data hold what is no number"
+            "`train.gradient_clip` may help, or the data contain NaN or infinity"
         )

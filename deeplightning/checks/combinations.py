@@ -168,7 +168,7 @@ RULES = [
     Rule(
         "train.seeds",
         "several seeds, a checkpoint to resume from",
-        "runs that continue the same training are no independent runs",
+        "runs that continue the same training are not independent",
         "set `train.resume_ckpt=null` (the same command continues interrupted runs by itself), or begin all with the "
         "weights of `model.init_from`",
         lambda cfg, _: (cfg.train.seeds or 1) > 1 and cfg.train.resume_ckpt is not None,
@@ -419,7 +419,7 @@ def conflicts(
             continue
         value, other = _value(cfg, rule.key, asked), _value(cfg, rule.other, asked)
         at = f" ({places[rule.other]})" if rule.other in places else ""
-        message = f"{value} does not go with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
+        message = f"{value} cannot be combined with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
         set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
         place = places[set_[0]] if set_ else None
         yield Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)

@@ -229,7 +229,7 @@ def _call(
                 message = f"{name} takes {allowed} here, not {shown}" + (hint and f".{hint}")
                 verdict.faults.append(Fault(message, here + at, found=shown, allowed=allowed))
         elif param in taken:
-            verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
+            verdict.faults.append(Fault(f"{name}: `{param}` is set by Deep Lightning; remove it", here, found=param))
         elif signature.rest is None:
             known = ", ".join(free) or "none"
             known_as = other_tools.ours(here)

@@ -165,7 +165,7 @@ def _resolvers(report: Report, functions: dict[str, str]) -> None:
             if meaning and (refusal := no_part(meaning.path, None)):
                 report.fault(refusal, key, found=target)
             elif meaning and meaning.kind not in ("function", "class"):
-                report.fault(f"`{target}` is no function", key, found=target)
+                report.fault(f"`{target}` is not a function", key, found=target)
 
 
 def _hook(report: Report, name: str | None) -> None:

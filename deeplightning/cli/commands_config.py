@@ -83,7 +83,7 @@ def train(
 
     if seeds is not None:
         if multirun:
-            raise click.UsageError("--seeds does not go with --multirun; there a range of seeds is seed=range(5)")
+            raise click.UsageError("--seeds cannot be combined with --multirun; use seed=range(5)")
         overrides = (*overrides, f"train.seeds={seeds}")
     if multirun:
         from deeplightning.sweep.multirun import multirun as run_grid
@@ -105,7 +105,7 @@ def train(
         train_seeds(cfg, located(config), overrides, train_here, jobs or 1)
         return
     if jobs is not None:
-        raise click.UsageError("--jobs goes with --multirun or --seeds")
+        raise click.UsageError("--jobs requires --multirun or --seeds")
     apply_environment(cfg)
     if (launcher := launcher_of(cfg)) is not None:
         sys.exit(launcher.run(Job(cfg, located(config).absolute(), absolute(overrides))))
@@ -200,7 +200,7 @@ def configs(name: str | None, to: Path | None) -> None:
     from deeplightning.cli import shipped
 
     if to is not None and name is None:
-        raise click.UsageError("--to goes with the NAME of a config; without one they are listed")
+        raise click.UsageError("--to requires the NAME of a config; without one they are listed")
     if name is None:
         say("\n".join(shipped.listing()))
     elif to is None:

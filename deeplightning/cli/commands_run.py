@@ -54,7 +54,7 @@ def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[st
     Without files, RUN's test set is answered: a row per sample in predictions.csv.
     """
     if out is not None and not files:
-        raise click.UsageError("--out goes with files or folders; the test set's rows go to predictions.csv")
+        raise click.UsageError("--out requires files or folders; the test set's rows go to predictions.csv")
     if not files:
         from deeplightning.run.train import evaluate
 
@@ -248,9 +248,9 @@ def runs(
 
     statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (clean and not status)
     if delete and not clean:
-        raise click.UsageError("--delete goes with --clean; --clean alone shows what would be removed")
+        raise click.UsageError("--delete requires --clean; --clean alone shows what would be removed")
     if last and (clean or sync):
-        raise click.UsageError("--last goes with neither --clean nor --sync; it prints one folder")
+        raise click.UsageError("--last cannot be combined with --clean or --sync; it prints one folder")
     if clean and "RUNNING" in statuses:
         raise click.UsageError("a running run is never removed; end it first")
 

@@ -97,7 +97,7 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
     for text in overrides:
         name, place = text.lstrip("~+").partition("=")[0].strip(), f"override {text}"
         if text.startswith("-"):
-            raise ConfigError(Fault("there is no such option, see --help", place=place))
+            raise ConfigError(Fault("unknown option, see --help", place=place))
         if name.partition(".")[0] != "serve":
             near = nearest(name if "." in name else f"serve.{name}", known)
             message = f"only keys of `serve` can be set when a run is served.{near}"

@@ -48,7 +48,7 @@ class Verbs(click.Group):
 
         found = load(VERBS, cmd_name)
         if found is not None and not isinstance(found, click.Command):
-            raise click.ClickException(f"the verb {cmd_name} of an installed package is no click.Command: {found!r}")
+            raise click.ClickException(f"the verb {cmd_name} of an installed package is not a click.Command: {found!r}")
         if found is None and not ctx.resilient_parsing:
             if cmd_name in PLUGIN_VERBS:
                 raise SetupError(not_installed(PLUGIN_VERBS[cmd_name]))
@@ -139,7 +139,7 @@ def with_config(more: str = "[key=value …]") -> Callable[[Verb], Verb]:
                     files = [given.pop(0)]
             for file in files[1:]:
                 if not is_file(file):
-                    raise click.UsageError(f"--config {file}: a further config file ends in .yaml or .yml")
+                    raise click.UsageError(f"--config {file}: a config file must end in .yaml or .yml")
             files, given = [*map(_fetched, files)], [*map(_fetched, given)]
             return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
 

@@ -35,7 +35,7 @@ def segmentation(data: Path) -> Guess:
         files, masks = find("deeplightning.data.masks.pictures_and_masks")(top)
         look, seen, bad = look_at(files, multiple=8)
         if bad:
-            raise SetupError(f"{top / 'images'} holds pictures that cannot be decoded: {some(bad)}; leave them out")
+            raise SetupError(f"{top / 'images'} holds pictures that cannot be decoded: {some(bad)}; remove them")
         looked = evenly([*zip(files, masks, strict=True)])
         values, ignore, notes = _values_of(looked, top, is_whole=not sets and len(looked) == len(files))
     if known := [each.name for each in found(top / "images").values()]:

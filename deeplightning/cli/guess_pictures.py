@@ -64,7 +64,7 @@ def _labelled(data: Path, name: str) -> Guess:
         lines = list(read(data / name, separator))
     counts = Counter(label for line in lines for label in line.labels)
     if not counts:
-        raise SetupError(f"{data / name} gives no picture a label; as in `1.jpg,cat|dog`")
+        raise SetupError(f"{data / name} labels no picture; a line is, for example, `1.jpg,cat|dog`")
     below = next((folder for folder in (".", *folders(data)) if (data / folder / lines[0].name).is_file()), ".")
     files = [data / below / line.name for line in lines]
     for line, path in zip(lines, files, strict=True):
@@ -74,7 +74,7 @@ def _labelled(data: Path, name: str) -> Guess:
             raise SetupError(f"{data / name}, line {line.number}: the picture {path} is missing{hint}")
     values, seen, bad = look_at(files)
     if bad:
-        raise SetupError(f"{data / name} names pictures that cannot be decoded: {some(bad)}; leave them out")
+        raise SetupError(f"{data / name} names pictures that cannot be decoded: {some(bad)}; remove them")
     classes = sorted(counts)
     network = _network_for(values, len(classes))
     values |= {"count": len(files), "classes": some(classes), "labels": name, "images": below, **network}

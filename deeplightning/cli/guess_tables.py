@@ -41,7 +41,7 @@ def text(data: Path, wanted: Columns) -> Guess:
     label = wanted.target or likely_target(classes) or fewest
     if label not in classes:
         which = f"the column {label}" if label else f"none of its columns ({some(list(found.columns))})"
-        raise SetupError(f"{found.path}: {which} has classes, 2 or more values that come again")
+        raise SetupError(f"{found.path}: {which} has classes: 2 or more values, each repeated")
     counts = found.columns[label].classes()
     names = [*counts]
     values = {

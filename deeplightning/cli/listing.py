@@ -101,7 +101,7 @@ def newest(tracking_uri: str | None, *filters: Any) -> str:
     rows = listing(tracking_uri, *filters)
     if not rows:
         store, which = locate(tracking_uri).shown, "such run" if any(filters) else "run"
-        raise CheckpointError(f"{store}: there is no {which}. `deeplightning runs` lists what there is")
+        raise CheckpointError(f"{store}: there is no {which}. `deeplightning runs` lists the runs")
     return f"runs:/{rows[0]['id']}"
 
 
@@ -174,6 +174,6 @@ def _store(tracking_uri: str | None) -> Iterator[Store]:
     """Yield a store that has runs; report an error inside the block as a fault of the store."""
     store = locate(tracking_uri)
     if store.database is not None and not store.database.exists():  # MLflow would make one
-        raise SetupError(f"{store.shown}: there are no runs; `deeplightning train` makes the first one")
+        raise SetupError(f"{store.shown}: there are no runs yet; `deeplightning train` starts one")
     with explained(store):
         yield store

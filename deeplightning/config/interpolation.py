@@ -344,7 +344,7 @@ class Resolver:
             return None
         tree = self.parse(text, argument=True) if isinstance(text, str) else None
         if tree is None:
-            words = " with the value that the environment gives" if self.seen else f": {_quoted(str(text))} is no value"
+            words = " with the value that the environment gives" if self.seen else f": {_quoted(str(text))} is invalid"
             raise _Unresolved(f" cannot be resolved{words}")
         return _plain(self.evaluate(tree, path))
 

@@ -68,7 +68,7 @@ def check_name(name: str, place: str) -> None:
         ConfigError: it is one.
     """
     if not _NAME.fullmatch(name):
-        message = f"`{name:.60}` is no option group: that is the path of a folder, such as `model` or `model/optimizer`"
+        message = f"`{name:.60}` is not an option group, the path of a folder such as `model` or `model/optimizer`"
         raise ConfigError(Fault(message, "_base_", place))
 
 

@@ -90,7 +90,7 @@ def _extended(*sections: str) -> type[Config]:
     for name in sections:
         cls = load(SCHEMA, name)
         if not (isinstance(cls, type) and issubclass(cls, PluginSection)):
-            raise SetupError(f"the section {name} of an installed package is no PluginSection: {cls!r:.200}")
+            raise SetupError(f"the section {name} of an installed package is not a PluginSection: {cls!r:.200}")
         doc = (cls.__doc__ or name).strip().splitlines()[0].rstrip(".")
         doc = f"{doc[0].lower()}{doc[1:]}; null: none"
         if plugin := plugin_of(f"{name}:"):

@@ -62,7 +62,7 @@ def full_name(role: str, name: str) -> str | None:
         group = plugins.LAUNCHERS if role == LAUNCHER else plugins.TARGETS
         found = {full: full for full in plugins.full_names(group, name)}
     if len(found) > 1:
-        raise ValueError(f"`{name}` is the name of several: {', '.join(found.values())}; write one of them in full")
+        raise ValueError(f"`{name}` is ambiguous: {', '.join(found.values())}; write one of them in full")
     if not found and role == LAUNCHER:
         if meant := nearest(name, ["Local", *plugins.names(group)]):
             raise ValueError(f"there is no launcher `{name}`.{meant}")

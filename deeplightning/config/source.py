@@ -357,7 +357,7 @@ def _given_text(config: Mapping[str, Any]) -> str:
     try:
         return dump(dict(content))
     except RecursionError:
-        raise ConfigError(Fault("a part of this config holds itself", place=GIVEN)) from None
+        raise ConfigError(Fault("a part of this config contains itself", place=GIVEN)) from None
     except yaml.representer.RepresenterError as error:
         value = error.args[-1]
         what = f"not {type(value).__name__} such as {repr(value)[:80]}"
@@ -481,7 +481,7 @@ def _override(root: Entry, text: str) -> None:
         raise ConfigError(Fault(message, name, place))
     is_hydras = name.startswith("+") or (sign == "+" and not value.lstrip().startswith("["))
     if not all(parts) or (equals == "") != (sign == "~") or name.startswith("-") or is_hydras:
-        what = "there is no such option, see --help; " if text.startswith("-") else ""
+        what = "unknown option, see --help; " if text.startswith("-") else ""
         raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
     if name == "logger.type" and new is not None:
@@ -526,7 +526,7 @@ def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entr
         if isinstance(entry.value, list):
             length = len(entry.value)
             if not re.fullmatch("-?[0-9]{1,9}", part) or not -length <= int(part) < length:
-                message = f"`{above}` is a list of {length}; `{part}` is no index from 0 to {length - 1}"
+                message = f"`{above}` is a list of {length}; `{part}` is not an index from 0 to {length - 1}"
                 raise ConfigError(Fault(message, place=place))
             index: Any = int(part)
         elif isinstance(entry.value, dict):

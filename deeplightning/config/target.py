@@ -70,7 +70,7 @@ def find(name: str) -> Any:
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
-        raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
+        raise ValueError(f"`{name}` is not a MODULE.NAME such as torch.optim.SGD.")
     refuse_moved(name)
     found: object = None
     depth = 0
@@ -104,7 +104,7 @@ def find_function(name: str) -> Any:
     refusal = no_part(name, None)
     found = None if refusal else find(name)
     refusal = (
-        refusal or no_part(path_of(found) or "", None) or (None if callable(found) else f"`{name}` is no function")
+        refusal or no_part(path_of(found) or "", None) or (None if callable(found) else f"`{name}` is not a function")
     )
     if refusal:
         raise ValueError(refusal)

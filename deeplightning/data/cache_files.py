@@ -109,7 +109,7 @@ def find_or_make(folder: Path, find: Callable[[], T], make: Callable[[], None]) 
         except FileNotFoundError:
             pass
         except Damaged:
-            log.warning("%s is damaged: it is made again.", folder)
+            log.warning("%s is damaged and is rebuilt.", folder)
         remove(folder)
         try:
             folder.mkdir(mode=0o700)

@@ -53,7 +53,7 @@ class ClassFolders:
                 f"{top} holds no folder. Put the {self.word}s of each class into a folder of the class's name."
             )
         if wrong := next((name for name in names if re.search("[\ud800-\udfff]", name)), None):
-            raise DataError(f"{top}: the name of the folder {wrong!r} is no UTF-8. Rename it: a class has its name.")
+            raise DataError(f"{top}: the name of the folder {wrong!r} is not UTF-8. Rename it.")
         return names
 
     def find(self) -> dict[str, tuple[list[str], np.ndarray]]:

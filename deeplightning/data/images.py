@@ -154,7 +154,7 @@ class ImageData(DataOfSets):
         images = self._augment(batch["image"])
         found = images.dtype if isinstance(images, torch.Tensor) else type(images).__name__
         if found != uint8:
-            raise DataConfigError(f"data.module.params.augment must give uint8 images again, not {found}.")
+            raise DataConfigError(f"data.module.params.augment must return uint8 images, not {found}.")
         return {**batch, "image": images}
 
 

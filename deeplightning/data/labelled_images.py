@@ -131,7 +131,7 @@ class LabelledImages(ImageFiles):
         if Path(labels).suffix.lower() not in (".csv", ".jsonl"):
             raise DataConfigError(f"data.module.params.labels must be a file *.csv or *.jsonl, not {labels!r}.")
         if not isinstance(separator, str) or not separator:
-            raise DataConfigError(f"data.module.params.separator must be one or more signs, not {separator!r}.")
+            raise DataConfigError(f"data.module.params.separator must be one or more characters, not {separator!r}.")
         self.root = self.root_folder(labels)
         self.file = self.root / labels
         self.folder = self.root / images

@@ -176,7 +176,7 @@ class DataOfSets(pl.LightningDataModule):
                 self.dataset(split)
         if stage in ("fit", None) and not len(self._train_sampler()):
             raise DataConfigError(
-                f"{self._describe()} gives no training batch: there are {len(self._samples['train'])} samples, and "
+                f"{self._describe()} has no training batch: there are {len(self._samples['train'])} samples, and "
                 f"{self.cfg.data.batch_size} (data.batch_size) x {replicas(self.trainer)[0]} process(es) take part in "
                 f"one; data.loader.drop_last is {str(self._drop_last).lower()}."
             )

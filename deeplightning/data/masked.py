@@ -126,7 +126,7 @@ class Masks:
         except DataError:
             raise
         except UnidentifiedImageError:
-            raise DataError(f"{path}: this is no PNG, which a mask must be.") from None
+            raise DataError(f"{path}: a mask must be a PNG file; this is not one.") from None
         except Exception as error:  # parsers of damaged bytes raise anything, see `deeplightning.image_spec`
             raise DataError(f"{path}: cannot be used as a mask. {error}") from error
         return resized(self._classes(path, found), self.spec)
@@ -142,7 +142,7 @@ class Masks:
             row, column = np.argwhere(wrong)[0]
             value, *values = (value_of(code, self.by_colour) for code in (found[row, column].item(), *known.tolist()))
             raise DataError(
-                f"{path}: value {value} (row {row}, column {column}) is no class. Known are {values}, by "
+                f"{path}: value {value} (row {row}, column {column}) is not a class. The classes are {values}, by "
                 "data.module.params.values (of class_names) and ignore."
             )
         return numbers[places]

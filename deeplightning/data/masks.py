@@ -72,7 +72,7 @@ class MaskFolder(ImageFiles):
         ignored = None if ignore is None else _codes("ignore", [ignore])[0]
         if ignored in codes:
             raise DataConfigError(
-                f"data.module.params.ignore must be null or a value that is no class, not {ignore!r}, the value of "
+                f"data.module.params.ignore must be null or a value that is not a class, not {ignore!r}, the value of "
                 f"{names[codes.index(ignored)]}."
             )
         self.root = self.root_folder("images and masks")

@@ -369,9 +369,9 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     try:
         values = np.array([number(value) for value in column])
     except TypeError:
-        raise ValueError(f"sort_key {sort_key!r} gives a value that is no number and has no length") from None
+        raise ValueError(f"sort_key {sort_key!r} gives a value that is not a number and has no length") from None
     if not np.isfinite(values).all():
-        raise ValueError(f"sort_key {sort_key!r} gives {values[~np.isfinite(values)][0]}, which is no finite number")
+        raise ValueError(f"sort_key {sort_key!r} gives {values[~np.isfinite(values)][0]}, which is not a finite number")
     return values
 
 

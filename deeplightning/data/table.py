@@ -254,8 +254,8 @@ class TableData(ColumnData):
             row = int((sets < 0).argmax())
             word = "nothing" if words.indices[row] < 0 else repr(words.words[words.indices[row]])
             raise DataError(
-                f"{self.files['train']}, column {self.divider}, row {row + 1}: {word} is no set; it must be train, val "
-                "or test."
+                f"{self.files['train']}, column {self.divider}, row {row + 1}: {word} is not a set; it must be train, "
+                "val or test."
             )
         return by_set(rows, sets, f"{self.files['train']}, column {self.divider}")
 

@@ -219,7 +219,7 @@ class TableFile:
                     f" It is not in {self.form.encoding}; set data.module.params.encoding, such as latin-1 or utf-16."
                 )
             elif "columns, got" in str(error):
-                hint = f" A value that has {self.form.delimiter!r} in it needs quotes; lines that are no rows must go."
+                hint = f" A value that has {self.form.delimiter!r} in it needs quotes; remove lines that are not rows."
             elif self.kind == "json":
                 hint = " JSON lines hold an object on each line, with values of one type for each key."
             raise DataError(f"{self.path} cannot be read as a table: {_first(error)}.{hint}") from error

@@ -83,7 +83,7 @@ def read_tsv(path: Path, labelled: bool = False) -> Texts:
         if label_at is not None:
             label = cells[label_at].strip()
             if not re.fullmatch("[0-9]{1,9}", label, re.ASCII):
-                raise DataError(f"{path}, line {number}: the label {label[:40]!r} is no number from 0 on.")
+                raise DataError(f"{path}, line {number}: the label {label[:40]!r} is not a whole number of at least 0.")
             labels.append(int(label))
     found = None if label_at is None else np.array(labels, np.int64)
     return Texts(texts, found, np.arange(len(texts)) + 1 + named, path)
@@ -182,7 +182,7 @@ class TextData(DataOfSets):
         if max_length is not None:
             require_whole("max_length", max_length)
         if vocabulary is not None and tokenizer is not None:
-            raise DataConfigError("data.module.params.vocabulary cannot be beside tokenizer, which has its own.")
+            raise DataConfigError("data.module.params.vocabulary cannot be combined with tokenizer, which has its own.")
         if cut_always and max_length is None:
             raise DataConfigError("data.module.params.cut_always needs max_length, which is null.")
         self.min_count, self.max_size, self.lower = min_count, max_size, lower

@@ -53,7 +53,7 @@ def take_steps(attempt: Attempt) -> None:
             del params[name]
             attempt.untried.append(Fault("the weights follow from the data; the loss was tried without them", key))
     if left := [key for key, _, _ in unfilled(attempt.cfg)]:
-        attempt.untried += [Fault("is known when the data are read, so no step was tried", key) for key in left]
+        attempt.untried += [Fault("is known only after the data are read, so no step was tried", key) for key in left]
         return
     try:
         task = attempt.task = init_module(attempt.cfg, "model")

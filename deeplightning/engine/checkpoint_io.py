@@ -71,8 +71,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._unsafe |= new
         if any(new.values()):
             log.warning(
-                "checkpoints of this run do not hold %s: only plain values are read again. In `on_save_checkpoint` "
-                "and `state_dict`, put numbers, texts, tensors, and lists and dicts of such in their place. Else a "
+                "checkpoints of this run leave out %s: only plain values can be restored. In `on_save_checkpoint` "
+                "and `state_dict`, put numbers, texts, tensors, and lists and dicts of these instead. Otherwise a "
                 "resumed run has those of its newly built module",
                 ", ".join(key if name is None else f"{key}[{name!r}]" for (key, name), unsafe in new.items() if unsafe),
             )
@@ -239,7 +239,7 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
         content = shards.joined(content, [_shares(file) for file in files])
         return shards.whole_of(content) if whole else content
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its pieces do not fit together: {first_line(error)}") from None
+        raise CheckpointError(f"{path}: its shards do not match: {first_line(error)}") from None
 
 
 _NAMES = {dict: "a dict", int: "a whole number", list: "a list"}
@@ -380,9 +380,9 @@ def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # zipfile has no common base class for its errors
-        raise CheckpointError(f"{path}: damaged or no checkpoint at all ({first_line(error)})") from None
+        raise CheckpointError(f"{path}: damaged, or not a checkpoint ({first_line(error)})") from None
     if damaged is not None:
-        raise CheckpointError(f"{path}: damaged: the checksum of {damaged} does not fit")
+        raise CheckpointError(f"{path}: damaged: the checksum of {damaged} does not match")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about kinds of tensors that our checkpoints do not contain

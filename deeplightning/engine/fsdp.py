@@ -279,5 +279,5 @@ def _dtype(word: str | None) -> torch.dtype | None:
         return None
     found = getattr(torch, word.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"{word!r} is no dtype to compute in; bfloat16, float16 and float32 are")
+        raise ValueError(f"{word!r} is not a dtype to compute in; bfloat16, float16 and float32 are")
     return found

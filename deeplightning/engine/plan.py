@@ -164,7 +164,7 @@ def _lacks_address(engine: Engine) -> list[Fault]:
     elif missing := [name for name in _BY_HAND if name not in given]:
         message = f"{', '.join(missing)} not set; each of the machines needs it"
     elif not (number.isascii() and number.isdigit() and int(number) < nodes):
-        message = f"NODE_RANK={number} is no number from 0 to {nodes - 1}"
+        message = f"NODE_RANK={number} is not a number from 0 to {nodes - 1}"
     return [Fault(message, key, exit_code=code)] if message else []
 
 

@@ -106,7 +106,7 @@ def _misfits(ours: object, theirs: object, key: str) -> Iterator[str]:
             else:
                 yield f"`{key}.{name}` is missing"
         if unknown := [name for name in theirs if name not in ours] if key.endswith((".total", ".current")) else []:
-            yield f"`{key}` holds {unknown[0]}, which is no counter"
+            yield f"`{key}` holds {unknown[0]}, which is not a counter"
     elif isinstance(ours, bool):
         if not isinstance(theirs, bool):
             yield f"`{key}` is {described(theirs)}, and has to be true or false"

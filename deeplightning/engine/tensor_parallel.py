@@ -210,7 +210,7 @@ def _unfit(module: nn.Module, word: str, processes: int) -> str | None:
         return f"it is a {type(module).__name__}, and torch splits Linear and Embedding"
     if size % (blocks * processes):
         each = f" in {blocks} blocks" if blocks > 1 else ""
-        return f"its {size} {side}{each} are no multiple of {processes} processes"
+        return f"its {size} {side}{each} are not a multiple of {processes} processes"
     return None
 
 

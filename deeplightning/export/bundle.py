@@ -184,7 +184,7 @@ def _prepared(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[obje
     try:
         rows = [spec.prepare(one) for one in given]
     except ValueError as error:
-        raise CheckpointError(f"A sample cannot be used to prove the export with: {error}") from error
+        raise CheckpointError(f"A sample cannot be used to verify the export: {error}") from error
     return map(_npy, given) if kind.takes == "array" else given, rows
 
 
@@ -322,8 +322,8 @@ def _verified_answers(
         if len(tests) > 1:
             remedy = "a network of texts must not see the padding"
         raise CheckpointError(
-            f"The exported network answers otherwise than the checkpoint: {session.get_outputs()[0].name} differ by up "
-            f"to {worst:.3g}, allowed are {allowed:g}; {remedy}. No bundle was written."
+            f"The exported network and the checkpoint give different answers: {session.get_outputs()[0].name} differ "
+            f"by up to {worst:.3g}; the limit is {allowed:g}; {remedy}. No bundle was written."
         )
     return answers
 

@@ -86,8 +86,8 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
             allowed = TOLERANCE * max(1.0, float(model(torch.from_numpy(samples)).abs().max()))
         if not worst <= allowed:  # so that nan is refused as well
             raise FormatError(
-                f"The network exported as {name} answers otherwise than the checkpoint: answers differ by up to "
-                f"{worst:.3g}, allowed are {allowed:g}. {remedy}"
+                f"The network exported as {name} and the checkpoint give different answers: they differ by up to "
+                f"{worst:.3g}; the limit is {allowed:g}. {remedy}"
             )
     return folder.bundle / file_name
 

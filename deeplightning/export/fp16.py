@@ -108,5 +108,5 @@ def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str
     """
     found = [number for number, node in enumerate(nodes) if node.op_type in HAVE_WEIGHTS]
     if not found:
-        raise CheckpointError(f"{model} has no layer that {precision} would make quicker; {SERVE_FP32}.")
+        raise CheckpointError(f"{model} has no layer that {precision} would make faster; {SERVE_FP32}.")
     return found[0], found[-1]

@@ -75,13 +75,13 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     kind = KINDS[card["task"]]
     if kind.gives not in _TERMS:
         raise CheckpointError(
-            f"The bundle {folder.bundle} is for {card['task']}; whether int8 stays as right is judged by classes, "
-            f"labels or numbers, and it answers with {kind.output} of each pixel; {SERVE_FP32}."
+            f"The bundle {folder.bundle} is for {card['task']}; the accuracy of int8 is judged by classes, "
+            f"labels or numbers, and this one answers with {kind.output} of each pixel; {SERVE_FP32}."
         )
     noun = kind.nouns
     before, number = _scores(card, kind, session_of(folder.bundle_model), validation)
     if not number:
-        raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8 by; {SERVE_FP32}.")
+        raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8; {SERVE_FP32}.")
     samples = None if kind.takes == "text" else _sample(validation, number)
     with added(folder, card, folder.bundle_int8.name) as model:
         _write_int8(folder.bundle_model, samples, model, kind.input)
@@ -221,7 +221,7 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
                     **of_weights,
                 )
             if not any(one.data_type == onnx.TensorProto.INT8 for one in onnx.load(quantized).graph.initializer):
-                raise CheckpointError(f"{model} has no layer that int8 would make quicker; {SERVE_FP32}.")
+                raise CheckpointError(f"{model} has no layer that int8 would make faster; {SERVE_FP32}.")
     except CheckpointError:
         raise
     except Exception as error:  # neither onnx nor onnxruntime documents its exceptions

@@ -167,7 +167,7 @@ class Local:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 self._children.append(Popen(command, env={**os.environ, **shared, **own}, start_new_session=True))
         except DistError as error:
-            raise SetupError(f"port {self.master_port}, at which the processes are to meet, is in use") from error
+            raise SetupError(f"port {self.master_port}, for the rendezvous of the processes, is in use") from error
         except OSError as error:
             raise SetupError(f"engine.processes: the processes cannot be started: {error.strerror}") from error
         for number in self._forwarded[:1]:  # that arrived during the start

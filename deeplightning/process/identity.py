@@ -93,7 +93,7 @@ def identity(environment: Mapping[str, str] | None = None) -> Identity | None:
     if not (found.rank < found.world and found.local_rank < found.local_world and found.node < found.nodes):
         raise SetupError(
             f"{found.by} gives rank {found.rank} of {found.world}, on this machine {found.local_rank} of "
-            f"{found.local_world}, machine {found.node} of {found.nodes}: a number is beyond how many there are"
+            f"{found.local_world}, machine {found.node} of {found.nodes}: a number is out of range"
         )
     return found
 
@@ -144,7 +144,7 @@ class _Variables:
                 return default
             raise SetupError(f"{names[0]} is not set, and other variables of a launcher are; set it, or unset these")
         if not re.fullmatch(r"[0-9]{1,9}", value := self.environment[name].strip()):
-            raise SetupError(f"{name}={self.environment[name]!r} is no whole number from 0 on")
+            raise SetupError(f"{name}={self.environment[name]!r} is not a whole number of at least 0")
         return int(value)
 
 

@@ -110,7 +110,7 @@ def wait_seconds() -> float:
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) < 1e6:
             return seconds
-    raise SetupError(f"{WAIT_VARIABLE}={text!r} is no time in seconds")
+    raise SetupError(f"{WAIT_VARIABLE}={text!r} is not a number of seconds")
 
 
 def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
@@ -163,7 +163,7 @@ def _port(environment: ClusterEnvironment, any_port: bool) -> int:
     if given is None:
         return 0 if any_port else environment.main_port
     if not given.isascii() or not given.strip().isdigit() or not 0 < int(given) < 2**16:
-        raise SetupError(f"MASTER_PORT={given!r} is no port: a whole number from 1 to 65535")
+        raise SetupError(f"MASTER_PORT={given!r} is not a port: a whole number from 1 to 65535")
     return int(given)
 
 
@@ -230,7 +230,7 @@ def _join(address: str, port: int, world: int) -> Any:
     thread.start()
     thread.join(limit + STORE_SECONDS)
     if not found or isinstance(found[0], Exception):
-        reason = f": {first_line(found[0])}" if found else "; what listens there is no torch store"
+        reason = f": {first_line(found[0])}" if found else "; what listens there is not a torch store"
         where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
         raise SetupError(
             f"{where}: rank 0 does not answer there after {limit:g} s{reason}; set both to where it starts"
@@ -283,7 +283,7 @@ def _gather(store: Any, card: dict[str, Any], address: str, word: str, number: i
                 )
                 fail(f"the configs differ: {values}. Give all of them the same config")
     except RuntimeError as error:  # torch's error for a closed connection
-        raise SetupError("rank 0 has ended while this process was waiting for the others; it says why") from error
+        raise SetupError("rank 0 has ended while this process was waiting for the others; see its message") from error
     return cards
 
 

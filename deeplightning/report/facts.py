@@ -87,7 +87,7 @@ def facts(folder: RunFolder, series: Series | None = None) -> Facts:
         CheckpointError: this is no run folder.
     """
     if not folder.config.is_file():
-        raise CheckpointError(f"{folder.path}: this is no run folder, there is no {folder.config.name}")
+        raise CheckpointError(f"{folder.path}: this is not a run folder: it has no {folder.config.name}")
     found = Facts(folder)
     inside = folder.path.parent.name if folder.path.name == "artifacts" else folder.path.name
     found.run_id = inside if re.fullmatch("[0-9a-f]{32}", inside) else ""

@@ -157,7 +157,7 @@ def write_report(path: Path, content: str, folder: RunFolder | None = None) -> N
     """
     try:
         if path.exists() and page.MARK not in path.read_text(encoding="utf-8", errors="replace")[:2000]:
-            raise SetupError(f"{path}: is there, and is no report of ours; name another file with --out")
+            raise SetupError(f"{path}: exists and is not a report of Deep Lightning; name another file with --out")
         with permissions_of(folder.path if folder is not None else None):
             write_whole(path, content)
     except OSError as error:

@@ -90,7 +90,7 @@ def reproduce(
         plan = prepare(original, Path(top), overrides, any_data, say)
         code, folder = (start or _start)(plan)
         if folder is None or (code != 0 and original.status not in ("FAILED", "KILLED")):
-            say(f"the run could not be made again: the new one ended with exit code {code}")
+            say(f"the run could not be reproduced: the new one ended with exit code {code}")
             if folder is not None:
                 say_path(folder, "Artifact storage path: ")
             raise SystemExit(code or 1)

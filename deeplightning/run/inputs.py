@@ -87,7 +87,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"object {number} is not JSON: {error}") from error
         if not isinstance(found, dict):
-            raise ValueError(f"object {number} is no JSON object, but a {type(found).__name__}")
+            raise ValueError(f"object {number} is not a JSON object, but a {type(found).__name__}")
         yield found
 
 
@@ -113,7 +113,7 @@ def _texts(rows: Iterable[Mapping[str, Any]], spec: TextSpec) -> Iterator[str]:
             columns = ", ".join(map(str, row))
             raise ValueError(f"there is no column {' or '.join(known)}, but {columns:.200}; rename that of the texts")
         if not isinstance(row[names[0]], str):
-            raise ValueError(f"{names[0]} is no text, but {row[names[0]]!r:.80}")
+            raise ValueError(f"{names[0]} is not a text, but {row[names[0]]!r:.80}")
         yield row[names[0]]
 
 
@@ -144,7 +144,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
                 columns = [as_trained(column) for column in batch.columns]
                 yield from pa.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
     except pa.ArrowException as error:
-        raise ValueError(f"this is no Parquet file that can be read: {error}") from error
+        raise ValueError(f"this Parquet file cannot be read: {error}") from error
 
 
 def _arrays_of_npy(path: Path, spec: Any) -> list[Any]:

@@ -49,7 +49,7 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
         if is_plain(task) and (batch is not None or task.example_input_array is not None):
             kept = {name: v[:SAMPLES] if v.ndim else v for name, v in samples_of(task, data, batch).items()}
         elif batch is None:
-            raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
+            raise CheckpointError(f"{folder.path}: a bundle is verified on samples, and the data module gives none")
         else:
             kind = KINDS.get(task.kind, KINDS["image_classification"])
             inputs = (by_name(batch, task.batch_names) or {})[INPUT_OF[kind.takes]][:SAMPLES].cpu()

@@ -105,7 +105,7 @@ class _Network:
         kind = getattr(task, "kind", type(task).__name__)
         if kind not in KINDS:
             raise CheckpointError(
-                f"{folder.path}: this run is of {kind}, which answers no files; those that do: {', '.join(KINDS)}. "
+                f"{folder.path}: this run is of {kind} and cannot answer files; these can: {', '.join(KINDS)}. "
                 "Leave the files out for the run's test set"
             )
         self.task: str = kind

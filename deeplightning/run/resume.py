@@ -99,7 +99,7 @@ def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
             errors.append(str(error))
             continue
         for text in errors:
-            log.warning("resumes    not this one: %s", text)
+            log.warning("resumes    skipped: %s", text)
         return path, checkpoint
     if not errors:
         return None
@@ -170,7 +170,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
         ours = cfg.public()["model"][part]
         if theirs is not None and _types(theirs) != _types(ours):
             raise CheckpointError(
-                f"{path}: of another {part}: model.{part}.type was {_types(theirs)} and is {_types(ours)}; "
+                f"{path}: from another {part}: model.{part}.type was {_types(theirs)} and is {_types(ours)}; "
                 f"resume from that, or start again from the weights: model.init_from='{path}'"
             )
     kept = list(_kept(checkpoint, cfg))
@@ -186,7 +186,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     if run_id is None:
         why = "the checkpoint names no run"
     elif path.name not in [known.name for known in folder.checkpoints()]:
-        why = f"{path.name} is no name of a checkpoint of ours"
+        why = f"{path.name} is not a checkpoint's name in a run folder"
     elif path != folder.last and folder.last.is_file():
         try:
             if read_checkpoint(folder.last)["global_step"] > checkpoint["global_step"]:
@@ -305,7 +305,7 @@ def _raise_if_damaged(path: Path, checkpoint: Mapping[str, Any]) -> None:
     is_right["points"] = all(map(_is_point, checkpoint.get("points") or ()))
     if (odd := next((key for key, is_so in is_right.items() if not is_so), None)) is not None:
         raise CheckpointError(
-            f"{path}: damaged, or not written by Deep Lightning: `{odd}` is missing or no value that it may have; "
+            f"{path}: damaged, or not written by Deep Lightning: `{odd}` is missing or invalid; "
             f"take another checkpoint, or start again from the weights: model.init_from='{path}'"
         )
 

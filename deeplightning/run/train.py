@@ -270,7 +270,7 @@ def _explained(error: Exception, trainer: pl.Trainer, task: pl.LightningModule, 
     if says(error, Sentence.OTHER_NETWORK) and path is not None:
         raise_for_misfits(whole_shapes(task), read_checkpoint(path)["state_dict"], path)
     if says(error, Sentence.OTHER_OPTIMIZER):
-        return CheckpointError(f"{path}: of another optimizer: {error}")
+        return CheckpointError(f"{path}: from another optimizer: {error}")
     return None
 
 

@@ -54,7 +54,7 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
-        raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
+        raise ValueError(f"`{name}` is not a MODULE.NAME such as torch.optim.SGD.")
     refuse_moved(name)
     names = names or Names()
     try:

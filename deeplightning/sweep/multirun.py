@@ -156,7 +156,7 @@ class Grid:
                 message = f"{self.home}: the folder of these runs cannot be written: {error.strerror}"
                 raise SetupError(message) from error
             if hold is None:
-                raise SetupError(f"another process is at these runs, in {self.home}; wait for it, or end it")
+                raise SetupError(f"another process works on these runs, in {self.home}; wait for it, or end it")
             self.seal.drop_others()
             try:
                 self._open()

@@ -105,7 +105,7 @@ class Seeds(Grid):
         known = read_object(note)
         run_id = known.get("run")
         if run_id is not None and not self.parent.is_there(run_id):
-            log.warning("The run %s above these runs was deleted: they start over.", run_id)
+            log.warning("The run %s above these runs was deleted; they start again.", run_id)
             for point in self.points:
                 point.file.unlink(missing_ok=True)
             run_id = None

@@ -72,7 +72,7 @@ class Classification(Supervised):
         if low < 0 or high >= outputs.shape[1]:
             raise LabelError(
                 f"the data holds label {low if low < 0 else high}, the network has {outputs.shape[1]} outputs "
-                f"(labels 0 to {outputs.shape[1] - 1}); mend the data or set model.network.params.num_classes",
+                f"(labels 0 to {outputs.shape[1] - 1}); correct the data or set model.network.params.num_classes",
                 "model.network",
             )
 

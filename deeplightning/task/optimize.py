@@ -189,7 +189,7 @@ def _matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
     try:
         found = [name for name in names if re.search(pattern, name)]
     except (re.error, TypeError) as error:
-        raise MisfitError(f"{key}: {pattern!r} is no regular expression: {error}") from error
+        raise MisfitError(f"{key}: {pattern!r} is not a regular expression: {error}") from error
     if not found:
         some = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
         raise MisfitError(f"{key}: no parameter's name matches {pattern!r}; there are {some or 'none left'}")

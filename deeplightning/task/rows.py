@@ -87,7 +87,7 @@ class RowTask(Supervised):
             self.row_spec, self._inferred = spec, spec if isinstance(spec, ArraySpec) else None
         elif self.row_spec != spec:
             raise MisfitError(
-                "the checkpoint was trained with inputs that were prepared otherwise than those of the data now: the "
+                "the checkpoint was trained with inputs that were prepared differently from those of the data now: the "
                 "training file, seed, fold or columns changed since; give those of that run",
                 "data.module",
             )

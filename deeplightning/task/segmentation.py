@@ -75,7 +75,7 @@ class Segmentation(ImageTask):
         if self._may_look(truth) and (high := int(truth.max())) >= outputs.shape[1]:
             raise LabelError(
                 f"the masks hold class {high}, the network has {outputs.shape[1]} outputs per pixel (classes 0 to "
-                f"{outputs.shape[1] - 1}); mend the data or set model.network.params.num_classes",
+                f"{outputs.shape[1] - 1}); correct the data or set model.network.params.num_classes",
                 "model.network",
             )
 

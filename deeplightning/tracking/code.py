@@ -327,7 +327,7 @@ def read_code(path: Path) -> Code:
                 inner = PurePosixPath(inside)
                 leads_out = not inner.parts or inner.is_absolute() or ".." in inner.parts or "\\" in inside
                 if leads_out or not root.isdecimal() or int(root) >= len(code.roots):
-                    raise CheckpointError(f"{path}: {name!r} is no name of a file of code")
+                    raise CheckpointError(f"{path}: {name!r} is not the name of a code file")
                 code.files[int(root), inside] = archive.read(name)
             return code
     except CheckpointError:

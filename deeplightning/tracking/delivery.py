@@ -104,7 +104,7 @@ class Delivery:
         if not source.exists():
             return
         if is_foreign and not any(is_own(RunFolder(folder)) for folder in (source, *source.parents)):
-            log.warning("%s is not sent: it is in the folder of no run that was started here by you", source)
+            log.warning("%s is not sent: it is not in the folder of a run that you started here", source)
             return
         do = client.upload if kind == "artifact" else client.log_model
         self._try(f"the {kind} {source.name}", partial(do, self.run_id, source, *rest))

@@ -166,7 +166,7 @@ def run_tags() -> dict[str, str]:
         try:
             tags |= {str(name): str(value) for name, value in dict(json.loads(given)).items()}
         except (ValueError, TypeError) as error:
-            log.warning("The variable MLFLOW_RUN_CONTEXT is not used, it is no JSON object: %s", error)
+            log.warning("The variable MLFLOW_RUN_CONTEXT is not used: it is not a JSON object: %s", error)
     return tags
 
 

@@ -62,7 +62,7 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
 
     _expect(store, f"the run {run_id}")
     if not re.fullmatch(_ID, run_id):  # it also names files, and it may come from a server
-        raise missing(f"{run_id!r} is no run id.")
+        raise missing(f"{run_id!r} is not a run id.")
     with explained(store):
         found = find_run(store, run_id)
         named = [run.id for run in open_reader(store).listing() if run.name == run_id] if found is None else []
@@ -106,7 +106,7 @@ def _of_model(uri: str, store: Store) -> Path:
         return _of_run(model.run_id, store)
     folder = local_path(model.source)
     if folder is None or not folder.is_dir():
-        raise CheckpointError(f"{uri} came from no run, and its source {model.source} is no folder on this machine.")
+        raise CheckpointError(f"{uri} belongs to no run, and its source {model.source} is not a local folder.")
     return folder
 
 

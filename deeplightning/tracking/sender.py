@@ -135,7 +135,7 @@ class Sender:
             thread.join()
         elif not was_in_vain:
             log.warning(
-                "The rest of %s could not be sent to %s in %g seconds. It is tried on until the process ends; what "
+                "The rest of %s could not be sent to %s in %g seconds. Sending continues until the process ends; what "
                 "remains is sent by the next run there, or by: deeplightning runs --sync --tracking-uri '%s'",
                 *(self._delivery.metrics, self._shown, seconds, self._shown),
             )
@@ -174,7 +174,7 @@ class Sender:
             del self._held[:-MAX_HELD_LINES]
             if not self._is_reported:
                 self._is_reported = True
-                log.warning("%s is not written, at least in parts: %s", self._delivery.metrics, error)
+                log.warning("%s is not written completely: %s", self._delivery.metrics, error)
 
     def _take_sample(self) -> None:
         assert self._sample is not None
@@ -238,13 +238,13 @@ class Sender:
             self._due = time.monotonic() + min(longest, 2.0 ** min(self._failures - 1, 10))
             if self._failures == 1:
                 log.warning(
-                    "%s does not take what is logged (%s). The run continues; it is kept and sent later.",
+                    "%s does not accept what is logged (%s). The run continues; the records are kept and sent later.",
                     *(self._shown, first_line(error)),
                 )
                 self._change.notify_all()
             return
         if self._failures:
-            log.warning("%s takes what is logged again.", self._shown)
+            log.warning("%s accepts what is logged again.", self._shown)
         self._failures, self._in_vain, self._is_ready = 0, False, True
         del self._held[: len(held)]
         self._due = math.inf

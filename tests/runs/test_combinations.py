@@ -105,7 +105,7 @@ def test_each_pair_is_named_with_both_keys_and_a_remedy(rule, overrides):
     (fault,) = [f for f in examine("c.yaml", overrides).faults if f.key not in OTHER_FAULTS - {rule.key}]
     assert fault.key == rule.key
     assert fault.exit_code == rule.exit_code
-    assert f" does not go with {rule.other}: " in fault.message
+    assert f" cannot be combined with {rule.other}: " in fault.message
     assert fault.message.endswith(f": {rule.why}; {rule.remedy}")
     setter = [override for override in overrides if rule.other in override.partition("=")[0]]
     if setter:

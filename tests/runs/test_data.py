@@ -401,7 +401,7 @@ def test_augmentation_must_keep_uint8():
             return images / 255
 
     module = on_rank(Digits(data_config(), augment=[ToFloat()]))
-    with pytest.raises(DataConfigError, match=r"must give uint8 images again, not torch\.float32"):
+    with pytest.raises(DataConfigError, match=r"must return uint8 images, not torch\.float32"):
         module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
 
 

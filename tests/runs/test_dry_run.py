@@ -349,7 +349,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         (["data.module.type=own.Exampleless"], "data.module: own.Exampleless.example_batch fails: KeyError: 'shape'"),
         (
             ["data.module.params.augment=[{type: own.Floats}]"],
-            "data.module.params.augment: must give uint8 images again, not torch.float32",
+            "data.module.params.augment: must return uint8 images, not torch.float32",
         ),
         (["data.module.params.image_size=0"], "data.module.params.image_size: must be a whole number of pixels of at"),
     ],

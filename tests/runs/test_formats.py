@@ -83,7 +83,7 @@ class RefusesTraces(nn.Module):
         (RefusesTraces(), r"cannot be exported as torchscript: no trace of me\."),
         (
             OtherwiseWhenTraced(),
-            "exported as torchscript answers otherwise than the checkpoint: answers differ by up to",
+            "exported as torchscript and the checkpoint give different answers: they differ by up to",
         ),
     ],
 )

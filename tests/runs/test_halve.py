@@ -106,7 +106,7 @@ def test_what_cannot_be_halved_says_so(tmp_path):
         def forward(self, images):
             return torch.softmax(images.float().mean(dim=(2, 3)), dim=1)
 
-    with pytest.raises(CheckpointError, match="has no layer that fp16 would make quicker; serve it with"):
+    with pytest.raises(CheckpointError, match="has no layer that fp16 would make faster; serve it with"):
         halve(exported(tmp_path, Mean().eval()))
 
 
@@ -127,7 +127,7 @@ def test_a_server_checks_the_model_at_its_start(tmp_path):
     card = json.loads(folder.bundle_card.read_text())
     card["golden"]["fp32"] = packed(np.array([[0.9, 0.05, 0.05]] * 4))
     folder.bundle_card.write_text(json.dumps({**card, "digest": card_digest(card)}))
-    with pytest.raises(BundleError, match=r"allowed are 0\.02; serve it with serve\.precision=fp32"):
+    with pytest.raises(BundleError, match=r"the limit is 0\.02; serve it with serve\.precision=fp32"):
         Bundle.open(folder.path, "fp16")
 
 

@@ -171,8 +171,8 @@ NO_RESTART = "several machines start no lost process again: set it to 0, or use 
 @pytest.mark.parametrize(
     ("variables", "overrides", "key", "code", "note"),
     [
-        (ONE_OF_TWO | {"NODE_RANK": "2"}, TWO, "num_nodes", 3, "NODE_RANK=2 is no number from 0 to 1"),
-        (ONE_OF_TWO | {"NODE_RANK": "second"}, TWO, "num_nodes", 3, "NODE_RANK=second is no number from 0 to 1"),
+        (ONE_OF_TWO | {"NODE_RANK": "2"}, TWO, "num_nodes", 3, "NODE_RANK=2 is not a number from 0 to 1"),
+        (ONE_OF_TWO | {"NODE_RANK": "second"}, TWO, "num_nodes", 3, "NODE_RANK=second is not a number from 0 to 1"),
         (ONE_OF_TWO | {"MASTER_ADDR": ""}, TWO, "num_nodes", 3, "MASTER_ADDR not set; each of the machines needs it"),
         (ONE_OF_TWO | {"NODE_RANK": ""}, TWO, "num_nodes", 3, "NODE_RANK not set; each of the machines needs it"),
         ({"NODE_RANK": "1"}, (), "num_nodes", 3, "there is 1 node, and NODE_RANK=1; set"),  # a run without a first one
@@ -193,7 +193,7 @@ def test_a_variable_that_is_wrong_is_named(variables, overrides, key, code, note
 def test_a_time_limit_that_is_none_is_named(text, monkeypatch):
     """Seconds, above 0."""
     monkeypatch.setenv("DEEPLIGHTNING_MEET_SECONDS", text)
-    with pytest.raises(SetupError, match=f"DEEPLIGHTNING_MEET_SECONDS='{text}' is no time in seconds"):
+    with pytest.raises(SetupError, match=f"DEEPLIGHTNING_MEET_SECONDS='{text}' is not a number of seconds"):
         wait_seconds()
 
 

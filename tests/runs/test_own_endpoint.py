@@ -97,7 +97,7 @@ def test_a_plain_module_is_exported_and_answers_as_its_forward(command, train, h
     ("param", "code", "words", "remedy"),
     [
         ("several", 2, "pairs.Task cannot be exported: forward gives tuple (", "`example_input_array`"),
-        ("noise", 4, "The exported network answers otherwise than the checkpoint", "must not draw random numbers"),
+        ("noise", 4, "The exported network and the checkpoint give different answers", "must not draw random numbers"),
     ],
 )
 def test_what_cannot_be_exported_is_one_note(command, train, here, param, code, words, remedy):

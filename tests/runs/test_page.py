@@ -65,7 +65,9 @@ def give_keys(page: Page) -> None:
         page.call("Input.insertText", text=key)
         page.press("Enter", "\r")
         if key == "wrong":
-            page.evaluate("until(() => document.querySelector('#note').textContent.includes('does not accept this key'))")
+            page.evaluate(
+                "until(() => document.querySelector('#note').textContent.includes('does not accept this key'))"
+            )
 
 
 def expected_rows(server: Server, data: bytes) -> list[list[str]]:

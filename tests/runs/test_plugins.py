@@ -158,7 +158,7 @@ def test_a_verb_that_cannot_be_used_names_its_package(command, called):
     assert "broken, which the installed package greetings adds, cannot be imported: No module named" in err
     code, _, err = called("number")
     assert code == 2
-    assert "the verb number of an installed package is no click.Command: 3" in err
+    assert "the verb number of an installed package is not a click.Command: 3" in err
     code, _, err = command("unknown")
     assert (code, "No such command 'unknown'" in err) == (2, True)
 
@@ -211,7 +211,7 @@ def test_two_packages_with_one_name_are_refused(installed, monkeypatch, tmp_path
     monkeypatch.syspath_prepend(str(installed))
     monkeypatch.syspath_prepend(str(tmp_path))
     (fault,) = read(BASE, ["model.network.type=Tiny"]).faults
-    assert "`Tiny` is the name of several: greetings.Tiny, others.Tiny" in fault.message
+    assert "`Tiny` is ambiguous: greetings.Tiny, others.Tiny" in fault.message
 
 
 def test_an_installed_package_adds_a_launcher(called):

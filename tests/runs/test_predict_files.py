@@ -216,7 +216,7 @@ def test_a_run_that_cannot_answer_files_says_so(runs, monkeypatch, tmp_path):
     with pytest.raises(SetupError, match=r"--out FILE\.csv"):
         predict.predict_files(folder, [png(tmp_path / "a.png")])
     task = SimpleNamespace(kind="music", inference_model=None)
-    with pytest.raises(CheckpointError, match="is of music, which answers no files"):
+    with pytest.raises(CheckpointError, match="is of music and cannot answer files"):
         predict.predict_files(folder, [tmp_path / "a.csv"])
 
 
@@ -249,12 +249,12 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
         ("text_classification", "a.txt", "\n\n", "there is nothing in this file"),
         ("text_classification", "a.txt", b"\xff\xfe", "not UTF-8"),
         ("text_classification", "a.tsv", "text\tn\na\tb\n1\t2\t3\n", "Line 3 has 3 values, the header 2"),
-        ("table_regression", "a.parquet", "no", "this is no Parquet file"),
+        ("table_regression", "a.parquet", "no", "this Parquet file cannot be read"),
         ("table_regression", "a.json", "[1]", "The JSON is not an object with the one key rows"),
         ("array_regression", "a.npy", "no", "not an array in numpy's format"),
-        ("array_regression", "a.csv", "1,2\n3\n", "this is no signal"),
+        ("array_regression", "a.csv", "1,2\n3\n", "this is not a signal"),
         ("array_regression", "a.csv", "1,2\n3,4\n", "The array has the shape 2 x 2, not 2 x 12"),
-        ("array_regression", "a.wav", "RIFF", "this is no signal"),
+        ("array_regression", "a.wav", "RIFF", "this is not a signal"),
         ("image_multilabel", "a.png", picture(size=(1, 201)), "1 x 201 pixels; a side of at most 200 is accepted"),
     ],
 )

@@ -190,7 +190,7 @@ def test_what_cannot_be_quantized_says_so(tmp_path):
             return torch.softmax(images.float().mean(dim=(2, 3)), dim=1)
 
     _, weightless = exported(tmp_path / "a", "image_classification", MeanColour().eval())
-    assert_refused(weightless, validation(32), "has no layer that int8 would make quicker")
+    assert_refused(weightless, validation(32), "has no layer that int8 would make faster")
     assert_refused(classifier(tmp_path / "b"), list, "There are no validation images to judge")
 
 
@@ -247,7 +247,7 @@ def test_calibration_images_come_from_all_over_the_set():
         (lambda card: card.update(int8=[]), "than its golden answers were given with"),
         (
             lambda card: card["golden"].update(int8=base64.b64encode(np.zeros(15, "<f4").tobytes()).decode()),
-            "allowed are 0.05",
+            "the limit is 0.05",
         ),
     ],
     ids=["no answers", "figures", "no figures", "other answers"],

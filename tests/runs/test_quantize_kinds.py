@@ -89,9 +89,7 @@ def test_each_kind_gains_a_model_whose_figures_are_right(tmp_path, kind, monkeyp
 def test_masks_and_pictures_are_refused_with_the_reason(tmp_path):
     _, folder = exported(tmp_path, "image_segmentation")
     before = folder.bundle_card.read_bytes()
-    with pytest.raises(
-        CheckpointError, match="is for image_segmentation; whether int8 stays as right is judged by classes"
-    ):
+    with pytest.raises(CheckpointError, match="is for image_segmentation; the accuracy of int8 is judged by classes"):
         quantize(folder, list)
     assert folder.bundle_card.read_bytes() == before
 

@@ -246,7 +246,7 @@ def test_a_port_in_use_is_named_at_once(ranks, command, tiny, here):
 @pytest.mark.parametrize("port", ["many", "70000"])
 def test_a_port_that_is_none_is_named(port, failing):
     """A port must be a whole number from 1 to 65535."""
-    assert f"MASTER_PORT='{port}' is no port" in told(failing(code=3, MASTER_PORT=port))
+    assert f"MASTER_PORT='{port}' is not a port" in told(failing(code=3, MASTER_PORT=port))
 
 
 def test_an_address_that_is_not_known_is_named(failing):
@@ -262,10 +262,10 @@ def test_a_fault_of_all_is_told_once_by_whoever_comes_late(command, tiny, here):
     for rank in "01":
         both.append(command.start("train", tiny, "engine.processes=2", cwd=here, LOCAL_RANK=rank, **told_port))
         if rank == "0":
-            both[0].says("is no port", "err")
+            both[0].says("is not a port", "err")
     ended = [each.end() for each in both]
     assert [each.code for each in ended] == [3, 3], ended
-    assert [each.err.count("is no port") for each in ended] == [1, 0], ended
+    assert [each.err.count("is not a port") for each in ended] == [1, 0], ended
     assert not shared_folder(told_port).exists()
 
 

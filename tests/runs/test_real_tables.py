@@ -16,8 +16,8 @@ import yaml
 REFUSED = {
     "china_smoking.csv": "has 8 rows below its header; at least 10 are needed",
     "E6_jmulti.csv": "names no columns; put a header above it",
-    "unemp.csv": "lines that are no rows must go",
-    "scotland_population.csv": "lines that are no rows must go",
+    "unemp.csv": "remove lines that are not rows",
+    "scotland_population.csv": "remove lines that are not rows",
 }
 """Tables of statsmodels that are none as they are, with the next step."""
 

@@ -142,7 +142,7 @@ def test_one_number_for_each_sample_may_stand_in_a_column(regress):
         (["model.network.params.in_features=5", "--dry-run"], "check", "does not take the data's inputs (5, 2)"),
         (["model.network={type: sets.deep}", "--dry-run"], "check", "gives (5, 1, 2)"),
         (["train.checkpoint.monitor=val_acc"], "check", "no metric `val_acc`"),
-        (["data.module.params={size: 0}"], "train", "error: sets.ours gives no training batch: there are 0 samples"),
+        (["data.module.params={size: 0}"], "train", "error: sets.ours has no training batch: there are 0 samples"),
     ],
 )
 def test_what_does_not_fit_is_named(overrides, verb, words, regress):

@@ -492,7 +492,7 @@ def test_a_zip_that_leads_out_of_its_folder_or_is_damaged_is_refused(name, tmp_p
     with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
         archive.writestr("manifest.json", json.dumps(manifest))
         archive.writestr(name, "import os")
-    with pytest.raises(CheckpointError, match="is no name of a file of code"):
+    with pytest.raises(CheckpointError, match="is not the name of a code file"):
         code.read_code(tmp_path / "code.zip")
 
 

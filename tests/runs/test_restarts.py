@@ -349,7 +349,7 @@ HOOK = "engine.setup_hook={}".format
         (HOOK("losses.hok"), "losses has no `hok`. Did you mean losses.hook?"),
         (HOOK("losses.At"), "losses.At needs rank, what; it is called without arguments"),
         (HOOK("losses.alarm.hook"), "losses has no `alarm`"),
-        (HOOK("hook"), "`hook` is no MODULE.NAME"),
+        (HOOK("hook"), "`hook` is not a MODULE.NAME"),
     ],
 )
 def test_a_launcher_that_is_told_wrong_and_a_hook_that_is_none_are_named(override, words, command, tiny, here):

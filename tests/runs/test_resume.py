@@ -91,7 +91,7 @@ def test_a_checkpoint_that_was_copied_begins_a_run_of_its_own(half, whole, train
     copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
     resumed = train(*RANDOM, f"train.resume_ckpt='{copy}'")
     assert resumed.folder != half.folder
-    assert "run        its own: copy.ckpt is no name of a checkpoint of ours" in resumed.out
+    assert "run        its own: copy.ckpt is not a checkpoint's name in a run folder" in resumed.out
     assert_same_weights(resumed, whole)
     expected = tracked(whole.folder).series()
     assert tracked(resumed.folder).series() == {n: [p for p in expected[n] if p[0] >= 18] for n in expected}
@@ -272,7 +272,7 @@ def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
     ("change", "code", "words"),
     [
         ("data.batch_size=8", 2, "this schedule ends after 18 steps"),
-        ("model.trainable=head", 4, "of another optimizer"),
+        ("model.trainable=head", 4, "from another optimizer"),
     ],
     ids=["a schedule of first length", "other parameters learn"],
 )
@@ -415,7 +415,7 @@ def test_auto_takes_the_newest_whole_checkpoint(train, whole, tmp_path):
     assert "The latest complete checkpoint: train.resume_ckpt=auto" in refused.err
     latest = RunFolder(done.folder).checkpoints()[1]
     resumed = train(*settings, "train.resume_ckpt=auto")
-    assert "resumes    not this one" in resumed.err
+    assert "resumes    skipped" in resumed.err
     assert f"resumes    {latest}" in resumed.out
     assert resumed.folder == done.folder
     assert_same_weights(resumed, whole, ("last.ckpt", "best.ckpt"))

@@ -67,7 +67,7 @@ def test_runs_are_found_by_status_name_and_metric(ended, here, command, place):
     [
         (["--metric", "val_acc>>0.9"], "write a metric's name, or a comparison such as val_acc>0.9"),
         (["--metric", "val_acc>good"], "write a metric's name, or a comparison such as val_acc>0.9"),
-        (["--delete"], "--delete goes with --clean"),
+        (["--delete"], "--delete requires --clean"),
         (["--clean", "--status", "running"], "a running run is never removed"),
         (["--status", "lost"], "'lost' is not one of"),
     ],

@@ -199,7 +199,7 @@ def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
     for arguments, code, words in (
         (["empty"], 3, "error: empty: there is nothing in this folder or below it"),
         (["album", "--out", "a.txt"], 2, "the ending says the format"),
-        (["--out", "a.csv"], 2, "--out goes with files or folders"),
+        (["--out", "a.csv"], 2, "--out requires files or folders"),
         (["album", "--out", "nowhere/a.csv"], 3, "nowhere/a.csv: cannot be written"),
     ):
         outcome = command("predict", gone.folder, *arguments, cwd=tmp_path)

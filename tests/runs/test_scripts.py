@@ -380,7 +380,7 @@ def test_a_failed_set_up_keeps_the_environment_there_is(clone):
     _new_lock(clone)
     code, out, err = clone.run("train.sh", UV_FAILS="-r")
     assert (code, out) == (3, "")
-    assert "a package could not be had. Most often there is no network" in err
+    assert "a package could not be installed. Most often there is no network" in err
     assert "    error: dns error" in err
     assert err.splitlines()[-1] == f"Everything that was said: {clone.root}/.uv/log"
     assert (clone.root / ".venv/bin/python").exists()
@@ -414,7 +414,7 @@ def test_no_network_and_no_environment_is_a_note(bare):
     (bare.bin / "uv").unlink()
     code, out, err = bare.run("train.sh", PIP_NO_INDEX="1")
     assert (code, out) == (3, "")
-    assert "a package could not be had. Most often there is no network" in err
+    assert "a package could not be installed. Most often there is no network" in err
     assert "No matching distribution found for uv==" in err
     assert not (bare.root / ".venv").exists()
 

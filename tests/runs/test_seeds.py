@@ -211,7 +211,7 @@ def test_a_deleted_parent_begins_the_group_anew(train, store):
     first = train(*words)
     assert Client(locate(store)).delete(first.folder.parent.name, ["FINISHED"])
     again = train(*words)
-    assert "was deleted: they start over" in again.err + again.out
+    assert "was deleted; they start again" in again.err + again.out
     assert again.folder != first.folder
     assert not {row["id"] for row in rows(first.folder)} & {row["id"] for row in rows(again.folder)}
 
@@ -229,11 +229,11 @@ def test_without_a_tracker_the_group_has_a_folder(command, tiny, place, tmp_path
     ("words", "note"),
     [
         (["--seeds", "0"], "--seeds"),
-        (["--seeds", "2", "--multirun"], "--seeds does not go with --multirun"),
+        (["--seeds", "2", "--multirun"], "--seeds cannot be combined with --multirun"),
         (["train.seeds=2", "seed=1,2", "--multirun"], "train.seeds: goes without --multirun"),
-        (["--jobs", "2"], "--jobs goes with --multirun or --seeds"),
+        (["--jobs", "2"], "--jobs requires --multirun or --seeds"),
         (["--seeds", "2", "seed=4294967295"], "counts from seed=4294967295 to 4294967296"),
-        (["--seeds", "2", "train.resume_ckpt=auto"], "train.seeds: 2 does not go with train.resume_ckpt: auto"),
+        (["--seeds", "2", "train.resume_ckpt=auto"], "train.seeds: 2 cannot be combined with train.resume_ckpt: auto"),
         (["train.seeds=many"], "train.seeds"),
     ],
 )

@@ -196,11 +196,11 @@ def cut(root):
     ("break_it", "place", "words"),
     [
         (other_size, "masks/02.png", r"this mask has 16 x 15 pixels, its picture .*images/02.png has 16 x 16"),
-        (outside, "masks/02.png", r"value 3 \(row 3, column 5\) is no class. Known are \[0, 1, 2, 255\]"),
+        (outside, "masks/02.png", r"value 3 \(row 3, column 5\) is not a class. The classes are \[0, 1, 2, 255\]"),
         (lambda root: (root / "masks" / "02.png").unlink(), "images/02.png", "this picture has no mask; it would be"),
-        (red, "masks/02.png", r"value \[255, 0, 0\] \(row 0, column 0\) is no class. Known are"),
+        (red, "masks/02.png", r"value \[255, 0, 0\] \(row 0, column 0\) is not a class. The classes are"),
         (cut, "masks/02.png", "cannot be used as a mask"),
-        (lambda root: (root / "masks/02.png").write_bytes(b"no"), "masks/02.png", "this is no PNG"),
+        (lambda root: (root / "masks/02.png").write_bytes(b"no"), "masks/02.png", "a mask must be a PNG file"),
         (lambda root: (root / "images/02.png").write_bytes(b"no"), "images/02.png", "cannot be used as an image"),
         (lambda root: draw(root, "02", np.random.RandomState(0), ending="jpg"), "images/02.png", "another file has th"),
         (lambda root: (root / "masks").rename(root / "Masks"), "", "holds no folder `masks`"),
@@ -230,7 +230,7 @@ def test_files_that_do_not_fit(break_it, place, words, in_memory, config, tmp_pa
     [
         ("class_names=road", "class_names must be a list of 1 to 255 different names, that of class 0 first"),
         ("class_names=[a,a]", "class_names must be a list"),
-        ("ignore=2", "ignore must be null or a value that is no class, not 2, the value of high"),
+        ("ignore=2", "ignore must be null or a value that is not a class, not 2, the value of high"),
         ("ignore=[1,2]", r"params.ignore: a value is a number from 0 to 65535, or a colour"),
         ("values=[0,1]", r"values must be 3 different values, one for each of class_names, not \[0, 1\]"),
         ("values=[0,1,[1,1,256]]", r"params.values: a value is a number from 0 to 65535, or a colour"),

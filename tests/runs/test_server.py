@@ -471,7 +471,7 @@ def hostile_bundle(run_folder, folder, *graph):
 @pytest.mark.parametrize(
     ("graph", "limit", "value", "words"),
     [
-        (["endless"], "LOAD_SECONDS", "0.5", "was not loaded and proved within 0.5 s, the limit"),
+        (["endless"], "LOAD_SECONDS", "0.5", "was not loaded and verified within 0.5 s, the limit"),
         (["vast", 10**9], "spare_memory", "lambda: 300_000_000", "it may take 0.3 GB of memory meanwhile"),
     ],
     ids=["time", "memory"],
@@ -533,7 +533,7 @@ def test_a_model_that_never_answers_is_given_up(limited):
     os.kill(workers[0], signal.SIGKILL)
     wait_until(lambda: gone(workers[0]) and len(server.workers()) == len(workers))
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
-    wait_until(lambda: any("was not loaded and proved within 4 s" in event for event in server.events()), 20)
+    wait_until(lambda: any("was not loaded and verified within 4 s" in event for event in server.events()), 20)
     assert [event.partition(":")[0] for event in server.events()] == ["a worker died", "the model stays as it was"]
     swap(folder, good)
     wait_until(lambda: server.events()[-1] == "the model is reloaded", 30)

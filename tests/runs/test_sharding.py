@@ -281,7 +281,7 @@ SCALAR = (
     "network.temperature; make them of shape",
 )
 OTHER = ["model.optimizer={type: torch.optim.SGD, params: {lr: 0.01, momentum: 0.9}}", "train.num_epochs=2"]
-ADAM = OTHER, 4, "of another optimizer.*model.optimizer.type was torch.optim.Adam and is torch.optim.SGD"
+ADAM = OTHER, 4, "from another optimizer.*model.optimizer.type was torch.optim.Adam and is torch.optim.SGD"
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
     settings = [f"train.resume_ckpt={sorted_orders.folder / 'last.ckpt'}", "train.num_epochs=3", "seed=4"]
     outcome = command("train", place / "kind.yaml", *SORTED, *settings, cwd=place)
     assert outcome.code in (2, 4), outcome
-    assert "prepared otherwise than those of the data now: the training file" in outcome.err
+    assert "prepared differently from those of the data now: the training file" in outcome.err
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ class SeesPadding(torch.nn.Module):
     [
         ({"model": SeesPadding()}, "a network of texts must not see the padding"),
         ({"labels": LABELS[:2]}, "gives 3 probabilities, and the data has 2 class names"),
-        ({"texts": [""]}, "cannot be used to prove the export with: The text is empty"),
+        ({"texts": [""]}, "cannot be used to verify the export: The text is empty"),
         ({"texts": []}, "there are none"),
     ],
 )
@@ -203,7 +203,7 @@ def plain(data, kind="text/plain"):
     ("request_of", "status", "words"),
     [
         (plain(picture(), "image/png"), 415, 'this server answers texts. Send JSON {"texts": ["…", …]} as application'),
-        (plain(picture()), 415, "This is not text in UTF-8"),
+        (plain(picture()), 415, "The text is not UTF-8"),
         (plain(b"x", "text/plain; charset=latin-1"), 415, "one text in UTF-8 as text/plain"),
         (plain(b""), 400, "The request has no body"),
         (plain(b" \n"), 400, "The text is empty"),

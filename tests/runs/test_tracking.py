@@ -763,7 +763,7 @@ def test_a_run_id_that_a_server_says_names_no_other_folder(monkeypatch, tmp_path
     monkeypatch.setattr("deeplightning.tracking.reader.open_reader", lambda *_: Hostile)
     kept = tmp_path / "deeplightning" / "images" / "kept"
     kept.mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"'\.\.' is no run id"):
+    with pytest.raises(CheckpointError, match=r"'\.\.' is not a run id"):
         resolve_run("models:/digits/1", "http://localhost:1")
     assert kept.exists()
 
@@ -923,7 +923,7 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
         remote.log_metrics({"x": step}, step)
     assert time.monotonic() - start < 1.0
     deadline = time.monotonic() + 60
-    while "does not take what is logged" not in caplog.text and time.monotonic() < deadline:
+    while "does not accept what is logged" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.1)
     server = start_monitor(store, port)
     try:
@@ -934,7 +934,7 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
     assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.1"})
     points = MlflowClient(attach(locate(store))).get_metric_history(remote.run_id, "x")
     assert sorted(point.value for point in points) == list(range(100))
-    assert "takes what is logged again" in caplog.text
+    assert "accepts what is logged again" in caplog.text
 
 
 def test_a_database_that_stays_locked_costs_seconds_and_no_point(store, logger, monkeypatch, caplog):

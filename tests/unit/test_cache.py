@@ -283,7 +283,7 @@ def test_check_sums_of_large_sets(root, cache, monkeypatch, caplog):
         caplog.clear()
         flip(only(cache) / "pixels", place)
         found = pictures(ready(root))
-        assert ("is damaged: it is made again" in caplog.text) is told
+        assert ("is damaged and is rebuilt" in caplog.text) is told
         assert (found == wanted) is told
 
 

@@ -131,8 +131,8 @@ def test_thousands_of_unknown_keys_are_one_note():
     [
         ("model.optimizer.type=torch.optim.SDG", "model.optimizer.type: torch.optim has no `SDG`. Did you mean"),
         ("model.optimizer.type=troch.optim.SGD", "there is no module troch to import (for `troch.optim.SGD`). Did you"),
-        ("data.module.type=Digits", "data.module.type: `Digits` is no MODULE.NAME such as torch.optim.SGD."),
-        ("model.optimizer.params.params=[1]", "torch.optim.SGD gets `params` from us; remove it"),
+        ("data.module.type=Digits", "data.module.type: `Digits` is not a MODULE.NAME such as torch.optim.SGD."),
+        ("model.optimizer.params.params=[1]", "torch.optim.SGD: `params` is set by Deep Lightning; remove it"),
         ("data.module={type: deeplightning.data.image_folder.ImageFolder, params: {resize: crp}}",
          "ImageFolder takes 'crop' or 'stretch' or 'pad' here, not the text 'crp'. Did you mean crop?"),
         # of another kind
@@ -169,7 +169,7 @@ def test_one_wrong_target_is_one_note(override, words):
     ("backend", "params", "words"),
     [
         ("ddp", "fnd_unused_parameters: true", "torch.nn.parallel.DistributedDataParallel has no param `fnd_unused_p"),
-        ("ddp", "module: 1", "torch.nn.parallel.DistributedDataParallel gets `module` from us; remove it"),
+        ("ddp", "module: 1", "torch.nn.parallel.DistributedDataParallel: `module` is set by Deep Lightning; remove it"),
         ("ddp", "find_unused_parameters: true, process_group_backend: gloo, bucket_cap_mb: 25", None),
         ("deepspeed_stage_3", "offload_optimizer: true, allgather_bucket_size: 200_000_000", None),
         ("ddp", "accelerator: cpu", "engine.params.accelerator: engine.gpus decides it; remove it"),
@@ -506,7 +506,7 @@ def test_a_misspelt_option_is_no_override(command, here):
     """`--dryrun` is answered with where options are listed."""
     Path("c.yaml").write_text(GOOD)
     found = command("check", "c.yaml", "--dryrun", cwd=here, code=2)
-    assert "override --dryrun: there is no such option, see --help; an override is key=value" in found.err
+    assert "override --dryrun: unknown option, see --help; an override is key=value" in found.err
     before = command("check", "--dryrun", "c.yaml", cwd=here)
     assert (before.code, "No such option" in before.err, "--dryrun" in before.err) == (2, True, True)
 

@@ -92,7 +92,7 @@ def test_what_is_not_read_again_is_left_out_of_checkpoints(tmp_path, checkpoint,
     )
     (note,) = [each.getMessage() for each in caplog.records]
     assert (
-        "do not hold callbacks['Mine'], own['at'], own['call'], own['self'], day: only plain values are read again"
+        "leave out callbacks['Mine'], own['at'], own['call'], own['self'], day: only plain values can be restored"
         in note
     )
 

@@ -60,7 +60,7 @@ def test_a_class_may_be_called_train(tmp_path):
         ),
         (lambda root: (root / "val" / "emu").mkdir(), r"same classes .* they differ in emu"),
         (lambda root: (root / "train" / "emu").mkdir(), r"train/emu holds no signal \(\.npy, \.csv, \.wav\)"),
-        (lambda root: (root / "train" / "\udcffcat").mkdir(), r"the folder '\\udcffcat' is no UTF-8. Rename it"),
+        (lambda root: (root / "train" / "\udcffcat").mkdir(), r"the folder '\\udcffcat' is not UTF-8. Rename it"),
         (lambda root: shutil.rmtree(root), "is not a folder. Set data.root to the one that holds the signals"),
     ],
 )

@@ -53,7 +53,7 @@ def test_every_verb_takes_several_files(answer):
         (["check", "a.yaml", "d.yaml"], "d.yaml: there is no such config file"),
         (["check", "a.yaml", "lr=0.1"], "override lr=0.1: lr: unknown key"),
         (["check", "a.yaml", "seed"], "override seed: an override is key=value, ~key (remove), or +list=[x] (append)"),
-        (["check", "--config", "a.yaml", "--config", "plain"], "a further config file ends in .yaml or .yml"),
+        (["check", "--config", "a.yaml", "--config", "plain"], "a config file must end in .yaml or .yml"),
         (["serve", ".", "b.yaml"], "a config file cannot be laid over that of a run; give its keys as key=value"),
     ],
 )
@@ -133,7 +133,7 @@ def test_an_option_lies_under_the_key_of_its_group(words, expected):
          "cnn, resnet18, round, small, vit, wide"),
         (["data=few"], "override data=few: data: must be a mapping of module, batch_size,"),
         (["model/optimiser=sgd"], "override model/optimiser=sgd: model/optimiser: unknown key."),
-        (["bad.yaml"], "bad.yaml:1:10: _base_: `override model` is no option group"),
+        (["bad.yaml"], "bad.yaml:1:10: _base_: `override model` is not an option group"),
         (["none.yaml"], "the group has no option `x`. There are: none"),
         (["kind.yaml"], "kind.yaml:1:10: _base_: a `_base_` is the path of a file, not a mapping; one"),
         (["hydra.yaml"], "data/hydra.yaml: `@package` is Hydra's and has no effect: this file is placed under `data`"),

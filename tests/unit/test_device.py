@@ -217,9 +217,9 @@ def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
     ("arguments", "words"),
     [
         (["gpu"], "gpu is not auto, cpu, cuda or cuda:N"),
-        (["cuda:0", "--precision", "int8"], "--precision int8 does not go with --device cuda:0"),
-        (["cpu", "--precision", "fp16"], "--precision fp16 does not go with --device cpu"),
-        (["cpu", "--tensorrt"], "--tensorrt does not go with --device cpu"),
+        (["cuda:0", "--precision", "int8"], "--precision int8 cannot be combined with --device cuda:0"),
+        (["cpu", "--precision", "fp16"], "--precision fp16 cannot be combined with --device cpu"),
+        (["cpu", "--tensorrt"], "--tensorrt cannot be combined with --device cpu"),
         (["cuda"], f"error: serve.device is cuda: {WITHOUT}.\n"),
         (["cuda:0"], f"error: serve.device is cuda:0: {WITHOUT}.\n"),
     ],

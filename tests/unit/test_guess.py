@@ -372,7 +372,7 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),
         ("images", {"labels.csv": "file,labels\na.png,x\n"}, "d/labels.csv, line 2: the picture d/a.png is missing"),
         ("images", {"labels.csv": "file,tags\na.png,x\n"}, "d/labels.csv, line 2: there is no 'labels'"),
-        ("images", {"labels.jsonl": '{"file": "a.png", "labels": []}'}, "gives no picture a label"),
+        ("images", {"labels.jsonl": '{"file": "a.png", "labels": []}'}, "labels no picture"),
         ("images", MANY, "d is not a folder"),
         ("segmentation", {"img/a.png": ""}, "d holds no folder `images` (its folders: img)"),
         (

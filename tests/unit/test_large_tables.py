@@ -191,7 +191,7 @@ def broken(path, at, column, value, keep):
             "column kind: the target is missing or not finite in 9,000 of 9,000 rows, first in row 1. No row is left",
         ),
         (8000, "weight", "inf", {"split": "part"}, r"column weight, row \d+: inf is not finite, or too large"),
-        (8000, "part", "rest", {"split": "part"}, "column part, row 8000: 'rest' is no set"),
+        (8000, "part", "rest", {"split": "part"}, "column part, row 8000: 'rest' is not a set"),
         (8000, "age", "", {"missing": "refuse"}, r"column age, row \d+: the value is missing, as are \d+ of"),
     ],
 )

@@ -273,7 +273,7 @@ NOTES = {
     "{type: own_module.Nested, params: {net: {type: own_module.Net}, scheduler: {type: "
     "torch.optim.lr_scheduler.ExponentialLR}}}": "torch.optim.lr_scheduler.ExponentialLR needs gamma",
     "{type: own_module.Nested, params: {net: {type: own_module.Net}, best: {type: torch.optim.SGD, params: {params: "
-    "[1]}}}}": "torch.optim.SGD gets `params` from us",
+    "[1]}}}}": "torch.optim.SGD: `params` is set by Deep Lightning",
     "{type: own_module.Second, params: {width: 3}}": (
         "own_module.Second needs cfg. The config is passed to the first parameter alone, if that is named `cfg`"
     ),

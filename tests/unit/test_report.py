@@ -212,12 +212,12 @@ def test_a_file_that_is_no_report_is_kept(tmp_path):
     """It is not overwritten, and the message names --out; a report is replaced. A folder without a config is no run."""
     target = tmp_path / "report.html"
     target.write_text("my own notes")
-    with pytest.raises(SetupError, match="is no report of ours; name another file with --out"):
+    with pytest.raises(SetupError, match="is not a report of Deep Lightning; name another file with --out"):
         write_report(target, page.document("first", ""))
     assert target.read_text() == "my own notes"
     target.unlink()
     for title in ("first", "second"):
         write_report(target, page.document(title, ""))
     assert "<h1>second</h1>" in target.read_text()
-    with pytest.raises(CheckpointError, match=r"this is no run folder, there is no cfg\.yaml"):
+    with pytest.raises(CheckpointError, match=r"this is not a run folder: it has no cfg\.yaml"):
         facts(RunFolder(tmp_path))

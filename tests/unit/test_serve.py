@@ -234,7 +234,7 @@ def test_a_bad_request_is_told_what_to_do(client, request_, status, words):
 @pytest.mark.parametrize("body", [b'{"array": [true, 1]}', b'{"arrays": [[0, 1], [false, false]]}'])
 def test_true_and_false_are_no_numbers_of_an_array(body):
     """true and false in an array are refused, although numpy would read them as 1 and 0."""
-    with pytest.raises(Refusal, match="true or false, which are no numbers"):
+    with pytest.raises(Refusal, match="true or false, which are not numbers"):
         arrays_from_json(body, (2,), Limits())
 
 

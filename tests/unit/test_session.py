@@ -196,7 +196,7 @@ def test_golden_samples_are_compared_on_the_device_that_answers(opened_off, capf
     assert (TOLERANCES["fp32"], GPU_TOLERANCE) == (1e-4, 1e-3)
     opened = opened_off(5e-4)
     assert str(opened.device) == "cuda:0"
-    with pytest.raises(BundleError, match=r"differ by 0\.002, allowed are 0\.001"):
+    with pytest.raises(BundleError, match=r"differ by 0\.002; the limit is 0\.001"):
         opened_off(2e-3)
     with pytest.raises(BundleError, match="differ by nan"):
         opened_off(np.nan)

@@ -61,12 +61,12 @@ def test_explain_has_both_names():
     [
         ("logger.type=TensorboardLogger", "pytorch_lightning.loggers has no `TensorboardLogger`. Did you mean "
          "pytorch_lightning.loggers.TensorBoardLogger?"),
-        ("model.network.type=resnet18", "`resnet18` is the name of several: torchvision.models.resnet18, "
+        ("model.network.type=resnet18", "`resnet18` is ambiguous: torchvision.models.resnet18, "
          "torchvision.models.quantization.resnet18; write one of them in full"),
         ("model.optimizer.type=AdmaW", "torch.optim has no `AdmaW`. Did you mean torch.optim.AdamW?"),
-        ("model.optimizer.type=adam", "`adam` is no MODULE.NAME such as torch.optim.SGD. Did you mean "
+        ("model.optimizer.type=adam", "`adam` is not a MODULE.NAME such as torch.optim.SGD. Did you mean "
          "torch.optim.Adam?"),
-        ("model.loss.type=Linear", "`Linear` is no MODULE.NAME such as torch.optim.SGD."),
+        ("model.loss.type=Linear", "`Linear` is not a MODULE.NAME such as torch.optim.SGD."),
     ],
 )  # fmt: skip
 def test_a_name_that_is_none_or_several_is_refused(override, note, monkeypatch):

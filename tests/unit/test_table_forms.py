@@ -438,7 +438,7 @@ REFUSED = [
     (
         "t.csv",
         b"Rents\nby hand\na,b\n" + b"1,2\n" * 20,
-        "A value that has ',' in it needs quotes; lines that are no rows must go",
+        "A value that has ',' in it needs quotes; remove lines that are not rows",
     ),
 ]
 

@@ -283,7 +283,7 @@ def test_what_we_give_is_not_given_again(own):
     """Positional arguments from us satisfy the first parameters; naming one as a param is a fault."""
     assert notes(f"{CUSTOM}.Plain", {}, given=1) == {}
     found = notes(f"{CUSTOM}.Plain", {"size": 1}, given=1)
-    assert found == {"k.params.size": f"{CUSTOM}.Plain gets `size` from us; remove it"}
+    assert found == {"k.params.size": f"{CUSTOM}.Plain: `size` is set by Deep Lightning; remove it"}
     assert notes(f"{CUSTOM}.positional", {"second": 1}, given=1) == {}
 
 

@@ -130,7 +130,7 @@ def test_columns_are_named_by_the_first_line_or_the_usual_ones(tmp_path, content
     [
         (b"sentence\tlabel\na\t1\nb\tc\t0\n", "line 3: 3 columns, and there must be sentence, label"),
         (b"a\t1\n\nb\t1\n", "line 2: 1 columns, and there must be"),
-        (b"a\t1\nb\tgood\n", "line 2: the label 'good' is no number from 0 on"),
+        (b"a\t1\nb\tgood\n", "line 2: the label 'good' is not a whole number of at least 0"),
         (b"sentence\tlabel\na\t1\n \t0\n", "line 3: there is no text in the column sentence"),
         (b"sentence\tlabel\na\t1\nb\xff\t0\n", "cannot be read: 'utf-8' codec can't decode"),
         (b"", "has no texts in it"),
@@ -180,7 +180,7 @@ def test_what_is_missing_is_named(tmp_path):
         ({"min_count": None}, "min_count must be a whole number"),
         ({"cut_always": True}, "cut_always needs max_length"),
         ({"class_names": ["no", False]}, "a number or a word such as no needs quotes"),
-        ({"vocabulary": "a", "tokenizer": "b"}, "vocabulary cannot be beside tokenizer"),
+        ({"vocabulary": "a", "tokenizer": "b"}, "vocabulary cannot be combined with tokenizer"),
     ],
 )
 def test_impossible_settings_are_refused(tmp_path, params, words):
@@ -264,7 +264,7 @@ def test_a_vocabulary_may_be_a_file(tmp_path):
     (tmp_path / "again.txt").write_text(data.text_spec.content)
     assert on_rank(TextData(data_config(tmp_path), "train", vocabulary="again.txt")).text_spec == data.text_spec
     for lines, words in (
-        ("film\nfilm\n", "word 2 is empty, or is there a second time: 'film'"),
+        ("film\nfilm\n", "word 2 is empty or a duplicate: 'film'"),
         ("b\n\na\n", "word 2 is"),
     ):
         (tmp_path / "bad.txt").write_text(lines)

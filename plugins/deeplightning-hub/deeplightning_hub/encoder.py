@@ -92,10 +92,10 @@ class Encoder(nn.Module):
 def _check_folder(path: Path, pretrained: bool) -> None:
     if not path.is_dir():
         raise FolderError(
-            f"{path} is no folder; it must hold config.json and the weights of a model. None is downloaded"
+            f"{path} is not a folder; it must hold config.json and the weights of a model. None is downloaded"
         )
     if not (path / "config.json").is_file():
-        raise FolderError(f"{path} has no config.json, so it is no model of Hugging Face's")
+        raise FolderError(f"{path} has no config.json, so it is not a model of Hugging Face")
     try:
         settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

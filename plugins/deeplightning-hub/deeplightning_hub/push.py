@@ -36,7 +36,7 @@ def parse(address: str) -> tuple[str, str]:
     kind, _, name = address.partition("://")
     form = {"hf": rf"{_NAME}/{_NAME}", "mlflow": r"[\w](?:[\w. -]{0,254}[\w])?"}.get(kind)
     if form is None or not re.fullmatch(form, name) or ".." in name or "--" in name:
-        raise ConfigError(f"{address!r} is no address to push to. Write {FORMS}")
+        raise ConfigError(f"{address!r} is not an address to push to. Write {FORMS}")
     return kind, name
 
 

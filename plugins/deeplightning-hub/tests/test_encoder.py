@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (None, "is no folder; it must hold config.json and the weights of a model"),
+        (None, "is not a folder; it must hold config.json and the weights of a model"),
         ({}, "has no config.json"),
         ({"config.json": "{"}, "config.json cannot be read"),
         ({"config.json": '{"auto_map": {}}'}, "asks for code of its own"),
@@ -112,7 +112,7 @@ def test_its_tokenizer_says_what_tokens_are(folder):
     assert (spec.size, spec.padding, spec.file) == (len(WORDS), 0, "tokenizer.json")
     assert spec.encode(["A fine film, not dull", ""]) == [[2, 5, 6, 8, 10, 9, 7, 3], [2, 3]]
     assert spec.encode(["a fine film"], max_length=3) == [[2, 5, 3]]
-    with pytest.raises(VocabularyError, match=r"no tokenizer\.json of Hugging Face"):
+    with pytest.raises(VocabularyError, match=r"not a tokenizer\.json of Hugging Face"):
         TextSpec("hugging_face", "{}")
 
 
@@ -147,7 +147,7 @@ def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
     config = tmp_path / "missing.yaml"
     config.write_text(CONFIG_OF_A_RUN.format(root=tmp_path, params="", network="Encoder", folder="none", store=store))
     outcome = command("train", config, cwd=tmp_path, code=3)
-    assert f"{tmp_path}/none is no folder; it must hold config.json" in outcome.err.replace("\n", " ")
+    assert f"{tmp_path}/none is not a folder; it must hold config.json" in outcome.err.replace("\n", " ")
     assert "Traceback" not in outcome.err
     former = command(
         "check", config, "model.network.type=deeplightning.model.hugging_face.Encoder", cwd=tmp_path, code=2

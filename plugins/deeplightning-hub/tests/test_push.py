@@ -200,10 +200,10 @@ def test_a_damaged_card_is_not_published(text, run, command, place, tmp_path):
 @pytest.mark.parametrize(
     ("address", "code", "words"),
     [
-        ("hf://digits", 2, "is no address to push to. Write hf://USER/NAME or mlflow://NAME"),
-        ("hf://a/../b", 2, "is no address to push to"),
-        ("mlflow://a/b", 2, "is no address to push to"),
-        ("s3://ada/digits", 2, "is no address to push to"),
+        ("hf://digits", 2, "is not an address to push to. Write hf://USER/NAME or mlflow://NAME"),
+        ("hf://a/../b", 2, "is not an address to push to"),
+        ("mlflow://a/b", 2, "is not an address to push to"),
+        ("s3://ada/digits", 2, "is not an address to push to"),
         ("hf://ada/digits", 3, "HF_TOKEN is not set. Set it to a token"),
     ],
 )

@@ -99,7 +99,7 @@ def bisect(
         except OSError as error:
             raise SetupError(f"{home}: the folder of this bisection cannot be written: {error.strerror}") from error
         if lock is None:
-            raise SetupError(f"another process is at this bisection, in {home}; wait for it, or end it")
+            raise SetupError(f"another process works on this bisection, in {home}; wait for it, or end it")
         try:
             salt = _salt(ends, any_data)
             with _opened(parent, home) as sign:

@@ -67,7 +67,7 @@ def _installed(python: str, names: list[str]) -> dict[str, str]:
         return {str(name): str(version) for name, version in json.loads(asked.stdout).items()}
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise SetupError(
-            f"--environment {python}: this is no Python interpreter that answers ({error}); name one such as "
+            f"--environment {python}: this Python interpreter does not answer ({error}); name one such as "
             "OTHER/.venv/bin/python"
         ) from error
 

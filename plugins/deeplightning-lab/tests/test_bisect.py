@@ -273,7 +273,7 @@ def test_a_bisection_at_which_another_process_is_waits_for_nobody(few, found):
     finally:
         lock.release()
     assert refused.code == 3
-    assert f"another process is at this bisection, in {home}" in refused.err
+    assert f"another process works on this bisection, in {home}" in refused.err
 
 
 @pytest.mark.slow
@@ -487,5 +487,5 @@ def test_an_environment_that_is_neither_run_s_is_refused(with_packages, python, 
     with pytest.raises(SetupError, match="the same packages; leave it out"):
         interpreters(here, here, python())
     for wrong in (str(tmp_path / "none"), "/bin/true"):
-        with pytest.raises(SetupError, match="this is no Python interpreter"):
+        with pytest.raises(SetupError, match="this Python interpreter does not answer"):
             interpreters(here, there, wrong)

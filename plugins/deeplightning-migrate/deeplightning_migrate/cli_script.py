@@ -139,7 +139,7 @@ class CliScript:
         try:
             value = ast.literal_eval(node)
         except ValueError:
-            self._refuse(path, node, "these defaults are no plain values; write them into the config")
+            self._refuse(path, node, "these defaults are not plain values; write them into the config")
             return
         place = _place(path, node)
         for inner, item in value.items() if not key else [(key, value)]:

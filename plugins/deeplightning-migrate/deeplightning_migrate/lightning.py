@@ -248,7 +248,7 @@ class Conversion:
         elif self.system == "hydra" and name in OF_TEMPLATE:
             self.leave(name, entry, "the template's own script reads it")
         elif name not in self.used:
-            self.refuse(name, entry, "is no section of Lightning's: only your Python code reads it. Remove it")
+            self.refuse(name, entry, "is not a section of Lightning's: only your Python code reads it. Remove it")
 
     def judge(self, path: Path) -> None:
         """Add what `check` finds wrong with the config as a file at `path`, at the lines of theirs."""
@@ -288,7 +288,7 @@ class Conversion:
         for name, entry in given.items():
             key = f"trainer.{name}"
             if name not in known:
-                self.refuse(key, entry, "is no argument of Lightning's Trainer")
+                self.refuse(key, entry, "is not an argument of Lightning's Trainer")
             elif name in LEFT_OUT:
                 self.leave(key, entry, LEFT_OUT[name])
             elif name in ARGUMENTS:

@@ -103,7 +103,7 @@ def test_an_example_becomes_a_config(system, tmp_path):
         ("trainer: {accelerator: tpu}", "c.yaml:4:11: trainer.accelerator", "none for `tpu` here"),
         ("trainer: {strategy: {class_path: a.B}}", "c.yaml:4:11: trainer.strategy", "engine.backend takes ddp"),
         ("trainer: {deterministic: warn}", "c.yaml:4:11: trainer.deterministic", "`warn` has no counterpart"),
-        ("trainer: {max_epoch: 3}", "c.yaml:4:11: trainer.max_epoch", "is no argument of Lightning's Trainer"),
+        ("trainer: {max_epoch: 3}", "c.yaml:4:11: trainer.max_epoch", "is not an argument of Lightning's Trainer"),
         ("early: {patience: 3}", "c.yaml:4:1: early", "only your Python code reads it"),
         ("optimizer: {lr: 0.1}", "c.yaml:4:1: optimizer", "names no class"),
         (
@@ -218,7 +218,7 @@ def test_what_the_python_file_gives_to_lightning_cli_is_in_the_config(here, insi
         ("parser.link_arguments('data.size', 'model.loss', apply_on='instantiate')", "", "7:9: this link is computed"),
         ("parser.link_arguments('data.no', 'model.loss')", "", "7:9: `data.no` has no value that can be read"),
         ("parser.add_optimizer_args(Adam, link_to='model.loss')", "", "7:49: `link_to` has no key here"),
-        ("pass", ", trainer_defaults={'callbacks': [Data()]}", "11:39: these defaults are no plain values"),
+        ("pass", ", trainer_defaults={'callbacks': [Data()]}", "11:39: these defaults are not plain values"),
         ("pass", ", trainer_class=Other", "11:36: `trainer_class` of LightningCLI has no key here"),
         ("pass\n\n    def before_fit(self):\n        pass", "", "9:5: `before_fit` may change what is trained"),
         ("pass\n\n\nCLI(Model)", "", "10:1 and main.py:14:5 call LightningCLI; add the Python file that trains"),

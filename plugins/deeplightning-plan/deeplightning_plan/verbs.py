@@ -121,7 +121,7 @@ def plan(
         return
     given = {"--gpus": gpus, "--nodes": nodes, "--format": form}
     if wrong := [name for name, value in given.items() if value is not None]:
-        raise click.UsageError(f"{wrong[0]} goes with --memory")
+        raise click.UsageError(f"{wrong[0]} requires --memory")
     from deeplightning.config.source import located
     from deeplightning.config.tree import dump
     from deeplightning.launch import Job, plan_of

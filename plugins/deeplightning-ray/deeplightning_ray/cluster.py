@@ -149,7 +149,7 @@ def _answers(address: str, timeout_s: float) -> None:
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise SetupError(Fault(f"{address!r} is no address: HOST:PORT, ray://HOST:PORT, auto, or null", _ADDRESS))
+        raise SetupError(Fault(f"{address!r} is not an address: HOST:PORT, ray://HOST:PORT, auto, or null", _ADDRESS))
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
     except OSError as error:

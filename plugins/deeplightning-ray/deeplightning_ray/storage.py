@@ -41,7 +41,7 @@ def opened(uri: str) -> tuple[Any, str]:
     try:
         return fs.FileSystem.from_uri(uri)
     except (ArrowException, OSError, ValueError) as error:
-        message = f"{uri!r} is no storage: {error}. An absolute path, or for example s3://BUCKET/FOLDER"
+        message = f"{uri!r} is not a storage: {error}. An absolute path, or for example s3://BUCKET/FOLDER"
         raise SetupError(Fault(message, "engine.launcher.params.storage_path")) from error
 
 

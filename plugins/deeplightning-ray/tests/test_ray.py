@@ -239,7 +239,7 @@ def test_an_address_that_does_not_answer_is_named(command, tiny, work):
             assert f"engine.launcher.params.address: the Ray cluster at {address} does not answer" in done.err
             assert "Traceback" not in done.err
     done = command("train", tiny, on("nowhere"), cwd=work, code=3)
-    assert "'nowhere' is no address: HOST:PORT, ray://HOST:PORT, auto, or null" in done.err
+    assert "'nowhere' is not an address: HOST:PORT, ray://HOST:PORT, auto, or null" in done.err
 
 
 def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
@@ -389,7 +389,7 @@ def test_a_storage_leads_out_of_no_folder_and_says_what_is_wrong(tmp_path):
     card.write_text("{")
     with pytest.raises(CheckpointError, match="is damaged"):
         storage.fetch()
-    with pytest.raises(SetupError, match="'what://x/y' is no storage"):
+    with pytest.raises(SetupError, match="'what://x/y' is not a storage"):
         Storage("what://x/y", "ray-1", "Default", tmp_path).fetch()
 
 

@@ -277,7 +277,7 @@ class Shards(ImageFiles):
         if (samples.labels < 0).any():
             unknown = next(word for index in indices for word in index.words if word not in numbers)
             raise DataError(
-                f"{samples.named(int((samples.labels < 0).argmax()))}: its label {unknown!r:.60} is no class; there "
+                f"{samples.named(int((samples.labels < 0).argmax()))}: its label {unknown!r:.60} is not a class; there "
                 f"are {', '.join(self.class_names):.200}."
             )
         return samples

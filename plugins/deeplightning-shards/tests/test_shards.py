@@ -120,7 +120,7 @@ def test_a_pattern_stands_for_names(pattern, names):
         ({"window": 0}, "window must be a number of at least 1, not 0"),
         ({"on_bad_sample": "ignore"}, "on_bad_sample must be error or skip, not 'ignore'"),
         ({"class_names": ["a", "a"]}, "class_names must be different names"),
-        ({"class_names": ["nought", "one"]}, "its label '2' is no class; there are nought, one"),
+        ({"class_names": ["nought", "one"]}, "its label '2' is not a class; there are nought, one"),
     ],
 )
 def test_what_is_typed_wrong_is_named(params, words, tars):
