@@ -174,7 +174,7 @@ class Record(Callback):
             raise SetupError(f"{self._folder.path}: the run's folder cannot be written: {error.strerror}") from error
         began_from = resumption.checkpoint if resumption.run_id is None else None
         self._origin.begin(getattr(trainer, "datamodule", None), began_from)
-        resumption.say()
+        resumption.say(torch.get_num_threads())
 
     on_validation_start = on_test_start = on_predict_start = open
 
@@ -375,6 +375,7 @@ class Record(Callback):
         getattr(trainer.logger, "sync", lambda: None)()  # the points before must last as long as the checkpoint
         checkpoint["engine"] = engine_of(self.cfg)
         checkpoint["versions"] = versions()
+        checkpoint["threads"] = torch.get_num_threads()
         checkpoint["accumulating"] = not between_steps(trainer)
         checkpoint["frozen"] = _frozen(pl_module)
 

@@ -23,7 +23,8 @@ class Resumption:
         owed: points that this run was about to log: (name, value, milliseconds since 1970, step).
         hold: the claim on `folder`.
         notes: what a person should know, a line each.
-        inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
+        inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will with as many threads.
+        threads: that computed the checkpoint; None: unknown, or they change nothing.
         over: why nothing is left to train, of a checkpoint whose run is complete; "": something is.
         epochs: that the checkpoint has completed.
         kept: what the config has from the checkpoint, see `deeplightning.run.resume`.
@@ -36,6 +37,7 @@ class Resumption:
     hold: FolderLock | None = None
     notes: Sequence[str] = ()
     inexact: str = ""
+    threads: int | None = None
     over: str = ""
     epochs: int = 0
     kept: Sequence[Sequence[Any]] = ()
@@ -48,8 +50,8 @@ class Resumption:
         stat = self.checkpoint.stat()
         return f"{self.checkpoint.name} of {stat.st_size} bytes, written at {stat.st_mtime_ns} ns"
 
-    def say(self) -> None:
-        """Log the notes."""
+    def say(self, threads: int) -> None:
+        """Log the notes; `threads`: that this process computes with."""
         for note in self.notes:
             log.info("%s", note)
         if self.kept:
@@ -59,5 +61,7 @@ class Resumption:
                 ", ".join(f"model.{'.'.join(keys)} is {was}, not {asked}" for *keys, was, asked in self.kept),
                 self.checkpoint,
             )
-        if self.inexact:
-            log.warning("This run will not end bit for bit like an uninterrupted one: %s", self.inexact)
+        changed = f"engine.threads {self.threads} → {threads} (numbers are added in another order)"
+        reasons = "; ".join(filter(None, [self.inexact, changed if self.threads not in (None, threads) else ""]))
+        if reasons:
+            log.warning("This run will not end bit for bit like an uninterrupted one: %s", reasons)

@@ -157,10 +157,10 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
         "std": [round(float(value), 4) for value in std],
     }
     looked = len(good) + len(bad)
-    sizes_are = "all of this size" if is_kept else "of several sizes; brought to one"
+    sizes_are = "all of this size" if is_kept else "several sizes, resized to one"
     notes = [
-        f"{count(len(files), 'picture')}, {'grey' if grey else 'RGB'}, {height} x {width} pixels ({sizes_are}), by "
-        f"{looked} of them",
+        f"{count(len(files), 'picture')}, {'grey' if grey else 'RGB'}, {height} x {width} pixels, {sizes_are}"
+        + (f" (of {looked:,} that were read)" if looked < len(files) else ""),
         f"mean {values['mean']}, std {values['std']}",
     ]
     if bad:

@@ -198,14 +198,15 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
         why = f"a process is at work on the run {run_id}"
     notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} continues'}"]
     inexact = _inexact(checkpoint, cfg)
+    threads = checkpoint.get("threads") if cfg.engine.gpus is None else None
     if why:
         if over:
             stages = " and ".join(stage for stage in cfg.stages if stage != "train")
             notes.append(f"training   has finished: {over}; only {stages} will run")
-            inexact = ""  # no training is left to differ
-        return Resumption(path, notes=notes, inexact=inexact, over=over, epochs=epochs, kept=kept)
+            inexact, threads = "", None  # no training is left to differ
+        return Resumption(path, notes=notes, inexact=inexact, threads=threads, over=over, epochs=epochs, kept=kept)
     owed = checkpoint.get("points") or []
-    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact, epochs=epochs, kept=kept)
+    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact, threads, epochs=epochs, kept=kept)
 
 
 def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
@@ -333,7 +334,7 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
 
     reasons = []
     for section, ours, why in (
-        ("engine", engine_of(cfg), "numbers are added in another order or rounded otherwise"),
+        ("engine", engine_of(cfg), "numbers are added in another order or rounded differently"),
         ("versions", versions(), "other code computes"),
     ):
         theirs = checkpoint.get(section, ours)

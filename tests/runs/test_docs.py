@@ -134,6 +134,7 @@ def script(page: Path, place: Path) -> str:
             for line in block.text.splitlines():
                 command = re.sub(r"\bbash train\.sh (?=\S+\.yaml)", "deeplightning train ", line)
                 command = re.sub(r"\bbash (\w+\.sh)", rf"bash '{ROOT}/\1'", command)
+                command = re.sub(r"^python\b", f"'{sys.executable}'", command)
                 command = re.sub(r"^gunicorn\b", f"'{sys.executable}' -m gunicorn", command)
                 for verb, name_of in (
                     ("serve", "deploy"),

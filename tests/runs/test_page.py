@@ -80,7 +80,7 @@ def expected_rows(server: Server, data: bytes) -> list[list[str]]:
 
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-SEEN = f"As the network sees it: 8 {TIMES} 8 colour"
+SEEN = f"As the network sees it: 8 {TIMES} 8, colour"
 
 
 def test_a_dropped_image_gets_the_servers_answer(page: Page, server: Server, tmp_path: Path) -> None:

@@ -301,11 +301,12 @@ def test_the_config_of_a_resumed_run_has_the_rate_that_is_used(half, train, tmp_
         "model.scheduler.params.step_size=1",
     ]
     settings = [*RANDOM, *asked, "train.num_epochs=3"]
-    changed = ["data.batch_size=8", "engine.precision=64"]
+    changed = ["data.batch_size=8", "engine.precision=64", "engine.threads=2"]
     resumed = train(*settings, *changed, f"train.resume_ckpt='{copy}'")
     assert "model.optimizer.params.lr is 0.05, not 0.001" in resumed.err
     (said,) = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
-    assert "engine precision 32 → 64 (numbers are added in another order or rounded otherwise)" in said
+    assert "engine precision 32 → 64 (numbers are added in another order or rounded differently)" in said
+    assert "engine.threads 1 → 2 (numbers are added in another order)" in said
     assert "data.batch_size 16 → 8 (something else is learned)" in said
     log = (resumed.folder / "logs" / "rank_0.log").read_text()
     assert log.index("will not end bit for bit") < log.index("first loss")
