@@ -85,6 +85,13 @@ class Record(Callback):
     def opened(self) -> bool:
         return self._folder is not None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Set the trainer's loggers before other callbacks and the task are set up; they open their runs at the first
+        use."""
+        if not trainer.loggers:
+            trainer.loggers = self.loggers
+            self._prepare_loggers(trainer)
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log_plain_values(trainer, self.cfg.redact)
         data: object = getattr(trainer, "datamodule", None)
@@ -93,7 +100,7 @@ class Record(Callback):
         if self.resumption is None or self.resumption.checkpoint is None:
             self.open(trainer)
             return
-        self._point(trainer)  # the run opens when its checkpoint is restored: a refusal changes no run
+        # The run opens when its checkpoint is restored: a refusal changes no run.
         self._expect_user_calls(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -136,8 +143,6 @@ class Record(Callback):
             return
         # Before the run opens: a process that is killed while it asks git must not leave an empty run.
         environment = describe(self.cfg.redact) if trainer.is_global_zero else None
-        if not trainer.loggers:
-            self._point(trainer)
         resumption = self.resumption or Resumption()
         folder, tracked = "", None
         if trainer.is_global_zero:
@@ -177,11 +182,6 @@ class Record(Callback):
         resumption.say(torch.get_num_threads())
 
     on_validation_start = on_test_start = on_predict_start = open
-
-    def _point(self, trainer: Trainer) -> None:
-        """Set the trainer's loggers; they open their runs at the first use."""
-        trainer.loggers = self.loggers
-        self._prepare_loggers(trainer)
 
     def _prepare_loggers(self, trainer: Trainer) -> None:
         """Tell the loggers, before their first use, the run to continue and the name of a new one."""

@@ -120,6 +120,16 @@ def test_a_loss_that_is_no_number_spoils_no_weights(fit):
 # ---- the start
 
 
+def test_callbacks_find_the_loggers_when_they_are_set_up(fit):
+    """DeviceStatsMonitor logs the load of the machine, and a ModelCheckpoint without `dirpath` saves in the folder of
+    its run."""
+    names = ("DeviceStatsMonitor", "ModelCheckpoint")
+    targets = ", ".join(f"{{type: pytorch_lightning.callbacks.{name}}}" for name in names)
+    fitted = fit(f"train.callbacks=[{targets}]", "train.num_epochs=1")
+    assert fitted.series("DeviceStatsMonitor.on_train_batch_start/cpu_percent")
+    assert [path.name for path in (fitted.folder / "checkpoints").iterdir()] == ["epoch=0-step=9.ckpt"]
+
+
 STILL = ["model.optimizer.params.lr=0.0", "train.num_epochs=1"]
 
 
