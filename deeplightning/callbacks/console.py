@@ -130,7 +130,7 @@ class Console(Callback):
             for name, text in self._summary(trainer, pl_module).items():
                 _say(name, text)
             self._say_where(trainer)
-        if self.bar and trainer.is_global_zero:
+        if self.bar and trainer.is_global_zero and trainer.progress_bar_callback is None:
             self._steps = trainer.estimated_stepping_batches
             self._progress = _bar()
             self._progress.start()

@@ -66,6 +66,8 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
 def init_trainer(cfg: Config) -> pl.Trainer:
     """Return a Lightning Trainer for a config. It opens no run and writes nothing until `fit`."""
+    from pytorch_lightning.callbacks import ProgressBar
+
     from deeplightning.callbacks import all_of
     from deeplightning.callbacks.console import to_terminal
     from deeplightning.callbacks.steps import StepCountingTrainer
@@ -82,7 +84,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
-    io = SafeCheckpointIO()
+    callbacks, io = all_of(cfg), SafeCheckpointIO()
     trainer = io.trainer = StepCountingTrainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,
@@ -95,12 +97,12 @@ def init_trainer(cfg: Config) -> pl.Trainer:
         limit_val_batches=limits.val if limits else 1.0,
         limit_test_batches=limits.test if limits else 1.0,
         limit_predict_batches=limits.test if limits else 1.0,
-        callbacks=all_of(cfg),
+        callbacks=callbacks,
         plugins=[io, cluster()],
         logger=False,  # `Record` adds them when the run opens
         log_every_n_steps=1,  # deeplightning.callbacks.steps.LogSteps selects the steps
         num_sanity_val_steps=0,
-        enable_progress_bar=False,
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
     )
     return trainer

@@ -121,9 +121,9 @@ def test_a_loss_that_is_no_number_spoils_no_weights(fit):
 
 
 def test_callbacks_find_the_loggers_when_they_are_set_up(fit):
-    """DeviceStatsMonitor logs the load of the machine, and a ModelCheckpoint without `dirpath` saves in the folder of
-    its run."""
-    names = ("DeviceStatsMonitor", "ModelCheckpoint")
+    """DeviceStatsMonitor logs the load of the machine, a ModelCheckpoint without `dirpath` saves in the folder of its
+    run, and a progress bar may be there."""
+    names = ("DeviceStatsMonitor", "ModelCheckpoint", "TQDMProgressBar")
     targets = ", ".join(f"{{type: pytorch_lightning.callbacks.{name}}}" for name in names)
     fitted = fit(f"train.callbacks=[{targets}]", "train.num_epochs=1")
     assert fitted.series("DeviceStatsMonitor.on_train_batch_start/cpu_percent")
