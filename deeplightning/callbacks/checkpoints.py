@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
-from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
 
 from deeplightning.callbacks.random_state import knows_position
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
@@ -19,7 +19,7 @@ from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
 from deeplightning.engine.process_group import replicas
-from deeplightning.engine.restored import check_counters, check_optimizers
+from deeplightning.engine.restored import averages_at_end, check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation, resume_by_epochs, training_loaders
 from deeplightning.process.streams import Interrupted
@@ -86,6 +86,11 @@ class Checkpoints(LightningCheckpoint):
         self._take_over(trainer)
         self._find_marks(trainer)
         self.resumed_at = trainer.global_step
+        if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
+            # Lightning 2.6 does not call this hook where it resumes in an epoch, and these would train otherwise.
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+                    callback.on_train_epoch_start(trainer, pl_module)
         trainer.callback_metrics.update(self._monitored)
         plateaus, self._plateaus, self._monitored = self._plateaus, {}, {}
         for number, value in plateaus.items():
@@ -155,6 +160,7 @@ class Checkpoints(LightningCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         lacks = self._saved_step != trainer.global_step or not self.record.folder.last.exists()
+        lacks = lacks or (averages_at_end(trainer) and epoch_is_over(trainer))
         if trainer.strategy.broadcast(lacks):  # other machines may not see rank 0's files, and all save or none
             self._save_last(trainer)
         if self.settings.monitor is not None and not self.kept and not self.off:

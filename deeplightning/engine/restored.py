@@ -10,6 +10,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import StochasticWeightAveraging
 
 from deeplightning.engine.checkpoint_io import described
 from deeplightning.faults import CheckpointError, ConfigError, Fault
@@ -37,13 +38,23 @@ def check_counters(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         raise _refusal(trainer.ckpt_path, fault)
 
 
+def averages_at_end(trainer: Any) -> bool:
+    """Return whether a callback puts averages in place of the weights when training has ended."""
+    return any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)
+
+
 def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> None:
     """Compare the numbers of optimizers and schedules of a checkpoint with those of a trainer that is set up.
+
+    StochasticWeightAveraging replaces the schedule while it trains, and keeps the state of its own.
 
     Raises:
         CheckpointError: they differ.
     """
-    for key, ours in (("optimizer_states", trainer.optimizers), ("lr_schedulers", trainer.lr_scheduler_configs)):
+    made: dict[str, list[Any]] = {"optimizer_states": trainer.optimizers}
+    if not averages_at_end(trainer):
+        made["lr_schedulers"] = trainer.lr_scheduler_configs
+    for key, ours in made.items():
         saved = checkpoint.get(key)
         if not isinstance(saved, list) or len(saved) != len(ours):
             found = len(saved) if isinstance(saved, list) else described(saved)

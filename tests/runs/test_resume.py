@@ -235,6 +235,27 @@ def test_a_signal_ends_a_batch_when_all_callbacks_have_seen_it(interrupt, tmp_pa
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 12
 
 
+def test_callbacks_that_act_when_an_epoch_begins_act_in_a_run_that_resumes_inside_one(train):
+    """Lightning's GradientAccumulationScheduler and StochasticWeightAveraging: the weights are those of a whole run,
+    and the last checkpoint has the averages."""
+    kinds = {
+        "GradientAccumulationScheduler": "{scheduling: {0: 1, 1: 3}}",
+        "StochasticWeightAveraging": "{swa_lrs: 0.01, swa_epoch_start: 1}",
+    }
+    own = ", ".join(f"{{type: pytorch_lightning.callbacks.{name}, params: {params}}}" for name, params in kinds.items())
+
+    def ends(name, *settings):
+        at = f"logger.params.experiment_name=begins-{name}"
+        return train(f"train.callbacks=[{own}]", at, "train.num_epochs=3", *settings).folder / "last.ckpt"
+
+    whole = ends("whole")
+    ends("half", "train.max_steps=10")
+    assert digest(ends("half", "train.resume_ckpt=auto")) == digest(whole)
+    saved = torch.load(whole, weights_only=True)
+    averages = saved["callbacks"]["StochasticWeightAveraging"]["average_model_state"]
+    assert all(torch.equal(averages[name], tensor) for name, tensor in saved["state_dict"].items())
+
+
 @pytest.mark.parametrize(("engine", "ranks"), [("null", 1), pytest.param("fsdp", 2, marks=pytest.mark.slow)])
 def test_a_fine_tuning_callback_that_is_resumed_ends_bit_for_bit_like_a_whole_run(engine, ranks, job):
     """What Lightning's BaseFinetuning has unfrozen before a run resumes learns on, and batch norm keeps its means."""
