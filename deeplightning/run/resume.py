@@ -355,6 +355,8 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
         reasons.append(f"{', '.join(changed[:3])}{more} (something else is learned)")
     if checkpoint.get("accumulating"):
         reasons.append("the checkpoint is of the middle of an accumulation (its gradients are lost)")
+    if any(target.type.endswith(".ModelPruning") for target in cfg.train.callbacks):
+        reasons.append("ModelPruning saves no masks (weights that were pruned learn again)")
     if cfg.engine.gpus is not None and not cfg.engine.deterministic:
         reasons.append("engine.deterministic is false (kernels of a GPU add in any order)")
     return "; ".join(reasons)

@@ -455,6 +455,15 @@ def test_a_run_that_another_process_is_at_work_on_is_left_alone(train, half, tmp
     assert resumed.folder != half.folder
 
 
+def test_that_pruning_does_not_resume_bit_for_bit_is_said(train, half):
+    """Lightning's ModelPruning saves no masks."""
+    prunes = "{type: pytorch_lightning.callbacks.ModelPruning, params: {pruning_fn: l1_unstructured, amount: 0.1}}"
+    resume = f"train.resume_ckpt='{half.folder / 'last.ckpt'}'"
+    resumed = train(*RANDOM, f"train.callbacks=[{prunes}]", resume, "train.num_epochs=3")
+    (said,) = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
+    assert "ModelPruning saves no masks (weights that were pruned learn again)" in said
+
+
 @pytest.mark.slow
 def test_three_processes_of_ddp_resume_bit_for_bit_or_tell_why_not(job):
     """torch rebuilds gradient buckets after the first step of each start; sums of two ranks do not depend on it."""
