@@ -145,6 +145,8 @@ def _strategy(report: Report, engine: schema.Engine) -> None:
     if backend is not None:
         report.take(Verdict([*strategy.misfits(backend, engine.params)]))
     for param, value in engine.params.items() if classes else ():
+        if param == "timeout":  # seconds, of which a timedelta is made
+            continue
         name, given = classes[0], 0
         if len(classes) > 1 and param not in report.meanings.parameters(name):
             name, given = classes[1], 1

@@ -240,7 +240,7 @@ def _collection(name: str, inner: Sequence[Any]) -> Options:
 
 def _instance(paths: Sequence[str]) -> Options:
     """Return what an annotation allows that names a class, given by its own path and those of its ancestors."""
-    if "torch.nn.modules.module.Module" in paths:
+    if not {"torch.nn.modules.module.Module", "datetime.timedelta"}.isdisjoint(paths):
         return (Built,)
     if not set(_CONFIGS).isdisjoint(paths):
         return (TheConfig,)

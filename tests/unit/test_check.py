@@ -148,6 +148,8 @@ def test_thousands_of_unknown_keys_are_one_note():
         ("model.loss=5", "or a mapping of names or null, not the number 5"),
         ("model.network=torch.nn.Linear", "model.network: must be a target {type: MODULE.CLASS, params: {…}} or"),
         # inside params
+        ("train.callbacks=[{type: Timer}, {type: ModelCheckpoint, params: {train_time_interval: '00:01:00'}}]",
+         "callbacks.ModelCheckpoint takes a target {type: MODULE.CLASS, params: {…}} here, not the text '00:01:00'"),
         ("data.module.params.augment=[{type: torch.nn.Dropout}, {typ: torch.nn.Dropout}]",
          "augment.1: deeplightning.data.digits.Digits takes a target {type: MODULE.CLASS, params: {…}} here, not a"),
         ("model.optimizer={type: torch.optim.Adam, params: {lr: 0.1}, groups: [{match: bias, betas: [0.9, high]}]}",
