@@ -113,10 +113,24 @@ class _Batches(Dataset):
         """Return a column of the set, such as `labels`."""
         if name in ("of", "collate", "names") or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.of, name)
+        return _column(self.of, name)
 
     def __getitem__(self, positions: Sequence[int]) -> Any:
         # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
         batch = self.collate([self.of[int(position) % len(self.of)] for position in positions])
         named = by_name(batch, self.names)
         return batch if named is None else {**named, "index": torch.as_tensor(np.asarray(positions))}
+
+
+def _column(dataset: Any, name: str) -> Any:
+    """Return an attribute of a set; of a Subset (of a fold, or of `random_split`) the entries of its samples.
+
+    Raises:
+        AttributeError: there is none, or that of the whole set has no entry for each sample.
+    """
+    if not isinstance(dataset, Subset):
+        return getattr(dataset, name)
+    column = _column(dataset.dataset, name)
+    if not hasattr(column, "__len__") or len(column) != len(dataset.dataset):  # type: ignore[arg-type]
+        raise AttributeError(name)
+    return [column[position] for position in dataset.indices]

@@ -361,10 +361,10 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     elif not hasattr(column, "__len__") or len(column) != len(dataset):
         try:
             column = [sample(position)[sort_key] for position in every]
-        except (LookupError, TypeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:  # a sample may be a tuple
             raise ValueError(
-                f"sort_key {sort_key!r}: the training set ({type(dataset).__name__}) has no such column, and its "
-                "samples have no such key. A function is named by {ref: MODULE.FUNCTION}"
+                f"sort_key {sort_key!r}: the training set ({_class(dataset)}) has no such column, and its samples have "
+                "no such key. A function is named by {ref: MODULE.FUNCTION}"
             ) from error
     try:
         values = np.array([number(value) for value in column])
@@ -373,6 +373,11 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     if not np.isfinite(values).all():
         raise ValueError(f"sort_key {sort_key!r} gives {values[~np.isfinite(values)][0]}, which is not a finite number")
     return values
+
+
+def _class(dataset: object) -> str:
+    """Return the name of the class of a set, of the user's own where ours makes batches of it."""
+    return type(getattr(dataset, "of", dataset)).__name__
 
 
 def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
@@ -446,7 +451,7 @@ def _labels(dataset: Any) -> np.ndarray:
         DataConfigError: the samples have no classes.
     """
     hint = "leave data.sampler out, or name a sampler of your own"
-    refusal = f"data.sampler=balanced: the training set ({type(dataset).__name__}) has no class for each sample; {hint}"
+    refusal = f"data.sampler=balanced: the training set ({_class(dataset)}) has no class for each sample; {hint}"
     column: Any = getattr(dataset, "labels", None)
     if not hasattr(column, "__len__") or len(column) != len(dataset):
         try:

@@ -316,7 +316,7 @@ def test_samples_are_sorted_by_a_column_a_key_or_a_function():
     assert sort_values(sentences, lambda sample: len(sample["text"].split())).tolist() == expected
     with pytest.raises(ValueError, match=r"'length'.* has no such column"):
         sort_values(sentences, "length")
-    with pytest.raises(ValueError, match="no number and has no length"):
+    with pytest.raises(ValueError, match="not a number and has no length"):
         sort_values(sentences, lambda sample: None)
     sampler = BucketedDistributedSampler(sentences, 9, 10, sort_key="words")
     loader = DataLoader(sentences, batch_size=10, sampler=sampler, collate_fn=lambda rows: rows)

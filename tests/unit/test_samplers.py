@@ -3,9 +3,12 @@
 import itertools
 
 import pytest
-from torch.utils.data import DistributedSampler
+import torch
+from modules import data_config, on_rank
+from torch.utils.data import Dataset, DistributedSampler, Subset
 
-from deeplightning.data.samplers import PADDING, BatchIndices
+from deeplightning.data.of_datasets import OfDatasets
+from deeplightning.data.samplers import PADDING, BatchIndices, sort_values
 from deeplightning.engine.process_group import EachOnce
 
 
@@ -156,3 +159,28 @@ def test_a_set_that_is_judged_is_split_without_repeating_a_sample(shuffle, drop_
         seen = [position for of in batches for batch in of for position in batch]
         assert len(set(seen)) == len(seen) > samples - world * size
         assert drop_last or sorted(seen) == list(range(samples))
+
+
+class Sized(Dataset):
+    """Six samples with a column of sizes and one of classes, which the samples have not."""
+
+    sizes = [6, 1, 5, 2, 4, 3]  # noqa: RUF012
+    labels = torch.tensor([0, 1, 1, 1, 1, 1])
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, position):
+        return torch.tensor([float(position)])
+
+
+def test_the_columns_of_a_set_are_those_of_its_parts():
+    """A fold, and a part of a part as `random_split` gives, have the entries of their samples."""
+    data = OfDatasets(data_config(num_splits=3, fold=1, batch_size=2), Subset(Sized(), [5, 4, 3, 2, 1]))
+    parts = [on_rank(data).dataset(split) for split in ("train", "val")]
+    found = [(sort_values(part, "sizes").tolist(), [int(n) for n in part.labels]) for part in parts]
+    positions = [[int(part.of.dataset.indices[n]) for n in part.of.indices] for part in parts]
+    assert sorted(positions[0] + positions[1]) == [1, 2, 3, 4, 5]
+    assert found == [([Sized.sizes[n] for n in at], [int(Sized.labels[n]) for n in at]) for at in positions]
+    with pytest.raises(ValueError, match=r"the training set \(Subset\) has no such column"):
+        sort_values(parts[0], "lengths", batched=True)
