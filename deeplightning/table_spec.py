@@ -489,8 +489,10 @@ def named_columns(header: Sequence[str], first: Sequence[str] = ()) -> list[str]
         first: values of the first row, see `aligned`.
 
     Raises:
-        TableError: two have the same name.
+        TableError: two have the same name, or a quote behind a blank divides a value.
     """
+    if len(first) > len(header) and any(value.startswith(' "') for value in first):
+        raise TableError("A quote in the first row follows a blank, so delimiters inside it count; remove the blank.")
     names = [name.strip() or f"column_{place}" for place, name in enumerate(aligned(header, first), 1)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         places = [str(place) for place, name in enumerate(names, 1) if name == twice]

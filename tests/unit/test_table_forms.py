@@ -434,6 +434,11 @@ REFUSED = [
     ("t.csv", b"5.1, 3.5, Iris-setosa, yes\n4.9, 3.0, Iris-setosa, yes\n" * 10, "Iris-setosa,  yes, names no columns"),
     ("t.jsonl", b'[{"a": 1}]\n', "JSON lines hold an object on each line"),
     ("t.csv", b"a,b\n" + b"1,2\n" * 9, "t.csv has 9 rows below its header"),
+    (
+        "t.csv",
+        b"a, b, c\n" + b'1, 2, "x, y"\n' * 20,
+        "A quote in the first row follows a blank, so delimiters inside it",
+    ),
     ("t.csv", b"a,b,a, a\n" + b"1,2,3,4\n" * 20, "The columns 1, 3 and 4 have the same name, 'a'; rename all but one"),
     (
         "t.csv",
