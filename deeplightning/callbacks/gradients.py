@@ -3,6 +3,7 @@ rate up: Lightning weighs all batches alike, clips by value or by the norm of al
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ class GradientNorm(Callback):
     """Log the second norm of an optimizer's gradients, at the steps that are logged."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not trainer.log_every_n_steps:
+        if trainer.log_every_n_steps == sys.maxsize:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))

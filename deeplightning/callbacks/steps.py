@@ -5,6 +5,7 @@ import functools
 import hashlib
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -278,7 +279,8 @@ class LogSteps(Callback):
     """Let through what is logged at steps 0, n, 2n …, the learning rate among it.
 
     Lightning itself, its LearningRateMonitor included, logs at steps n-1, 2n-1 …; `Trainer.log_every_n_steps` is 1 at
-    the steps that are due and 0 at the others, which a task can ask to save itself the work.
+    the steps that are due and `sys.maxsize` at the others, which a task can ask to save itself the work. Many tasks
+    divide by it: `batch_idx % self.trainer.log_every_n_steps == 0`.
 
     Args:
         every: steps between points, or a mapping {"per_epoch": points}.
@@ -297,8 +299,9 @@ class LogSteps(Callback):
             steps = trainer.num_training_batches / trainer.accumulate_grad_batches
             every = max(1, math.floor(steps / every["per_epoch"])) if math.isfinite(steps) else 1
         step = logged_steps(trainer)  # also of a task with several optimizers, whose steps Lightning adds up
-        trainer.log_every_n_steps = int(step % every == 0)
-        if trainer.log_every_n_steps and step != self._logged:
+        is_due = step % every == 0
+        trainer.log_every_n_steps = 1 if is_due else sys.maxsize
+        if is_due and step != self._logged:
             self._logged = step
             # Where a task has no optimizer, Lightning puts one without groups in its place.
             groups = [optimizer.param_groups[0] for optimizer in trainer.optimizers if optimizer.param_groups]
@@ -327,7 +330,7 @@ class FiniteLoss(Callback):
             _require_finite(loss.item(), trainer.global_step, trainer.current_epoch)
             return
         self._last = loss.detach(), trainer.global_step, trainer.current_epoch
-        if trainer.log_every_n_steps:
+        if trainer.log_every_n_steps < sys.maxsize:
             self._judge_logged()
             self._logged = transfer.Deferred(loss), trainer.global_step, trainer.current_epoch
 

@@ -5,6 +5,7 @@ B batch; what follows depends on the task.
 """
 
 import logging
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -401,7 +402,7 @@ class Supervised(pl.LightningModule):
 
     def _due(self) -> bool:
         """Return whether this step has points to log and does not have them yet."""
-        return getattr(self.trainer, "log_every_n_steps", 1) > 0 and self.global_step != self._logged_step
+        return getattr(self.trainer, "log_every_n_steps", 1) < sys.maxsize and self.global_step != self._logged_step
 
     def _log_step(self, values: dict[str, Tensor], samples: int = 0, counts: dict[str, Tensor] | None = None) -> None:
         """Log values of a batch as means over all processes, of losses by what they divide by and of metrics by

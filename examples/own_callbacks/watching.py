@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -84,7 +85,7 @@ class GradientNorms(Callback):
         self.norm_type = norm_type
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not trainer.log_every_n_steps:
+        if trainer.log_every_n_steps == sys.maxsize:  # not logged
             return
         found = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
         norms = {f"grad_norm/{n}": torch.linalg.vector_norm(g, self.norm_type) for n, g in found.items()}
@@ -114,7 +115,7 @@ class Timings(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
         self._last = time.perf_counter()
         self._count += 1
-        if trainer.log_every_n_steps:
+        if trainer.log_every_n_steps < sys.maxsize:
             pl_module.log_dict(
                 {
                     "batch_time": (self._last - self._logged_at) / self._count,

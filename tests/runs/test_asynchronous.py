@@ -2,6 +2,7 @@
 `transfer.is_asynchronous` says of the CPU what it says of a GPU, and the data module takes it for its GPU."""
 
 import random
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -90,7 +91,7 @@ class Look(pl.Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self._end()
-        self._begun = Counter(self.counts.found), bool(trainer.log_every_n_steps)
+        self._begun = Counter(self.counts.found), trainer.log_every_n_steps == 1
 
     def on_train_epoch_end(self, *_):
         self._begun = None  # the last batch may have rows that do not count, and is looked at
@@ -196,7 +197,7 @@ def test_the_loss_of_a_logged_step_is_looked_at_when_the_next_is_logged(beside_a
     """With the step that it is from; others are not looked at."""
     look, trainer = steps.FiniteLoss(), SimpleNamespace(global_step=0, current_epoch=0, log_every_n_steps=1)
     look.on_before_backward(trainer, None, torch.tensor(1.0))
-    trainer.global_step, trainer.log_every_n_steps = 1, 0
+    trainer.global_step, trainer.log_every_n_steps = 1, sys.maxsize
     look.on_before_backward(trainer, None, torch.tensor(float("nan")))
     trainer.global_step, trainer.log_every_n_steps = 2, 1
     look.on_before_backward(trainer, None, torch.tensor(float("inf")))
@@ -231,7 +232,7 @@ class Strict(pl.Callback):
         self.steps = 0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        strict = not trainer.log_every_n_steps and not trainer.is_last_batch and trainer.global_step > 1
+        strict = trainer.log_every_n_steps > 1 and not trainer.is_last_batch and trainer.global_step > 1
         self.steps += strict
         torch.cuda.set_sync_debug_mode("error" if strict else "default")
 

@@ -184,10 +184,12 @@ def test_what_does_not_fit_keeps_its_first_values_and_is_named(fit, tmp_path, ca
     ],
 )
 def test_points_stand_at_step_0_and_every_nth_step(every, batches, steps, ends, fit):
-    """`log_every_n_steps` in two epochs of nine batches; learning rate and training metrics alike; epochs at their
-    ends."""
-    fitted = fit(f"logger.log_every_n_steps={every}", f"train.accumulator_factor={batches}")
-    for name in ("train_loss", "train_acc", "lr"):
+    """`log_every_n_steps` in two epochs of nine batches; learning rate, training metrics and those of a callback that
+    divides by `Trainer.log_every_n_steps` alike; epochs at their ends."""
+    norms = "train.callbacks=[{type: own.Norms}]"
+    fitted = fit(f"logger.log_every_n_steps={every}", f"train.accumulator_factor={batches}", norms)
+    norm = next(name for name in fitted.trainer.logged_metrics if name.startswith("norm/"))
+    for name in ("train_loss", "train_acc", "lr", norm):
         assert [step for step, _ in fitted.series(name)] == steps, name
     for name in ("train_loss_epoch", "train_acc_epoch", "val_loss", "val_acc"):
         assert [step for step, _ in fitted.series(name)] == ends, name

@@ -82,12 +82,12 @@ def test_timings_count_what_each_part_takes(watching, monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 4.0, 6.0])
     monkeypatch.setattr(watching.time, "perf_counter", lambda: next(clock))
     logged = {}
-    trainer = SimpleNamespace(log_every_n_steps=0, fit_loop=SimpleNamespace(total_batch_idx=1))
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=1))
     module = SimpleNamespace(log_dict=logged.update)
     timings = watching.Timings()
     timings.on_train_start(trainer, module)
     for batch in range(2):
-        trainer.log_every_n_steps = batch
+        trainer.log_every_n_steps = 1 if batch else sys.maxsize
         timings.on_train_batch_start(trainer, module)
         timings.on_train_batch_end(trainer, module)
     assert logged == {"batch_time": 3.0, "data_time": 1.0, "batches": 2.0}

@@ -6,6 +6,7 @@ cannot be used here, because it refuses metrics that are called, and a network t
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -177,7 +178,7 @@ class Phases(pl.Callback):
         self.tracker.add("gradients", [parameter.grad])
 
     def on_train_batch_start(self, trainer: Any, *_: object) -> None:
-        trainer.log_every_n_steps = 0  # logging would read values
+        trainer.log_every_n_steps = sys.maxsize  # logging would read values
         self.tracker.phase = "forward"
 
     def on_before_backward(self, *_: object) -> None:
