@@ -68,6 +68,28 @@ class Checkpoints(LightningCheckpoint):
         """Value, epoch and step of the best so far."""
         return self.kept[0] if self.kept else None
 
+    # ---- what callbacks and tasks ask Lightning's ModelCheckpoint for
+
+    @property
+    def dirpath(self) -> str | None:
+        return str(self.record.folder.path) if self.record.opened else None
+
+    @property
+    def last_model_path(self) -> str:
+        """Return the path of `last.ckpt`; "" before it is saved."""
+        return str(self.record.folder.last) if self.record.opened and self.record.folder.last.exists() else ""
+
+    @property
+    def best_model_path(self) -> str:
+        """Return the path of `best.ckpt`, and without a metric that of the last, as Lightning does; "" before that."""
+        if self.settings.monitor is None:
+            return self.last_model_path
+        return str(self.record.folder.best) if self.kept else ""
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        return torch.tensor(self.kept[0]["value"]) if self.kept else None
+
     # ---- when
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

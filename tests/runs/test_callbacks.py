@@ -57,7 +57,7 @@ def test_last_is_saved_when_it_is_due_and_at_the_end(settings, saves, fit):
 
 def test_the_best_k_are_kept_and_the_best_is_told(fit):
     """`save_top_k: 2` of four epochs: `best.ckpt` and the next best under its epoch and step; `best.json` tells value,
-    epoch and step, of equal values the first."""
+    epoch and step, of equal values the first. Callbacks ask `trainer.checkpoint_callback` for them."""
     fitted = fit(BEST, "train.num_epochs=4")
     points = [(step + 1, value) for step, value in fitted.series("val_acc")]
     order = sorted(points, key=lambda point: (-point[1], point[0]))
@@ -67,6 +67,9 @@ def test_the_best_k_are_kept_and_the_best_is_told(fit):
     assert best["epoch"] == best["step"] // 9 - 1
     second = f"epoch={order[1][0] // 9 - 1}-step={order[1][0]}.ckpt"
     assert {path.name for path in fitted.folder.glob("*.ckpt")} == {"last.ckpt", "best.ckpt", second}
+    asked = fitted.trainer.checkpoint_callback
+    assert asked.best_model_path == f"{asked.dirpath}/best.ckpt" == str(fitted.folder / "best.ckpt")
+    assert (asked.last_model_path, float(asked.best_model_score)) == (f"{asked.dirpath}/last.ckpt", best["value"])
 
 
 def test_no_number_is_never_best(fit, caplog):
