@@ -138,6 +138,8 @@ class MLflowLogger(Logger):
         self._open()
         return self._experiment_id
 
+    experiment_id = name  # in Lightning's MLFlowLogger
+
     @property
     def save_dir(self) -> str | None:
         """The store's folder, absolute; None if the store is not on this machine. Opens nothing."""

@@ -273,7 +273,7 @@ def test_a_run_goes_on_from_an_earlier_point_with_each_point_once(store, logger)
     for step in range(2, 5):
         again.log_metrics({"train_loss": step, "lr": 0.2}, step)
     again.finalize("success")
-    assert again.run_id == logger.run_id
+    assert (again.run_id, again.experiment_id) == (logger.run_id, logger.name)
     assert history(again, "train_loss") == [(step, step) for step in range(5)]
     assert history(again, "lr") == [(0, 0.1), (1, 0.1), (2, 0.1), (3, 0.2), (4, 0.2)]
     assert history(again, "val_loss") == [(2, 0.5), (3, 0.25)]
