@@ -1,6 +1,7 @@
 """Characters that steer a terminal reach none, no log and no note, from a data file, a run, a store or a server."""
 
 import http.server
+import io
 import json
 import os
 import pty
@@ -19,6 +20,7 @@ import yaml
 from commands import environment, read_terminal
 
 import deeplightning
+from deeplightning.run import predict
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import read_code
 from deeplightning.tracking.metrics_file import points_line
@@ -166,14 +168,22 @@ def test_no_verb_prints_what_a_foreign_run_holds_as_it_is(
             words = [re.sub("(FOREIGN|REFUSED|OWN)(?=[/,])", lambda part: str(files[part[0]]), word) for word in words]
             told = command(*words, cwd=tmp_path, MLFLOW_TRACKING_URI=str(foreign.path.parents[2]))
             assert told.code in (0, 2, 3, 4, 5) or "--exit-code" in line, told
-            said = told.out + told.err
-            if words[-1] == str(named):  # the name of a user's own file goes into a pipe as it is
-                said = said.replace(str(named).replace("\r", "\n"), "")
+            # Rows of answers go into a pipe as they are, with the name of the user's own file.
+            said = told.err + (told.out if told.code or words[-1] not in (str(table), str(named)) else "")
             assert is_clean(said), line
             shown += "TITLE" in said
     assert shown or verb == "monitor"
     for page in tmp_path.glob("*.html"):
         assert steers(page.read_text()) == []
+
+
+def test_rows_of_answers_are_escaped_on_a_terminal():
+    """Names of columns and labels."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    predict._table(terminal)({f"share_{FORGED}": 1, "label": TITLE})
+    assert is_clean(terminal.getvalue().replace("\r\n", "\n"))
+    assert "TITLE" in terminal.getvalue()
 
 
 def test_a_project_and_its_training_show_the_names_of_a_table_escaped(begun, made):

@@ -4,14 +4,14 @@ import collections
 import hashlib
 import json
 
-import exported as kinds
 import numpy as np
 import onnx
 import pytest
 import test_text_serving as texts
 import torch
+from exported import exported
 from onnx import TensorProto, helper
-from test_quantize import classifier, contents, exported, pictures
+from test_quantize import classifier, contents, pictures
 from torch import nn
 
 import deeplightning.export.fp16 as module
@@ -68,7 +68,7 @@ def test_both_models_answer(halved):
 def test_texts_rows_and_arrays_are_halved_too(kind, tmp_path):
     """Answers to rows, arrays, and texts of every length (attention, masks and layer norms) agree with fp32, and the
     server opens the model."""
-    folder = texts.run_of(tmp_path) if kind == "text" else kinds.exported(tmp_path / "run", kind)[1]
+    folder = texts.run_of(tmp_path) if kind == "text" else exported(tmp_path / "run", kind)[1]
     assert 0 < halve(folder) < 0.005
     ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
     np.testing.assert_allclose(theirs.predict(ours.samples), ours.predict(ours.samples), atol=0.005)
@@ -89,7 +89,7 @@ class Vast(nn.Module):
 
 def test_a_network_that_fp16_makes_worse_is_refused(tmp_path):
     """The message has the difference, the limit and the next step; the bundle stays as it was."""
-    folder = exported(tmp_path, Vast().eval())
+    _, folder = exported(tmp_path, "image_classification", Vast().eval())
     before = contents(folder)
     with pytest.raises(
         CheckpointError, match=r"is not served in fp16: .* at most 0\.02 is allowed; serve it with"
@@ -107,7 +107,7 @@ def test_what_cannot_be_halved_says_so(tmp_path):
             return torch.softmax(images.float().mean(dim=(2, 3)), dim=1)
 
     with pytest.raises(CheckpointError, match="has no layer that fp16 would make faster; serve it with"):
-        halve(exported(tmp_path, Mean().eval()))
+        halve(exported(tmp_path, "image_classification", Mean().eval())[1])
 
 
 def test_the_same_again_replaces_the_model(halved):
@@ -125,7 +125,7 @@ def test_a_server_checks_the_model_at_its_start(tmp_path):
         Bundle.open(folder.path, "fp16")
     halve(folder)
     card = json.loads(folder.bundle_card.read_text())
-    card["golden"]["fp32"] = packed(np.array([[0.9, 0.05, 0.05]] * 4))
+    card["golden"]["fp32"] = packed(np.array([[0.9, 0.05, 0.05]] * 5))
     folder.bundle_card.write_text(json.dumps({**card, "digest": card_digest(card)}))
     with pytest.raises(BundleError, match=r"the limit is 0\.02; serve it with serve\.precision=fp32"):
         Bundle.open(folder.path, "fp16")

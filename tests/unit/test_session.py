@@ -204,7 +204,7 @@ def test_golden_samples_are_compared_on_the_device_that_answers(opened_off, capf
 
 
 def test_a_gpu_without_memory_for_the_model_says_how_much_was_free(opened_off, monkeypatch):
-    """Golden samples run one by one if they do not fit together; if even one does not fit, the exit code is 3."""
+    """Golden samples run one by one if they do not match; if even one does not fit, the exit code is 3."""
     sizes = []
 
     def run(self, outputs, inputs):
