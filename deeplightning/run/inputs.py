@@ -6,6 +6,7 @@ which no client sends, are read here.
 
 import contextlib
 import csv
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,9 @@ _NO_LIMIT = Limits(max_images=10**9)  # a local file may have more rows than a r
 
 PARQUET_ROWS = 1024  # per batch
 
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+"""How a file of lines may be compressed, by the end of its name."""
+
 
 class Place(NamedTuple):
     """The location of an input: its file, and its number from 1 if the file has several."""
@@ -37,8 +41,8 @@ class Place(NamedTuple):
 
 
 def expected(takes: str) -> str:
-    """Return the allowed file endings, for a message."""
-    return f"files end in {', '.join(ENDINGS[takes])}"
+    """Return the allowed file endings, for a message; without those of compressed files."""
+    return f"files end in {', '.join(end for end in ENDINGS[takes] if end.count('.') == 1)}"
 
 
 def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place, Any]]:
@@ -57,7 +61,7 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
     if takes == "image":
         yield Place(path), path
         return
-    reader = _READERS[takes].get(path.suffix.lower())
+    reader = next((read for end, read in _READERS[takes].items() if path.name.lower().endswith(end)), None)
     if reader is None:
         path.stat()  # a file that is missing is not of a wrong kind
         raise ValueError(f"this run takes {_TAKEN[takes]}: {expected(takes)}")
@@ -75,8 +79,23 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
 
 def _lines(path: Path, ends: str | None = None) -> Iterator[str]:
     """Yield the lines that are not blank, without blanks, or the characters `ends`, around them."""
-    with path.open(encoding="utf-8-sig") as file:
+    with io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
         yield from (line.strip(ends) for line in file if line.strip())
+
+
+def _opened(path: Path) -> Any:
+    """Open the bytes of a file, which may be compressed, as those of a training may be."""
+    if path.suffix.lower() not in _COMPRESSED:
+        return path.open("rb")
+    import pyarrow as pa  # imported lazily: it takes a while
+
+    return pa.input_stream(str(path), compression=_COMPRESSED[path.suffix.lower()])
+
+
+def _bytes(path: Path) -> bytes:
+    with _opened(path) as file:
+        found: bytes = file.read()
+    return found
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -121,7 +140,7 @@ def _tabbed(path: Path, spec: TextSpec) -> Iterator[dict[str, str]]:
     """Yield the rows of a tab-separated file, whose first line has the column names. Quotes are plain characters unless
     the training texts are of a column: that was read as a table."""
     if spec.column is not None:
-        yield from rows_from_csv(path.read_bytes(), _NO_LIMIT, _columns(spec), TableFormat("\t"))
+        yield from rows_from_csv(_bytes(path), _NO_LIMIT, _columns(spec), TableFormat("\t"))
         return
     for number, row in enumerate(csv.DictReader(_lines(path, "\n"), delimiter="\t", quoting=csv.QUOTE_NONE), 1):
         if None in row or None in row.values():
@@ -148,7 +167,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _arrays_of_npy(path: Path, spec: Any) -> list[Any]:
-    arrays = arrays_from_npy(path.read_bytes(), spec.shape)
+    arrays = arrays_from_npy(_bytes(path), spec.shape)
     of_one_channel = spec.shape[0] == 1
     return [array[None] if of_one_channel and array.ndim < len(spec.shape) else array for array in arrays]  # (T,)
 
@@ -159,7 +178,7 @@ def _signal(path: Path, spec: Any) -> list[Any]:
 
 
 def _rows(path: Path, spec: TableSpec) -> list[dict[str, str]]:
-    return rows_from_csv(path.read_bytes(), _NO_LIMIT, [column.name for column in spec.columns], spec.format)
+    return rows_from_csv(_bytes(path), _NO_LIMIT, [column.name for column in spec.columns], spec.format)
 
 
 Reader = Callable[[Path, Any], "Iterator[Any] | list[Any]"]
@@ -167,16 +186,16 @@ Reader = Callable[[Path, Any], "Iterator[Any] | list[Any]"]
 _READERS: dict[str, dict[str, Reader]] = {
     "text": {
         ".txt": lambda path, _: _lines(path),
-        ".csv": lambda path, spec: _texts(rows_from_csv(path.read_bytes(), _NO_LIMIT, _columns(spec)), spec),
+        ".csv": lambda path, spec: _texts(rows_from_csv(_bytes(path), _NO_LIMIT, _columns(spec)), spec),
         ".tsv": lambda path, spec: _texts(_tabbed(path, spec), spec),
-        ".jsonl": lambda path, spec: _texts(_objects(path), spec),
-        ".json": lambda path, _: [text.decode() for text in texts_from_json(path.read_bytes())],
+        **dict.fromkeys((".jsonl", ".ndjson"), lambda path, spec: _texts(_objects(path), spec)),
+        ".json": lambda path, _: [text.decode() for text in texts_from_json(_bytes(path))],
     },
     "table": {
         ".csv": _rows,
         ".tsv": _rows,
-        ".json": lambda path, spec: list(rows_from_json(path.read_bytes(), spec.shape[0], _NO_LIMIT)),
-        ".jsonl": lambda path, _: _with_all_keys(path),
+        ".json": lambda path, spec: list(rows_from_json(_bytes(path), spec.shape[0], _NO_LIMIT)),
+        **dict.fromkeys((".jsonl", ".ndjson"), lambda path, _: _with_all_keys(path)),
         ".parquet": lambda path, _: _parquet(path),
         ".pq": lambda path, _: _parquet(path),
     },
@@ -184,9 +203,13 @@ _READERS: dict[str, dict[str, Reader]] = {
         ".npy": _arrays_of_npy,
         ".csv": _signal,
         ".wav": _signal,
-        ".json": lambda path, spec: list(arrays_from_json(path.read_bytes(), spec.shape, _NO_LIMIT)),
+        ".json": lambda path, spec: list(arrays_from_json(_bytes(path), spec.shape, _NO_LIMIT)),
     },
 }
+
+for _readers in (_READERS["text"], _READERS["table"]):
+    for _end in (".csv", ".tsv", ".jsonl", ".ndjson"):
+        _readers.update(dict.fromkeys((_end + packed for packed in _COMPRESSED), _readers[_end]))
 
 ENDINGS = {"image": EXTENSIONS, **{takes: tuple(readers) for takes, readers in _READERS.items()}}
 """File endings, in lower or upper case, by what a network takes."""

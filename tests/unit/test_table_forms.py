@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from modules import data_config
 
@@ -28,7 +29,9 @@ from deeplightning.config.tree import plain
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.table import TableData
 from deeplightning.faults import ConfigError, SetupError
-from deeplightning.run.inputs import inputs_of
+from deeplightning.run.inputs import ENDINGS, inputs_of
+from deeplightning.table_spec import Column, TableSpec
+from deeplightning.text_spec import TextSpec, vocabulary
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -410,6 +413,24 @@ def test_values_of_other_types_are_those_of_the_training(name):
     for other in names:  # as files of the tests
         module = prepared({**params, "test": other, "unknown": "refuse"})
         assert module.dataset("test").small["label"].tolist() == [0, 1] * 10
+
+
+@pytest.mark.parametrize("name", ["t.csv.gz", "t.CSV.BZ2", "t.tsv.zst", "t.ndjson", "t.jsonl.gz"])
+@pytest.mark.parametrize("takes", ["table", "text"])
+def test_predict_reads_the_files_that_a_training_reads(name, takes):
+    """JSON lines by both their endings, and compressed files; a damaged one is no crash."""
+    text = '{"text": "Zug"}\n{"text": "Bern"}\n' if "json" in name else "text\nZug\nBern\n"
+    compression = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(Path(name).suffix.lower())
+    with pa.output_stream(name, compression=compression) as file:
+        file.write(text.encode())
+    of_rows = TableSpec((Column("text", "category", categories=("Zug",)),))
+    spec = of_rows if takes == "table" else TextSpec("words", vocabulary(["Zug"]))
+    assert name.lower().endswith(ENDINGS[takes])
+    found = [one["text"] if takes == "table" else one for _, one in inputs_of(Path(name), takes, spec)]
+    assert found == ["Zug", "Bern"]
+    Path(name).write_bytes(b"\xff{")
+    with pytest.raises((ValueError, OSError)):
+        list(inputs_of(Path(name), takes, spec))
 
 
 @pytest.mark.parametrize("counts", [[50, 9, 1], [30, 2, 2, 2, 1, 1], [20, *[1] * 20], [5, 5]])
