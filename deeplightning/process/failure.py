@@ -8,11 +8,12 @@ import signal
 import tempfile
 import traceback
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 from deeplightning.faults import UserError
-from deeplightning.own_code import OURS, is_theirs, short
+from deeplightning.own_code import INSTALLED, OURS, is_theirs, short
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
@@ -98,8 +99,9 @@ def _frames_of(error: BaseException) -> list[tuple[str, int]]:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of an error: its own, else 5 if the user's code raised it and 1 if ours did.
 
-    An error raised in a library counts for the code that called the library. A lost worker of a loader is 5, and so is
-    an error that Lightning raises about the user's modules and settings.
+    An error raised in a library counts for the code that called the library, but in one that Deep Lightning does not
+    need for the user, whose config names it. A lost worker of a loader is 5, and so is an error that Lightning raises
+    about the user's modules and settings.
     """
     if isinstance(code := getattr(error, "exit_code", None), int):
         return code
@@ -110,7 +112,23 @@ def exit_code_of(error: BaseException) -> int:
     if is_from_lightning and frames and _LIGHTNING.search(frames[-1]):
         return 5
     of_user = [is_theirs(name) for name in frames if is_theirs(name) or name.startswith(OURS)]
-    return 5 if of_user and of_user[-1] else 1
+    return 5 if (of_user and of_user[-1]) or _is_in_a_chosen_library(frames) else 1
+
+
+def _is_in_a_chosen_library(frames: Sequence[str]) -> bool:
+    """Return whether what our code called last, through torch and Lightning too, is a library that we do not need."""
+    last = max((number for number, name in enumerate(frames) if name.startswith(OURS)), default=-1)
+    places = INSTALLED[2:]  # those of the standard library come before
+    inside = [name.removeprefix(place) for name in frames[last + 1 :] for place in places if name.startswith(place)]
+    tops = [Path(name).parts[0].removesuffix(".py") for name in inside]
+    called = next((top for top in tops if top not in ("torch", "pytorch_lightning", "lightning_fabric")), None)
+    if called is None:
+        return False
+    try:
+        needed = {re.split(r"[^\w-]", text)[0].lower() for text in requires("deeplightning") or ()}
+    except PackageNotFoundError:  # a copy of the code alone
+        return False
+    return needed.isdisjoint(name.lower() for name in packages_distributions().get(called, [called]))
 
 
 def reason_of(error: BaseException) -> str:

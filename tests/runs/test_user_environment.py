@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import sysconfig
 
 import pytest
 import pytorch_lightning as pl
@@ -162,7 +163,8 @@ def test_an_exception_in_a_worker_of_a_loader_is_the_users(run, client):
 
 
 def test_an_exception_counts_for_whoever_called_the_library(tmp_path, monkeypatch):
-    """5 where the user's code called it, 1 where ours did, its own where it has one; 5 for what Lightning refuses."""
+    """5 where the user's code called it, 1 where ours did, its own where it has one; 5 for what Lightning refuses, and
+    in a library that only the user's config names, such as one with an optimizer."""
 
     def raised(function):
         with pytest.raises(Exception) as caught:  # noqa: PT011
@@ -178,6 +180,10 @@ def test_an_exception_counts_for_whoever_called_the_library(tmp_path, monkeypatc
     assert failure.exit_code_of(raised(fail)) == 1
     assert failure.exit_code_of(raised(lambda: pl.Trainer(max_epochs=-2))) == 5  # a MisconfigurationException
     assert failure.exit_code_of(raised(lambda: pl.Trainer(precision="none"))) == 5  # a ValueError
+    for file, code in (("chosen/__init__.py", 5), ("chosen.py", 5), ("torch/optim/sgd.py", 1), ("mlflow/client.py", 1)):
+        found = {}
+        exec(compile("def step(): int('x')", os.path.join(sysconfig.get_path("purelib"), file), "exec"), found)  # noqa: PTH118
+        assert failure.exit_code_of(raised(found["step"])) == code, file
     assert failure.exit_code_of(failure.UserError("no")) == 1
     assert failure.exit_code_of(failure.RankError(failure.Cause(0, "no", 3))) == 3
 
