@@ -233,7 +233,7 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
     assert error.exit_code == 3
     expected = {
         files[0]: "No such file",
-        other: "this run takes rows of a table: files end in .csv, .tsv, .json, .jsonl, .parquet, .pq",
+        other: "this run takes rows of a table: files end in .csv, .tsv, .json, .jsonl, .ndjson, .parquet, .pq",
         cut: "object 2 is not JSON",
         f"{files[3]}, row 1": "city is missing",
         f"{good}, row 2": "Column age: 'old' is not a number",
