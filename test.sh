@@ -2,10 +2,10 @@
 # All checks: bash test.sh [--quick | --full | --all] [arguments of pytest]. Times are of two cores.
 #   --quick  format, lint, types, and the tests of tests/unit and plugins/ but those that train: one minute
 #            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
-#   --full   every test but the slow ones: 13 to 15 minutes; CI runs this
+#   --full   every test but the slow ones: 12 to 15 minutes; CI runs this
 #   --all    the slow ones too, among them the trainings of plug-ins, manual and examples, a minute of the storm, the
 #            unit tests and journeys of the core without the plug-ins, and the unit tests with the lowest releases that
-#            pyproject.toml allows: 60 to 70 minutes
+#            pyproject.toml allows: about an hour
 # Where the arguments name files of tests, these run and no others.
 # bash test.sh --gpu [arguments of pytest] runs what is about GPUs instead, in at most 8 minutes: benchmarks/gpu.py.
 # bash test.sh --docs builds the site of the manual in dist/site and runs the tests of the manual, in 1 minute. The first
