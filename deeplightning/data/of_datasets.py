@@ -126,7 +126,7 @@ def _column(dataset: Any, name: str) -> Any:
     """Return an attribute of a set; of a Subset (of a fold, or of `random_split`) the entries of its samples.
 
     Raises:
-        AttributeError: there is none, or that of the whole set has no entry for each sample.
+        AttributeError: the set has no such attribute, or it does not have one entry per sample.
     """
     if not isinstance(dataset, Subset):
         return getattr(dataset, name)

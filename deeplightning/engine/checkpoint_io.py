@@ -77,7 +77,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 ", ".join(key if name is None else f"{key}[{name!r}]" for (key, name), unsafe in new.items() if unsafe),
             )
         left_out = [place for place in places if self._unsafe[place]]
-        checkpoint = checkpoint | ({"left_out": [[*place] for place in left_out]} if left_out else {})
+        named = [[*place] for place in left_out if type(place[1]) in (str, int, type(None))]
+        checkpoint = checkpoint | ({"left_out": named} if named else {})
         for key, name in left_out:
             value = checkpoint.pop(key)
             if name is not None:
@@ -106,7 +107,7 @@ def _is_unsafe(key: str, name: object, checkpoint: dict[str, Any]) -> bool:
     """Return whether the value at a place would not be read again, or cannot be saved."""
     stream = io.BytesIO()
     try:
-        torch.save(_plain(checkpoint[key] if name is None else checkpoint[key][name]), stream)
+        torch.save(_plain(checkpoint[key] if name is None else {name: checkpoint[key][name]}), stream)
     except Exception:  # objects of users raise anything; a value that contains itself a RecursionError
         return True
     stream.seek(0)
@@ -122,7 +123,7 @@ def refill(checkpoint: dict[str, Any], module: Any, data: Any = None) -> dict[st
         module: a LightningModule; None: nothing is put back.
         data: a LightningDataModule.
     """
-    places = [place for place in checkpoint.pop("left_out", None) or () if place[0] not in _TYPES]
+    places = [place for place in checkpoint.pop("left_out", None) or () if _is_place(place)]
     if not places or module is None:
         return checkpoint
     saved = {key: {**value} if isinstance(value, dict) else value for key, value in checkpoint.items()}
@@ -137,6 +138,14 @@ def refill(checkpoint: dict[str, Any], module: Any, data: Any = None) -> dict[st
         elif isinstance(value, dict) and name in value:
             checkpoint.setdefault(key, {})[name] = value[name]
     return checkpoint
+
+
+def _is_place(value: object) -> bool:
+    """Return whether a value of a checkpoint, which may be untrusted, names a place that `readable` may leave out."""
+    match value:
+        case [str() as key, str() | int() | None]:
+            return key not in _TYPES
+    return False
 
 
 def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:

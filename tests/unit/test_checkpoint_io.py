@@ -1,5 +1,6 @@
 """A checkpoint is on the disk whole or not at all, and reading one executes nothing."""
 
+import enum
 import os
 import pickle
 import resource
@@ -95,6 +96,28 @@ def test_what_is_not_read_again_is_left_out_of_checkpoints(tmp_path, checkpoint,
         "leave out callbacks['Mine'], own['at'], own['call'], own['self'], day: only plain values can be restored"
         in note
     )
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_a_key_that_is_not_read_again_is_left_out_with_its_value(tmp_path, checkpoint):
+    """The checkpoint stays readable, whatever the type of the key."""
+    own = {Colour.RED: 1, (1, 2): 2, 3: Colour.RED, "kept": 4}
+    SafeCheckpointIO().save_checkpoint(checkpoint | {"own": own}, tmp_path / "last.ckpt")
+    assert read_checkpoint(tmp_path / "last.ckpt")["own"] == {(1, 2): 2, "kept": 4}
+
+
+@pytest.mark.parametrize(
+    "left_out", [[5], [[]], [["a"]], [[[], "a"]], [["own", []]], [["own", "a", 1]], [["epoch", None]]]
+)
+def test_places_that_were_tampered_with_are_not_looked_at(left_out, tmp_path, checkpoint):
+    """They change nothing, and no hook is called."""
+    torch.save(checkpoint | {"left_out": left_out}, tmp_path / "last.ckpt")
+    io = SafeCheckpointIO()
+    io.trainer = SimpleNamespace(lightning_module=object(), datamodule=None)
+    assert io.load_checkpoint(tmp_path / "last.ckpt").keys() == checkpoint.keys()
 
 
 def test_what_was_left_out_is_put_back_from_the_modules_as_they_are(tmp_path, checkpoint):
