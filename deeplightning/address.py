@@ -1,7 +1,6 @@
 """Addresses in the place of paths, such as `https://HOST/PATH` and `s3://BUCKET/PATH`."""
 
 import os
-import posixpath
 import re
 
 _ADDRESS = re.compile(  # a Path keeps one slash of two; `zip::s3://…` is a file in another
@@ -26,13 +25,3 @@ def whole(address: str | os.PathLike[str]) -> str:
     assert found is not None, address
     scheme, rest = found[1].lower(), found[2]
     return f"{scheme}://{rest if scheme != 'file' else '/' + rest.lstrip('/')}"
-
-
-def beside(address: str, name: str) -> str:
-    """Return the address of a file that another file names, relative to the folder of that file.
-
-    `/NAME` and `~/NAME` do not refer to paths of this machine.
-    """
-    found = _ADDRESS.fullmatch(address)
-    assert found is not None, address
-    return f"{found[1]}://{posixpath.normpath(posixpath.join(posixpath.dirname(found[2]), name.lstrip('/')))}"

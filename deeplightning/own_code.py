@@ -34,7 +34,7 @@ SEALED = "DEEPLIGHTNING_SEALED"
 """The environment variable in which the processes of a sealed launch get the folder of its frozen code and configs."""
 SEAL = "seal.json"
 """The file of that folder that maps originals to copies inside it: `roots` the folders of own code, `configs` the
-config files; and `addresses`, those of configs, to files of the cache."""
+config files."""
 
 LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
 """Names that always mean what is installed: a foreign config may name these alone, see `deeplightning.checks.trust`."""

@@ -286,7 +286,6 @@ class Record(Callback):
             "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
             "training": f"none: {over}" if over else None,
             "fast": "true" if cfg.train.fast else None,
-            "config": "\n".join(f"{address} {digest}" for address, digest in (cfg.origins or {}).items()),
         }
         about = {NETWORK: network_name(cfg), DATA: data_name(cfg), ENGINE: engine_in_words(cfg)}
         asked = {f"asked.{key}": str(value) for key, value in (cfg.asked or {}).items()}

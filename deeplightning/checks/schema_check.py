@@ -33,7 +33,7 @@ def read_config(report: Report) -> schema.Config | None:
     config: schema.Config | None = read_section(report, schema.Config, source.root, "", ())
     if config is not None:
         config.secrets, config.notices, config.roots = source.secrets, source.notices or None, original_roots()
-        config.origins, config.written = source.origins or None, source.names
+        config.written = source.names
         _contradictions(report, config)
     report.config = config
     return config

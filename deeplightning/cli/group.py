@@ -140,7 +140,6 @@ def with_config(more: str = "[key=value …]") -> Callable[[Verb], Verb]:
             for file in files[1:]:
                 if not is_file(file):
                     raise click.UsageError(f"--config {file}: a config file must end in .yaml or .yml")
-            files, given = [*map(_fetched, files)], [*map(_fetched, given)]
             return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
 
         argument = click.argument("words", nargs=-1, metavar=f"CONFIG [CONFIG …] {more}", type=PATH)
@@ -155,19 +154,6 @@ def with_config(more: str = "[key=value …]") -> Callable[[Verb], Verb]:
         return cast(Verb, argument(option(called)))
 
     return decorate
-
-
-def _fetched(word: str) -> str:
-    """Return the local file of a config's address, so that all processes of this command read the same, or the word."""
-    from deeplightning.address import is_address
-    from deeplightning.config.source import located
-
-    if not is_address(word) or os.path.exists(word):  # noqa: PTH110  (Path's fails for a long name)
-        return word
-    file = str(located(word))
-    # Lightning starts further processes with these, and a run records them: without the query of an address.
-    sys.argv[:] = [file if each == word else each for each in sys.argv]
-    return file
 
 
 def no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:

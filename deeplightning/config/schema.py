@@ -525,7 +525,6 @@ class Config(Section):
     asked: Any = hidden()  # dotted key → what was asked for and is otherwise in the run
     roots: Any = hidden()  # the folders that its names are imported from
     places: Any = hidden()  # dotted key → the place that set it, for every key that is set
-    origins: Any = hidden()  # address → SHA-256 of each file that was fetched
     written: Any = hidden()  # the names of its files
 
     def of_plugins(self) -> dict[str, PluginSection]:

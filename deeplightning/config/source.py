@@ -6,7 +6,6 @@ config without `${…}` saves.
 """
 
 import functools
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from deeplightning.address import beside, is_address
-from deeplightning.config import addresses, packages
+from deeplightning.address import is_address, shown
+from deeplightning.config import packages
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name, choices, chosen
 from deeplightning.config.schema import Logger
@@ -31,6 +30,7 @@ from deeplightning.own_code import frozen
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
 _OVERRIDE = "override "
+_ADDRESS = "a config is a file, and this is an address; download it, and name the file"
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Source:
     Attributes:
         groups: the option groups that its files name.
         unchecked: the values that depend on a resolver of the user's that was not imported.
-        notices: what its references have to say.
-        origins: the SHA-256 of each file that was fetched, by its address.
+        notices: what the checks have to say about it.
         names: the files that the user named, as messages name them.
         files: all files that were read.
     """
@@ -68,7 +67,6 @@ class Source:
     secrets: Secrets = field(default_factory=Secrets)
     unchecked: list[Fault] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
-    origins: dict[str, str] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
 
@@ -154,8 +152,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
     words = [word for word in overrides or [] if not is_file(word)]
     tops = [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111  (Path's fails for an unknown ~user)
-    local = [_folder(file) for file in tops if addresses.address_of(file) is None]
-    reading = _Reading(faults, choices(words), local, given)
+    reading = _Reading(faults, choices(words), [*map(_folder, tops)], given)
     # The last file chooses before the others where several name an option group.
     trees = [reading.tree(file, (number,)) for number, file in reversed([*enumerate(tops)])]
     root = functools.reduce(_lay, reversed(trees)) if trees else Entry({}, "")
@@ -169,25 +166,20 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
         except ConfigError as error:
             faults += error.faults
     files = sorted(reading.files, key=lambda file: (len(file.above), file.order))
-    folders = dict.fromkeys(file.root for file in files if file.origin is None)
+    folders = dict.fromkeys(file.root for file in files)
     source = Source(root, list(folders), faults, reading.groups, files=[file.path for file in files])
     source.names = [short(file) for file in tops]
-    source.origins = {file.origin[0]: file.origin[1] for file in files if file.origin is not None}
-    source.notices = [
-        Notice(f"config: {address}, SHA-256 {digest}", unasked=False) for address, digest in source.origins.items()
-    ]
     return source
 
 
 def located(path: str | Path) -> Path:
-    """Return the path of a config as the command line or a program gives it; an address becomes a local file.
+    """Return the path of a config as the command line or a program gives it.
 
     Raises:
-        ConfigError: there is no such package, file or address.
-        SetupError: an address does not answer.
+        ConfigError: there is no such package or file in it, or it is an address.
     """
     if is_address(path) and not os.path.exists(path):  # noqa: PTH110
-        return addresses.fetch(path)
+        raise ConfigError(Fault(_ADDRESS, place=shown(path)))
     if packages.is_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
         return packages.locate(path, Path.cwd())
     return Path(path)
@@ -206,7 +198,6 @@ class _File:
         inside: the option group that it belongs to.
         root: the folder that names may come from: the one that holds the folder of its group, else its own.
         size: in bytes.
-        origin: address and digest of one that was fetched, whose folder holds no code.
     """
 
     path: Path
@@ -215,11 +206,10 @@ class _File:
     inside: str
     root: Path
     size: int
-    origin: tuple[str, str] | None
 
     def roots(self) -> list[Path]:
         """Return the folders that may hold those of option groups."""
-        return [file.root for file in (*self.above, self) if file.origin is None]
+        return [file.root for file in (*self.above, self)]
 
 
 @dataclass
@@ -265,9 +255,7 @@ class _Reading:
         if len(self.files) >= MAX_BASES:
             raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=short(path)))
         text = self.given[path] if path in self.given else text_of(path)
-        address = addresses.address_of(path)
-        origin = None if address is None else (address, hashlib.sha256(path.read_bytes()).hexdigest())
-        this = _File(path, above, order, inside, root or _folder(path), len(text), origin)
+        this = _File(path, above, order, inside, root or _folder(path), len(text))
         self.files.append(this)
         if sum(file.size for file in self.files) > MAX_BYTES:
             message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
@@ -336,13 +324,10 @@ def _base(name: str, path: Path, place: str) -> Path:
     folder = path.parent
     if packages.is_address(name):
         return packages.locate(name, folder, "_base_", place)
-    if is_address(name):
-        return addresses.fetch(name, "_base_", place)
-    if (address := addresses.address_of(path)) is not None:
-        return addresses.fetch(beside(address, name), "_base_", place)
     file = folder / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
     if not os.path.isfile(frozen(file)):  # noqa: PTH113  (Path's fails for a name that is too long)
-        message = f"there is no file {short(file)} to build on{packages.shipped_instead(name)}"
+        missing = f"there is no file {short(file)} to build on{packages.shipped_instead(name)}"
+        message = f"{shown(name)}: {_ADDRESS}" if is_address(name) else missing
         raise ConfigError(Fault(message, "_base_", place))
     return file
 
@@ -393,9 +378,7 @@ def text_of(path: Path) -> str:
 
 def short(path: Path) -> str:
     """Return a path as the user would write it: relative where it is below the working directory; the address of a
-    file that was fetched, or that ships with an installed Deep Lightning."""
-    if (address := addresses.address_of(path)) is not None:
-        return address
+    file that ships with an installed Deep Lightning."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:

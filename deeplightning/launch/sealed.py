@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deeplightning import own_code
-from deeplightning.config.addresses import fetched
 from deeplightning.faults import SetupError
 from deeplightning.own_code import SEAL
 from deeplightning.runfolder import UMASK
@@ -82,7 +81,6 @@ def seal(
         content = {
             "roots": {root: os.path.relpath(copy, beside) for root, copy in roots.items()},
             "configs": {path: os.path.relpath(copy, beside) for path, copy in files.items()},
-            "addresses": fetched(),
             "digests": {path.relative_to(beside).as_posix(): digest for path, digest in digests.items()},
         }
         (beside / SEAL).write_text(json.dumps(content, indent=1, sort_keys=True))

@@ -158,6 +158,10 @@ def test_a_circle_of_bases_is_named():
         ("5", "a `_base_` is the path of a file, not the number 5"),
         ("~no_such_user/x.yaml", "there is no file ~no_such_user/x.yaml to build on"),
         ("x" * 300, "to build on"),
+        (
+            "https://a.com/b.yaml?key=s3cret",
+            "https://a.com/b.yaml: a config is a file, and this is an address; download",
+        ),
     ],
 )
 def test_a_base_that_is_not_there_is_named_with_its_place(base, words):
@@ -166,6 +170,16 @@ def test_a_base_that_is_not_there_is_named_with_its_place(base, words):
     assert note.startswith("c.yaml:2:")
     assert ": _base_: " in note
     assert words in note
+
+
+@pytest.mark.parametrize(
+    "word", ["https://a.com/b.yaml?key=s3cret", "s3://store/c", "runs:/0a1b", Path("s3://d/e.yaml")]
+)
+def test_a_config_by_address_is_refused(word):
+    """Nothing is asked, and the query is not repeated."""
+    with pytest.raises(ConfigError, match=r"a config is a file, and this is an address; download it") as caught:
+        read(word)
+    assert "s3cret" not in str(caught.value)
 
 
 def test_each_value_knows_which_file_and_line_set_it():

@@ -1,26 +1,19 @@
-"""Configs and data in S3, with an S3 server on this machine: what it answers becomes files, and what it refuses becomes
+"""Data in S3, with an S3 server on this machine: what it answers becomes files, and what it refuses becomes
 one note."""
 
 import logging
 import socket
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from deeplightning.checks.examine import examine
-from deeplightning.config import addresses as configs
-from deeplightning.config.source import read
-from deeplightning.config.tree import plain
 from deeplightning.data import remote_files
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.remote_files import folder_of
-from deeplightning.faults import ConfigError, SetupError
 
 pytest.importorskip("s3fs", reason="an S3 needs s3fs: pip install s3fs 'moto[server]'")
 moto = pytest.importorskip("moto.server", reason="an S3 on this machine needs moto: pip install 'moto[server]'")
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the server's and the client's own
 KEYS = {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "s3cr3t-Tq8Rw2Lk7", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -62,20 +55,6 @@ def forget():
 
     s3fs.S3FileSystem.clear_instance_cache()
     remote_files._copied.cache_clear()
-    configs._fetched.clear()
-
-
-def test_a_config_and_its_base(bucket):
-    """`_base_` is relative to the object's folder; a changed object is fetched again by the next process."""
-    for name in ("digits_ddp.yaml", "base.yaml"):  # the one is the base of the other
-        bucket(f"team/{name}", (CONFIGS / name).read_bytes())
-    bucket("team/mine/cfg.yaml", "_base_: ../digits_ddp.yaml\nseed: 5\n")
-    report = examine("s3://store/team/mine/cfg.yaml", [])
-    assert report.faults == []
-    assert report.config.seed == 5
-    bucket("team/mine/cfg.yaml", "_base_: ../digits_ddp.yaml\nseed: 6\n")
-    forget()
-    assert plain(read(Path("s3://store/team/mine/cfg.yaml")).root)["seed"] == 6
 
 
 def test_a_folder_of_pictures_and_a_table(bucket, tmp_path):
@@ -97,10 +76,6 @@ def test_a_folder_of_pictures_and_a_table(bucket, tmp_path):
 def test_objects_that_are_not_there(bucket):
     """A wrong bucket and a wrong name: one note each, with the address."""
     bucket("data/orders.csv", b"x\n")
-    for address in ("s3://nobody/cfg.yaml", "s3://store/none.yaml"):
-        with pytest.raises(ConfigError, match="there is no such config") as caught:
-            configs.fetch(address)
-        assert address in str(caught.value)
     for root, files, words in (
         ("s3://nobody/data", [], "s3://nobody/data: there is no such file: The specified bucket does not exist"),
         ("s3://store/none", [], "there are no files below s3://store/none"),
@@ -114,11 +89,9 @@ def test_a_store_without_credentials(bucket, monkeypatch):
     """One note; exit code 3."""
     for name in KEYS:
         monkeypatch.delenv(name)
-    for fetched, error in ((configs.fetch, SetupError), (folder_of, DataError)):
-        forget()
-        with pytest.raises(error, match="credentials") as caught:
-            fetched("s3://store/data/cfg.yaml")
-        assert caught.value.exit_code == 3
+    with pytest.raises(DataError, match="credentials") as caught:
+        folder_of("s3://store/data/cfg.yaml")
+    assert caught.value.exit_code == 3
 
 
 def test_a_server_that_does_not_answer(bucket, monkeypatch):
@@ -126,18 +99,6 @@ def test_a_server_that_does_not_answer(bucket, monkeypatch):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        for fetched, error in ((configs.fetch, SetupError), (folder_of, DataError)):
-            forget()
-            with pytest.raises(error, match=r"cannot be fetched|does not answer") as caught:
-                fetched("s3://store/data/cfg.yaml")
-            assert (caught.value.exit_code, KEYS["AWS_SECRET_ACCESS_KEY"] in str(caught.value)) == (3, False)
-
-
-def test_a_server_that_is_silent(bucket, monkeypatch):
-    """It takes the connection and says nothing: the client would try again for five minutes, the config has a limit."""
-    monkeypatch.setattr(configs, "TIMEOUT", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        forget()
-        with pytest.raises(SetupError, match=r"cannot be fetched .no answer in 1 s"):
-            configs.fetch("s3://store/data/cfg.yaml")
+        with pytest.raises(DataError, match="does not answer") as caught:
+            folder_of("s3://store/data/cfg.yaml")
+        assert (caught.value.exit_code, KEYS["AWS_SECRET_ACCESS_KEY"] in str(caught.value)) == (3, False)
