@@ -8,7 +8,7 @@ import functools
 import os
 import secrets
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given, Source, compose
-from deeplightning.config.target import find_function
 from deeplightning.config.tree import Entry, entry_at
 from deeplightning.engine.plan import settle
-from deeplightning.faults import ConfigError, Fault, Notice, upwards
+from deeplightning.faults import ConfigError, Notice, upwards
 from deeplightning.own_code import added_roots, use_import_roots
 from deeplightning.process.identity import decision
 
@@ -119,13 +118,7 @@ def check(
     try:
         source = compose(path, [*(run.left_out() if run else ()), *(overrides or ())])
         _find_own_code(source, beside)
-        functions = {}
-        if importing and source.resolvers():
-            before = check(path, overrides, beside=beside)
-            if before.faults or before.config is None:
-                return before
-            functions = _resolvers(source, before)
-        source.resolve(functions)
+        source.resolve()
         if run is not None:
             run.admit(source)
     except ConfigError as error:  # there is no tree
@@ -144,31 +137,6 @@ def check(
         report.config, report.faults[:] = None, error.faults
     report.sort()
     return report
-
-
-def _resolvers(source: Source, before: Report) -> dict[str, Callable[..., Any]]:
-    """Return the user's resolvers, imported.
-
-    Args:
-        before: what a check without importing came to.
-
-    Raises:
-        ConfigError: one is no function that may be called.
-    """
-    unknown = {fault.key for fault in before.unchecked}
-    env = before.config.engine.env if before.config is not None else {}
-    known = {name: text for name, text in env.items() if unknown.isdisjoint(upwards(f"engine.env.{name}"))}
-    functions, faults = {}, []
-    with _variables(known):
-        for name, entry in source.resolvers().items():
-            try:
-                functions[name] = find_function(entry.value)
-            except ValueError as error:
-                code = getattr(error, "exit_code", 2)
-                faults.append(Fault(str(error), f"resolvers.{name}", entry.place, found=entry.value, exit_code=code))
-    if faults:
-        raise ConfigError(faults)
-    return functions
 
 
 @contextlib.contextmanager

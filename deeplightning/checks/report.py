@@ -105,11 +105,8 @@ class Report:
         return next((p for p in signature.parameters if p.name == param), absent)
 
     def add(self, *faults: Fault) -> None:
-        """Add further faults: those without a place get that of their key, or of the nearest section above. None
-        of a value that is not known without importing."""
-        unknown = {fault.key for fault in self.source.unchecked}
-        known = (fault for fault in faults if unknown.isdisjoint(upwards(fault.key or "")))
-        self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in known]
+        """Add further faults: those without a place get that of their key, or of the nearest section above."""
+        self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in faults]
         self.sort()
 
     def drop_consequences(self) -> None:

@@ -27,9 +27,6 @@ OF_STRATEGY = Parameter("params", allowed=())  # a strategy builds nothing from 
 def read_config(report: Report) -> schema.Config | None:
     """Return the whole config, its keys compared with each other too; None where there is no tree to make one of."""
     source = report.source
-    for fault in source.unchecked:
-        report.answered.add(fault.key)
-        report.leave(str(fault.key), fault.message)
     config: schema.Config | None = read_section(report, schema.Config, source.root, "", ())
     if config is not None:
         config.secrets, config.notices, config.roots = source.secrets, source.notices or None, original_roots()

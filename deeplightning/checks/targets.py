@@ -14,7 +14,7 @@ from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
 from deeplightning.config.schema import Config, Target, with_keys
-from deeplightning.config.section_kinds import HOOK, no_part, role_of
+from deeplightning.config.section_kinds import HOOK, role_of
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, nodes, plain
 from deeplightning.faults import Notice, nearest, upwards
@@ -31,7 +31,6 @@ AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
 
 
-_RESOLVER = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", re.ASCII)  # as OmegaConf's grammar has it
 _LOADER = "torch.utils.data.DataLoader"
 _LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
 
@@ -122,7 +121,6 @@ def compare(report: Report, config: Config) -> None:
     """Compare what the config names with what is there."""
     for compare in report.targets:
         compare()
-    _resolvers(report, config.resolvers or {})
     _strategy(report, config.engine)
     _hook(report, config.engine.setup_hook)
     if config.data is not None:
@@ -151,23 +149,6 @@ def _strategy(report: Report, engine: schema.Engine) -> None:
         if len(classes) > 1 and param not in report.meanings.parameters(name):
             name, given = classes[1], 1
         report.param(name, param, value, "engine", f"engine.params.{param}", given)
-
-
-def _resolvers(report: Report, functions: dict[str, str]) -> None:
-    """Look for the functions that references may call."""
-    for name, target in functions.items():
-        key = f"resolvers.{name}"
-        if not _RESOLVER.fullmatch(name) or name.startswith("oc."):
-            rule = "letters, digits, `_`, `-` and dots; names that begin with `oc.` are OmegaConf's"
-            report.fault(f"a resolver's name consists of {rule}", key, found=name)
-        elif refusal := no_part(target, None):
-            report.fault(refusal, key, found=target)
-        else:
-            meaning = report.meaning(target, key)
-            if meaning and (refusal := no_part(meaning.path, None)):
-                report.fault(refusal, key, found=target)
-            elif meaning and meaning.kind not in ("function", "class"):
-                report.fault(f"`{target}` is not a function", key, found=target)
 
 
 def _hook(report: Report, name: str | None) -> None:

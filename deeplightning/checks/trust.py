@@ -31,10 +31,7 @@ log = logging.getLogger("deeplightning")
 ENVIRONMENT = "oc.env"
 """What `--allow` takes beside modules: a foreign config may read environment variables."""
 
-NOT_TAKEN = (
-    *("engine", "logger", "tune", "train.callbacks", "train.resume_ckpt", "model.init_from", "data.sampler"),
-    "resolvers",
-)
+NOT_TAKEN = ("engine", "logger", "tune", "train.callbacks", "train.resume_ckpt", "model.init_from", "data.sampler")
 """Keys of a foreign config whose defaults are used instead. Launchers, hooks, environment variables, trackers and
 callbacks belong to the machine that trained; a tracker's address could be anywhere."""
 
@@ -288,9 +285,9 @@ def refuse_links(folder: RunFolder) -> None:
 
 
 def _beyond_plain(config: RunConfig) -> Iterator[Fault]:
-    """Yield a fault for all in a foreign config that is not a plain value: references, bases, resolvers and tags."""
+    """Yield a fault for all in a foreign config that is not a plain value: references, bases and tags."""
     name = short(config.path)
-    root = parse(config.text, name, [])
+    parse(config.text, name, [])  # its errors and bounds
     for event in yaml.parse(config.text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         mark: Any = event.start_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}"
@@ -300,9 +297,6 @@ def _beyond_plain(config: RunConfig) -> Iterator[Fault]:
             yield _not_plain(f"the reference {event.value!r:.60}", place, config)
         if isinstance(event, yaml.ScalarEvent) and event.value == "_base_":
             yield _not_plain("_base_", place, config)
-    resolvers = entry_at(root, ("resolvers",))
-    if resolvers is not None and resolvers.value:
-        yield _not_plain("resolvers", resolvers.place, config)
 
 
 def _not_plain(what: str, place: str, config: RunConfig, key: str | None = None) -> Fault:

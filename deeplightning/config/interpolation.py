@@ -7,11 +7,11 @@ OmegaConf is imported only if a config has a `${`.
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from deeplightning.config.secrets import Secrets, note_literals, tells
+from deeplightning.config.secrets import Secrets, note_literals
 from deeplightning.config.tree import (
     MAX_DEPTH,
     MAX_FAULTS,
@@ -34,23 +34,20 @@ _TOO_DEEP = f" expands to values that are nested more than {MAX_DEPTH} deep"
 _TOO_LONG = " leads on over too many references, one after the other; refer to the value itself"
 _MISSING: object = object()
 
-Resolvers = Mapping[str, Callable[..., object] | None]
-"""The user's functions by name; None for one that is not to be called."""
 
-
-def resolve(root: Entry, faults: list[Fault], resolvers: Resolvers) -> "Resolver":
-    """Resolve every `${…}` in place, and note which values read the environment, directly or through others.
+def resolve(root: Entry, faults: list[Fault]) -> Secrets:
+    """Resolve every `${…}` in place; return which values read the environment, directly or through others.
 
     Raises:
         ConfigError: the references expand to more than a config may hold.
     """
-    resolver = Resolver(root, resolvers)
+    resolver = Resolver(root)
     waiting = [(path, entry) for path, entry in leaves(root) if isinstance(entry.value, str) and "${" in entry.value]
     if waiting:
         resolver.run(waiting, faults)
     _report_missing(root, faults)
     note_literals(root, resolver.secrets)
-    return resolver
+    return resolver.secrets
 
 
 def _report_missing(root: Entry, faults: list[Fault]) -> None:
@@ -98,10 +95,6 @@ class _Unresolved(Exception):
     """A text with references has no value, by itself or because of what it leads to; the words continue the text."""
 
 
-class _Unchecked(_Unresolved):
-    """A text needs a resolver that is not to be called here."""
-
-
 class _Absent(_Unresolved):
     """A key, or its value, is not there."""
 
@@ -110,7 +103,6 @@ class Resolver:
     """Puts values in the place of references, each once, what they lead to first.
 
     Attributes:
-        unchecked: the values that depend on a resolver of the user's that was not imported.
         texts: the texts with references by path.
         trees: the same as trees, None where the braces hold no reference.
         made: why a text has no value, if it has none, and the variables that it reads, by path.
@@ -118,10 +110,8 @@ class Resolver:
         seen: the environment variables asked for since it was last emptied, and their values.
     """
 
-    def __init__(self, root: Entry, resolvers: Resolvers):
-        self.root, self.resolvers = root, resolvers
-        self.secrets = Secrets()
-        self.unchecked: list[Fault] = []
+    def __init__(self, root: Entry):
+        self.root, self.secrets = root, Secrets()
         self.texts: dict[KeyPath, str] = {}
         self.trees: dict[KeyPath, object] = {}
         self.seen: dict[str, str | None] = {}
@@ -144,11 +134,7 @@ class Resolver:
                 try:
                     self.settle(entry, path)
                 except _Unresolved as error:
-                    is_unchecked = isinstance(error, _Unchecked)
-                    found = self.unchecked if is_unchecked else broken
-                    found.append(Fault(f"{_quoted(self.texts[path])}{error}", dotted(path), entry.place))
-                    if is_unchecked:
-                        self.secrets.texts[path] = self.texts[path]
+                    broken.append(Fault(f"{_quoted(self.texts[path])}{error}", dotted(path), entry.place))
                 if len(broken) > MAX_FAULTS:
                     raise _TooMuch(f"more than {MAX_FAULTS} references of this config are broken, up to here")
                 self.secrets.note(path, self.texts[path], self.seen)
@@ -268,8 +254,6 @@ class Resolver:
     def call(self, name: str, values: tuple[object, ...], texts: tuple[Callable[[], str], ...], path: KeyPath) -> Any:
         """Return what a resolver makes of arguments; `texts` give them as they are written."""
         values = tuple(map(_plain, values))
-        if name in self.resolvers:
-            return self.own(name, values, path)
         known: dict[str, tuple[Callable[..., object], int]] = {
             "oc.env": (self.variable, 2),
             "oc.decode": (self.decode, 1),
@@ -279,7 +263,7 @@ class Resolver:
             "oc.dict.values": (lambda path, key: [*self.mapping(path, key).values()], 1),
         }
         if name not in known:
-            near = "" if self.seen else nearest(name, [*known, *self.resolvers])
+            near = "" if self.seen else nearest(name, known)
             what = f": {_quoted(name).strip('`')} is not known"
             raise _Unresolved(f"{what}; ${{a.b}} refers to a key, ${{oc.env:NAME}} to a variable{near and f'.{near}'}")
         function, most = known[name]
@@ -288,42 +272,6 @@ class Resolver:
         if name == "oc.env" and isinstance(values[-1], bool | int | float) and "${" not in (text := texts[-1]()):
             values = (*values[:-1], text.strip())  # a variable is text, and so is its default: `1.10` as written
         return function(path, *values)
-
-    def own(self, name: str, values: tuple[Any, ...], path: KeyPath) -> Any:
-        """Return what a function of the user's returns."""
-        from deeplightning.config.target import reason
-
-        function = self.resolvers[name]
-        if function is None:
-            raise _Unchecked(f" needs what the resolver `{name}` returns")
-        try:
-            value = function(*values)
-        except (Exception, SystemExit) as error:
-            inside = error.__traceback__ and error.__traceback__.tb_next  # the first line is that of the call above
-            raise _Unresolved(f": the resolver `{name}` failed: {reason(error.with_traceback(inside))}") from error
-        return self.returned(value, name, path, 0)
-
-    def returned(self, value: object, name: str, path: KeyPath, depth: int) -> object:
-        """Convert what a function returned to what a config holds."""
-        self.spend(None)
-        if depth > MAX_DEPTH:
-            raise _Unresolved(_TOO_DEEP)
-        value = self.omega.plain(value)
-        if isinstance(value, Mapping):
-            return {str(key): self.returned(item, name, path, depth + 1) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.returned(item, name, path, depth + 1) for item in value]
-        if isinstance(value, str):
-            if self.seen and tells(value):
-                self.secrets.values[str(value)] = self.texts[path]
-            return self.spend(str.__str__(value))
-        if value is None or isinstance(value, bool):
-            return value
-        for kind in (int, float):
-            if isinstance(value, kind):
-                return kind(value)
-        what = f"a `{type(value).__name__}`; a config holds texts, numbers, lists and mappings"
-        raise _Unresolved(f": the resolver `{name}` returned {what}")
 
     def variable(self, path: KeyPath, name: object, default: object = _MISSING) -> Any:
         name = str(name)

@@ -515,11 +515,6 @@ class Config(Section):
     test: Test = key("which weights validate, test and predict", Test)
     logger: Logger = key("where numbers and pictures go", Logger)
     serve: Serve = key("the prediction server", Serve)
-    resolvers: dict[str, str] = key(
-        "your own functions that references call, `${name:arguments}`: name to MODULE.FUNCTION",
-        dict,
-        example="{half: own.half}",
-    )
     secrets: Any = hidden()
     notices: Any = hidden()
     asked: Any = hidden()  # dotted key → what was asked for and is otherwise in the run
@@ -538,12 +533,9 @@ class Config(Section):
 
     def public(self) -> dict[str, Any]:
         """Return the config as it may be shown and saved: values from the environment stay as written
-        (`${oc.env:NAME}`, or a reference to such a value). It loads to an equal config, without the resolvers that
-        nothing in it calls any more."""
-        texts = self.secrets.texts if self.secrets else {}
-        made: dict[str, object] = literal_values(self.to_dict(), (), texts)
-        called = {name: own for name, own in self.resolvers.items() if any(f"{name}:" in t for t in texts.values())}
-        return made | {"resolvers": called}
+        (`${oc.env:NAME}`, or a reference to such a value). It loads to an equal config."""
+        made: dict[str, object] = literal_values(self.to_dict(), (), self.secrets.texts if self.secrets else {})
+        return made
 
     def redact(self, text: str) -> str:
         """Remove the values that came from the environment from a text."""

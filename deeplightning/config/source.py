@@ -8,7 +8,7 @@ config without `${…}` saves.
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ class Source:
 
     Attributes:
         groups: the option groups that its files name.
-        unchecked: the values that depend on a resolver of the user's that was not imported.
         notices: what the checks have to say about it.
         names: the files that the user named, as messages name them.
         files: all files that were read.
@@ -65,7 +64,6 @@ class Source:
     faults: list[Fault]
     groups: dict[str, Group] = field(default_factory=dict)
     secrets: Secrets = field(default_factory=Secrets)
-    unchecked: list[Fault] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
@@ -74,23 +72,13 @@ class Source:
         """Return whether a place is in an override or in a file that the user named, not in what these build on."""
         return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in self.names
 
-    def resolvers(self) -> dict[str, Entry]:
-        """Return the user's functions that references may call, by name: each a text, MODULE.FUNCTION."""
-        section = self.root.value.get("resolvers")
-        items = section.value if section is not None and isinstance(section.value, dict) else {}
-        return {name: entry for name, entry in items.items() if isinstance(entry.value, str)}
-
-    def resolve(self, functions: Mapping[str, Callable[..., object]] | None = None) -> None:
+    def resolve(self) -> None:
         """Resolve the references in place.
-
-        Args:
-            functions: the user's resolvers by name; without them, what needs one is unchecked.
 
         Raises:
             ConfigError: the references expand to more than a config may hold.
         """
-        found = resolve(self.root, self.faults, dict.fromkeys(self.resolvers()) | dict(functions or {}))
-        self.secrets, self.unchecked = found.secrets, found.unchecked
+        self.secrets = resolve(self.root, self.faults)
         for path, entry in nodes(self.root):
             if path[-1:] == ("type",) and isinstance(entry.value, str) and entry.value.isidentifier():
                 self._in_full(path, entry)
@@ -120,8 +108,7 @@ def is_file(word: str) -> bool:
 
 
 def read(path: str | Path | Given | None, overrides: list[str] | None = None) -> Source:
-    """Read a config file, the files it builds on, and the overrides; without a file, the overrides alone. It calls no
-    resolver of the user's.
+    """Read a config file, the files it builds on, and the overrides; without a file, the overrides alone.
 
     Args:
         path: the file, or its text; or its content, a dict or an OmegaConf object, as if it were a file of the working

@@ -95,22 +95,6 @@ def find(name: str) -> Any:
     return found
 
 
-def find_function(name: str) -> Any:
-    """Return a function that a config names to be called, as `find` does, unless it makes no part of a run.
-
-    Raises:
-        ValueError: as `find`, or it is not to be called.
-    """
-    refusal = no_part(name, None)
-    found = None if refusal else find(name)
-    refusal = (
-        refusal or no_part(path_of(found) or "", None) or (None if callable(found) else f"`{name}` is not a function")
-    )
-    if refusal:
-        raise ValueError(refusal)
-    return found
-
-
 def _module(module: str, wanted: str) -> types.ModuleType | None:
     full = own_code.full_name(module)
     try:

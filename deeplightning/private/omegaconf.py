@@ -7,7 +7,6 @@ read. If one of these names moves, every config with a `${` fails here. Importin
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 from omegaconf.grammar_parser import parse as tree_of
 from omegaconf.grammar_visitor import GrammarVisitor, OmegaConfGrammarParser
@@ -30,11 +29,6 @@ def parse(text: str, argument: bool = False) -> object:
         return tree_of(text, "singleElement", "VALUE_MODE") if argument else tree_of(text)
     except (GrammarParseError, RecursionError):
         raise Malformed from None
-
-
-def plain(value: Any) -> Any:
-    """Return a container of OmegaConf as dicts and lists, any other value as it is."""
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 class Evaluation(GrammarVisitor):

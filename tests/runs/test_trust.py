@@ -214,7 +214,7 @@ BEYOND_PLAIN = {
     "a variable in a block": lambda text: text + "more: |\n  ${oc.env:MY_VALUE}\n",
     "a variable by an anchor": lambda text: text + "more: &a ${oc.env:MY_VALUE}\nless: *a\n",
     "an outdated key": lambda text: text + "more: ${oc.deprecated:seed}\n",
-    "a resolver of its own": lambda text: text.replace("resolvers: {}", "resolvers: {mine: pwned.mine}"),
+    "a resolver of its own": lambda text: text + "more: ${mine:1}\n",
     "a base at an address": lambda text: "_base_: http://127.0.0.1:9/base.yaml\n" + text,
     "a base of this machine": lambda text: "_base_: /etc/passwd\n" + text,
     "a base of a package": lambda text: "_base_: pkg://pwned/base.yaml\n" + text,
