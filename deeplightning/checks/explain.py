@@ -1,4 +1,4 @@
-"""Where each value of a config comes from: who set it, what it replaced, what it may be and what it means."""
+"""Where each value of a config comes from: who set it, what it may be and what it means."""
 
 import functools
 import operator
@@ -14,7 +14,7 @@ from deeplightning.checks.signature_check import Meanings
 from deeplightning.config import schema
 from deeplightning.config.auto_values import source_of
 from deeplightning.config.plugins import config_class
-from deeplightning.config.tree import Entry, KeyPath, dotted, entry_at, kind, line
+from deeplightning.config.tree import KeyPath, dotted, entry_at, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
 from deeplightning.signatures.signature import UNKNOWN
 from deeplightning.words import printable
@@ -109,11 +109,7 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     changed = _changed(report, path)
     rows.append(("set by", _place(report, path) + (f"; then {changed}" if changed else "")))
     rows += _option(report, path)
-    history = _history(report, path)
-    for entry in history[1:]:
-        rows.append(("instead of", f"{_short(report, entry, path)}  # {entry.place}"))
-    # A file that two others build on is read twice.
-    yield from (f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in dict.fromkeys(rows))
+    yield from (f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in rows)
 
 
 def _unset(report: Report, key: str) -> list[str] | None:
@@ -139,11 +135,6 @@ def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
         if group.key in upwards(".".join(map(str, path))):
             options = ", ".join(group.options())
             yield "option", f"{group.name}={','.join(group.chosen) or 'null'}  # {group.place}; there are: {options}"
-
-
-def _short(report: Report, entry: Entry, path: KeyPath) -> str:
-    text = kind(entry) if isinstance(entry.value, dict | list) else line(entry.value)
-    return report.source.secrets.redact(text)
 
 
 def _documentation(report: Report, path: KeyPath) -> list[tuple[str, str]]:
@@ -178,11 +169,9 @@ def _of_param(names: Sequence[str], path: KeyPath) -> list[tuple[str, str]]:
     meanings = Meanings()
     for name in names if len(path) == 1 else ():
         if parameter := meanings.parameters(name).get(str(path[0])):
-            words = meanings.known(name).documentation(parameter.name)
             default = str(UNKNOWN) if parameter.default is UNKNOWN else line(parameter.default)
             return [
                 ("type", parameter.annotation or "unknown"),
-                *([("meaning", words)] if words else []),
                 ("default", "none, it must be given" if parameter.required else default),
                 ("taken by", name),
             ]
@@ -219,27 +208,6 @@ def _path(key: str, shown: Any) -> KeyPath:
         value = value[path[-1]]
         rest = rest[len(name) + 1 :]
     return path
-
-
-def _history(report: Report, path: KeyPath) -> list[Entry]:
-    """List the values of a path, newest first: the current one and those it replaced, alone or within a section."""
-    found: list[Entry] = []
-    seen: set[int] = set()
-
-    def gather(entry: Entry | None, rest: KeyPath) -> None:
-        """Collect nested replacements first, since the nearest one is the newest."""
-        while entry is not None and id(entry) not in seen:
-            if not rest:
-                seen.add(id(entry))
-                found.append(entry)
-            elif isinstance(entry.value, dict):
-                gather(entry.value.get(rest[0]), rest[1:])
-            elif isinstance(entry.value, list) and isinstance(rest[0], int) and rest[0] < len(entry.value):
-                gather(entry.value[rest[0]], rest[1:])
-            entry = entry.over
-
-    gather(report.source.root, path)
-    return found
 
 
 def _written(report: Report, path: KeyPath) -> str | None:

@@ -168,7 +168,7 @@ def check(
 def explain(config: Path, overrides: tuple[str, ...]) -> None:
     """Print the complete config that CONFIG means on this machine, with the source of each value.
 
-    For a KEY: its value, type and meaning, who set it, and what that replaced.
+    For a KEY: its value, type and meaning, and who set it.
     """
     from deeplightning.checks import explain as of
     from deeplightning.config.source import is_file

@@ -375,7 +375,7 @@ def short(path: Path) -> str:
 def _merge(base: Entry, top: Entry) -> Entry:
     """Lay `top` over `base`: merge mappings at any depth, replace anything else; a key `~name` removes `name`."""
     if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
-        return _laid(top, base)
+        return top
     merged = dict(base.value)
     for name, entry in top.value.items():
         if isinstance(name, str) and name.startswith("~") and (key := key_named(name[1:], base.value)) in base.value:
@@ -384,7 +384,7 @@ def _merge(base: Entry, top: Entry) -> Entry:
             merged[name] = _merge(merged[name], entry)
         else:
             merged[name] = entry
-    return Entry(merged, top.place, over=_laid(top, base.over).over)
+    return Entry(merged, top.place)
 
 
 def _lay(base: Entry, top: Entry) -> Entry:
@@ -406,11 +406,6 @@ def _for_logger(base: Entry, top: Entry) -> Entry:
     kept = {name: item for name, item in params.value.items() if item.place.startswith(_OVERRIDE)}
     section = replace(below, value=below.value | {"params": replace(params, value=kept)})
     return replace(base, value=base.value | {"logger": section})
-
-
-def _laid(top: Entry, base: Entry | None) -> Entry:
-    """Return `top` with `base` under everything that it replaces already."""
-    return top if base is None else replace(top, over=_laid(top.over, base) if top.over else base)
 
 
 def _refuse_other_form(root: Entry, files: list[str]) -> None:
@@ -467,9 +462,9 @@ def _override(root: Entry, text: str) -> None:
         before = [] if old is None or old.value is None else old.value
         if old is not None and not isinstance(before, list):
             raise ConfigError(Fault(f"`+` appends a list to a list; this is {kind(old)}", name, place))
-        items[last] = Entry([*before, *new.value], place, over=old)
+        items[last] = Entry([*before, *new.value], place)
     else:
-        items[last] = replace(new, over=old)
+        items[last] = new
 
 
 def _override_value(text: str, name: str, place: str) -> Entry:

@@ -41,14 +41,12 @@ class Entry:
 
     `value` is a scalar, a dict of name to Entry, or a list of Entry. `place` of a mapping's item is that of its key.
     `written` is the text with `${…}` that a value was made from; all of a mapping or list that came from a reference
-    has it in one place, the entry of the mapping or list. `over` is what stood at the same key before, in a file below
-    or under an override.
+    has it in one place, the entry of the mapping or list.
     """
 
     value: Any
     place: str
     written: str | None = None
-    over: "Entry | None" = None
 
 
 def scalar(text: str) -> Any:

@@ -10,7 +10,6 @@ and says what is missing in the same words.
 import ast
 import builtins
 import contextlib
-import inspect
 import keyword
 import pkgutil
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.signatures.bindings import Assigned, Broken, Defined
+from deeplightning.signatures.bindings import Assigned, Broken
 from deeplightning.signatures.from_source import Signatures
 from deeplightning.signatures.names import Names, Texts
 from deeplightning.signatures.signature import Signature, Undecided
@@ -149,14 +148,6 @@ class Definition:
         except RecursionError:
             raise Undecided("its source is nested too deeply") from None
 
-    def documentation(self, parameter: str) -> str | None:
-        """Return what a docstring says about a parameter: its own, or the ancestor's that takes it."""
-        for text in _docstrings(self._names, self._thing):
-            found = _described(text, parameter)
-            if found:
-                return found
-        return None
-
     def defines(self, name: str, outside: str | None = None) -> bool:
         """Return whether a class, or an ancestor whose source is known, defines a name.
 
@@ -213,49 +204,6 @@ class Definition:
             if known:
                 return not known[-1]
         return False
-
-
-# ---- documentation
-
-
-def _docstrings(names: Names, thing: Thing) -> Iterator[str]:
-    """Yield the docstrings that may describe a parameter: its own, those of ancestors and of constructors."""
-    if thing.live is not None:
-        yield getattr(thing.live, "__doc__", None) or ""
-        return
-    for each in names.line(thing)[0] if thing.kind == "class" else [thing]:
-        if each.module is None:
-            continue
-        for value in each.module.scope.patched.get((each.name, "__doc__"), ()):
-            with contextlib.suppress(*UNKNOWABLE):
-                (text,) = Texts(names, Frame(each.module)).of(value)
-                yield inspect.cleandoc(text)
-        if isinstance(each.node, ast.ClassDef | Functions):
-            yield ast.get_docstring(each.node) or ""
-        if each.kind == "class" and names.own(each, "__init__"):
-            for option in names.scope(each).names["__init__"]:
-                if isinstance(option, Defined):
-                    yield ast.get_docstring(option.node) or ""
-
-
-def _described(docstring: str, parameter: str) -> str | None:
-    """Return what a docstring of Google's, NumPy's or Sphinx's kind says about a parameter."""
-    if parameter not in docstring:
-        return None
-    import logging
-
-    import griffe  # 0.04 CPU seconds, needed by `explain` alone
-
-    logging.getLogger("griffe").setLevel(logging.CRITICAL)
-    for style in ("google", "numpy", "sphinx"):
-        for section in griffe.Docstring(docstring).parse(style):
-            if section.kind.value not in ("parameters", "other parameters", "attributes"):
-                continue
-            for item in section.value:
-                names = [name.strip("*` ") for name in item.name.split(",")]
-                if parameter in names and item.description:
-                    return " ".join(item.description.split())
-    return None
 
 
 # ---- metrics

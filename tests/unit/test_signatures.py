@@ -587,7 +587,7 @@ def test_a_default_is_a_plain_value(own):
     assert values == [1, -0.5, "x", None, True, UNKNOWN, [1, 2], [], UNKNOWN]
 
 
-# ---- ancestors, documentation, metrics
+# ---- ancestors, metrics
 
 
 def test_the_ancestors_of_a_class(own):
@@ -602,22 +602,6 @@ def test_the_ancestors_of_a_class(own):
     paths, complete = look_up("own_thing.Odd").bases()
     assert paths[:2] == ["own_thing.Odd", "own_base.B"]
     assert not complete
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter", "words"),
-    [
-        ("deeplightning.data.digits.Digits", "image_size", "pixels, one number for a square or [height, width]"),
-        ("torch.optim.SGD", "momentum", "momentum factor"),
-        ("sklearn.svm.SVC", "C", "Regularization parameter."),
-        ("torchmetrics.classification.MulticlassAccuracy", "num_classes", "the number of classes"),
-        ("torchvision.models.resnet18", "progress", "displays a progress bar"),
-    ],
-)
-def test_a_parameter_is_documented_by_its_docstring(name, parameter, words):
-    """Google's, NumPy's and Sphinx's ways of writing are read; the ancestor's docstring counts."""
-    assert words.lower() in str(look_up(name).documentation(parameter)).lower()
-    assert look_up(name).documentation("no_such_thing") is None
 
 
 LOGGED = {
