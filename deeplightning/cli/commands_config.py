@@ -183,9 +183,9 @@ def explain(config: Path, overrides: tuple[str, ...]) -> None:
 @cli.command()
 def schema() -> None:
     """Print the JSON Schema of a config, for editors that complete and check YAML."""
-    from deeplightning.checks.json_schema import json_schema
+    from deeplightning.config.packages import HOME
 
-    say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    say((HOME / "configs" / "schema.json").read_text(encoding="utf-8").rstrip())
 
 
 @cli.command()

@@ -5,8 +5,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from json_schema import json_schema
 
-from deeplightning.checks.json_schema import json_schema
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 

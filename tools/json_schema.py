@@ -1,4 +1,6 @@
-"""The schema of the config becomes a JSON Schema (draft 2020-12), by which YAML editors complete and check.
+"""Make `configs/schema.json`, the JSON Schema (draft 2020-12) by which YAML editors complete and check a config:
+
+    python tools/json_schema.py >configs/schema.json
 
 It judges a file as it is written: before `_base_` files are read and references resolved. So a key of any type may
 hold a reference such as `${data.root}`, and no key is required. What it lets pass and the loader does not: missing
@@ -8,6 +10,7 @@ whole number, which JSON does not tell from `1`.
 Language servers differ in what they know of the draft; only what has the same meaning in draft 7 is used.
 """
 
+import json
 import typing
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
@@ -182,3 +185,7 @@ def _is_named(section: object) -> Json:
         "patternProperties": {"^~": {}},
         "additionalProperties": {"type": ["object", "string"], "pattern": REFERENCE},
     }
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
