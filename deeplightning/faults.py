@@ -177,7 +177,7 @@ def no_module(top: str, name: str, known: Collection[str], places: Collection[st
     if top.startswith("deeplightning_") and (plugin := plugin_of(top)):
         return Missing(not_installed(plugin))
     is_known = top in _PACKAGES or top in PROJECTS
-    hint = f" It is a package that is not installed here: {install(top)}" if is_known else nearest(top, known)
+    hint = f" It is a package that is not installed here: {install(top)}." if is_known else nearest(top, known)
     searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
     return (Missing if is_known else ValueError)(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
 

@@ -1,5 +1,6 @@
 """Collect what the check of a config finds, for people and for programs."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,8 +9,10 @@ from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config.schema import Config
 from deeplightning.config.source import Source
 from deeplightning.config.tree import MAX_FAULTS, TAG, nodes
-from deeplightning.faults import ConfigError, Fault, Notice, error_of, place_of, upwards
+from deeplightning.faults import ConfigError, Fault, Missing, Notice, error_of, place_of, upwards
 from deeplightning.signatures.signature import Parameter, Undecided
+
+_ABSENT = re.compile(r"there is no module (\S+) to import \(for [^)]*")
 
 
 @dataclass
@@ -169,7 +172,10 @@ class Report:
 
 
 def in_order(faults: Iterable[Fault], source: Source) -> list[Fault]:
-    """Return faults in the order of the file, each once, without values from the environment."""
+    """Return faults in the order of the file, each once, without values from the environment.
+
+    A package that is missing is one fault, which names all keys that need it.
+    """
 
     def position(fault: Fault) -> tuple[str, int, int]:
         name, line, column = ([*(fault.place or "").rsplit(":", 2), "", ""])[:3]
@@ -180,4 +186,13 @@ def in_order(faults: Iterable[Fault], source: Source) -> list[Fault]:
         clean: dict[str, Any] = {name: source.secrets.redact(text) for name, text in words.items() if text}
         return replace(fault, **clean)
 
-    return sorted(dict.fromkeys(map(clean, faults)), key=position)
+    found = dict[str, Fault]()
+    for fault in sorted(dict.fromkeys(map(clean, faults)), key=position):
+        absent = _ABSENT.match(fault.message) if fault.exit_code == Missing.exit_code else None
+        name = absent[1] if absent else f"fault {len(found)}"
+        if name in found:
+            message = _ABSENT.sub(rf"\g<0>, {fault.key}", found[name].message, count=1)
+            found[name] = replace(found[name], message=message)
+        else:
+            found[name] = fault
+    return [*found.values()]

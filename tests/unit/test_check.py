@@ -11,6 +11,7 @@ import pytest
 import yaml
 from checks import GOOD, load
 
+from deeplightning import faults
 from deeplightning.checks import strategy
 from deeplightning.checks.examine import examine
 
@@ -121,6 +122,14 @@ def test_thousands_of_unknown_keys_are_one_note():
     assert len(notes(f"data.module={many}")) == 1
     (one,) = notes(f"train={many}")
     assert "train: 60 unknown keys, such as k0; is this a config? Known here: num_epochs" in one
+
+
+def test_a_package_that_is_missing_is_one_note(monkeypatch):
+    """With its install command, and each key that needs it."""
+    monkeypatch.setitem(faults._PACKAGES, "gone", "gone-project")
+    needed = {"model.optimizer.type": "gone.Lamb", "model.loss.type": "gone.loss.Smooth"}
+    found = note(*(f"{key}={value}" for key, value in needed.items()), ways=BY_IMPORTING)
+    assert all(words in found for words in (*needed, "(for `gone.", "pip install gone-project."))
 
 
 # ---- targets
