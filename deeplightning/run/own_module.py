@@ -167,11 +167,12 @@ class _Forward(nn.Module):
         return found.float().reshape(inputs.shape[0], -1)  # some modules squeeze a batch of one
 
 
-def _refused(task: object, why: str) -> ConfigError:
+def _refused(task: pl.LightningModule, why: str) -> ConfigError:
     name = f"{type(task).__module__}.{type(task).__qualname__}"
+    instead = " (or a `predict_step`)" * (not is_overridden("predict_step", task))
     return ConfigError(
         Fault(
-            f"{name} cannot be exported: {why}. Give it a `forward` of one tensor (or a `predict_step`), and "
+            f"{name} cannot be exported: {why}. Give it a `forward` of one tensor{instead}, and "
             "`example_input_array`, a tensor that it takes; or an `inference_model` of its own",
             "model.module",
         )
