@@ -274,10 +274,12 @@ class TableData(ColumnData):
         if self.way == "time":
             values = samples.column(str(self.divider))
             if isinstance(values, Words):
-                if late := next(filter(_YEAR_NOT_FIRST.match, values.words), None):
+                late = [*filter(_YEAR_NOT_FIRST.match, values.words)]
+                has_counts = len(late) < len(values.words) and len({*map(_without_number, values.words)}) == 1
+                if late and not has_counts:
                     raise DataError(
-                        f"{self._describe()}, column {self.divider}: {late!r:.60} does not begin with its year, so it "
-                        "orders no rows. data.module.params.time needs numbers, or dates such as 2024-02-29."
+                        f"{self._describe()}, column {self.divider}: {late[0]!r:.60} does not begin with its year, so "
+                        "it orders no rows. data.module.params.time needs numbers, or dates such as 2024-02-29."
                     )
                 ranks = {word: rank for rank, word in enumerate(sorted(values.words, key=_in_time))}
                 keys = np.array([*map(ranks.__getitem__, values.words), -1])[values.indices]
@@ -367,6 +369,11 @@ class TableData(ColumnData):
                 columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
         rows = zip(*columns.values(), strict=True)
         return {"rows": np.array([json.dumps(dict(zip(columns, row, strict=True))) for row in rows])}
+
+
+def _without_number(word: str) -> str:
+    """Return what is beside the first number of a text, such as "step " of "step 2001"."""
+    return re.sub(r"\d+", "", word, count=1)
 
 
 def _in_time(word: str) -> tuple[list[int | str], str]:

@@ -148,6 +148,16 @@ def test_times_that_are_texts_are_ordered_by_their_numbers(write, place):
     assert [*numbers["train"], *numbers["val"], *numbers["test"]] == [*range(24)]
 
 
+def test_counted_times_are_ordered_by_their_number(place):
+    """Also where some numbers might be years."""
+    rows = [f"step {n},{n},{'ab'[n % 2]}" for n in (*range(995, 1005), *range(1995, 2005))]
+    (place / "times.csv").write_text("\n".join(["when,x,kind", *rows, ""]))
+    found = ready(place, True, train="times.csv", only=["x"], time="when")
+    column = found.table_spec.columns[0]
+    latest = found.dataset("test").large["input"][:, 0].numpy() * column.std + column.mean
+    assert sorted(np.rint(latest).tolist()) == [2003, 2004]
+
+
 @pytest.mark.parametrize("write", ["{day:02}.{month:02}.{year}", "{month}/{day}/19", "Q1 {year}", "Jan {year}"])
 def test_times_that_texts_do_not_order_are_refused(write, place):
     """A date with the year at its end sorts by its day: rows of the future would train."""
