@@ -4,6 +4,7 @@ Formats that the endpoint accepts in a request are read by the endpoint's own re
 which no client sends, are read here.
 """
 
+import codecs
 import contextlib
 import csv
 import io
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deeplightning.array_spec import read_signal
+from deeplightning.array_spec import SIGNALS, read_signal
 from deeplightning.image_spec import EXTENSIONS
 from deeplightning.table_spec import TableFormat, TableSpec
 from deeplightning.text_spec import TextSpec
@@ -63,7 +64,12 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
         return
     reader = next((read for end, read in _READERS[takes].items() if path.name.lower().endswith(end)), None)
     if reader is None:
-        path.stat()  # a file that is missing is not of a wrong kind
+        with _opened(path) as file:  # a file that is missing is not of a wrong kind
+            start = file.read(1024)
+        is_binary = b"\0" in start and not start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        if takes == "table" and not is_binary and not path.name.lower().endswith((*EXTENSIONS, *SIGNALS)):
+            reader = _rows  # a training reads any other name as CSV
+    if reader is None:
         raise ValueError(f"this run takes {_TAKEN[takes]}: {expected(takes)}")
     number = 0
     try:
@@ -117,6 +123,13 @@ def _with_all_keys(path: Path) -> Iterator[dict[str, Any]]:
         for row in _objects(path):
             absent |= dict.fromkeys(row)
     return (absent | row for row in _objects(path))
+
+
+def _as_trained(rows: Iterable[dict[str, Any]], spec: TableSpec) -> Iterator[dict[str, Any]]:
+    """Yield rows of a typed file, in which a training takes true and false in a column of numbers for 1 and 0."""
+    numbers = {column.name for column in spec.numbers}
+    for row in rows:
+        yield {name: int(v) if isinstance(v, bool) and name in numbers else v for name, v in row.items()}
 
 
 def _columns(spec: TextSpec) -> list[str]:
@@ -195,9 +208,8 @@ _READERS: dict[str, dict[str, Reader]] = {
         ".csv": _rows,
         ".tsv": _rows,
         ".json": lambda path, spec: list(rows_from_json(_bytes(path), spec.shape[0], _NO_LIMIT)),
-        **dict.fromkeys((".jsonl", ".ndjson"), lambda path, _: _with_all_keys(path)),
-        ".parquet": lambda path, _: _parquet(path),
-        ".pq": lambda path, _: _parquet(path),
+        **dict.fromkeys((".jsonl", ".ndjson"), lambda path, spec: _as_trained(_with_all_keys(path), spec)),
+        **dict.fromkeys((".parquet", ".pq"), lambda path, spec: _as_trained(_parquet(path), spec)),
     },
     "array": {
         ".npy": _arrays_of_npy,

@@ -30,7 +30,7 @@ from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.table import TableData
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.run.inputs import ENDINGS, inputs_of
-from deeplightning.table_spec import Column, TableSpec
+from deeplightning.table_spec import Column, TableError, TableFormat, TableSpec
 from deeplightning.text_spec import TextSpec, vocabulary
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -415,6 +415,21 @@ def test_values_of_other_types_are_those_of_the_training(name):
         assert module.dataset("test").small["label"].tolist() == [0, 1] * 10
 
 
+@pytest.mark.parametrize("name", ["t.parquet", "t.jsonl"])
+def test_truth_values_of_a_file_are_numbers_where_the_config_says_so(name):
+    """As in training; in a request, true is no number."""
+    rows = pd.DataFrame({"smoker": [True, False, False, True] * 5, "y": ["a", "b"] * 10})
+    rows.to_parquet("t.parquet")
+    rows.to_json("t.jsonl", orient="records", lines=True)
+    module = prepared({"train": name, "target": "y", "columns": {"smoker": "number"}})
+    spec = module.table_spec
+    learned = [module.dataset(split).large["input"].numpy().ravel() for split in ("train", "val", "test")]
+    asked = [spec.prepare(row)[0] for _, row in inputs_of(Path(name), "table", spec)]
+    assert sorted(asked) == sorted(np.concatenate(learned))
+    with pytest.raises(TableError, match="Column smoker: True is not a number"):
+        spec.prepare({"smoker": True})
+
+
 @pytest.mark.parametrize("name", ["t.csv.gz", "t.CSV.BZ2", "t.tsv.zst", "t.ndjson", "t.jsonl.gz"])
 @pytest.mark.parametrize("takes", ["table", "text"])
 def test_predict_reads_the_files_that_a_training_reads(name, takes):
@@ -431,6 +446,18 @@ def test_predict_reads_the_files_that_a_training_reads(name, takes):
     Path(name).write_bytes(b"\xff{")
     with pytest.raises((ValueError, OSError)):
         list(inputs_of(Path(name), takes, spec))
+
+
+@pytest.mark.parametrize("name", ["iris.data", "t.txt", "table"])
+def test_predict_reads_a_table_of_any_name(name):
+    """As CSV, like a training; another kind of file is refused."""
+    spec = TableSpec((Column("text", "category", categories=("Zug",)),), format=TableFormat(";"))
+    Path(name).write_text("id;text\n1;Zug\n2;Bern\n", "utf-16")
+    assert [row["text"] for _, row in inputs_of(Path(name), "table", spec)] == ["Zug", "Bern"]
+    for other, data in (("t.png", b""), ("t.xlsx", b"PK\3\4\0\0")):
+        Path(other).write_bytes(data)
+        with pytest.raises(ValueError, match="this run takes rows of a table: files end in"):
+            list(inputs_of(Path(other), "table", spec))
 
 
 @pytest.mark.parametrize("counts", [[50, 9, 1], [30, 2, 2, 2, 1, 1], [20, *[1] * 20], [5, 5]])
