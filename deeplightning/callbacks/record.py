@@ -10,7 +10,8 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import nn
+from torchmetrics import Metric
 
 from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
@@ -33,6 +37,7 @@ from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.private.mlflow import autologs
+from deeplightning.private.torch import non_persistent_buffers
 from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import Interrupted
@@ -72,6 +77,8 @@ class Record(Callback):
         self._failed = self._stopped = self._has_arrived = False
         self._origin: Origin | None = None  # on rank 0
         self._frozen: list[str] | None = None  # of the checkpoint
+        self._outside: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the start, or the save before
+        self._lost: set[str] = set()
         self._umask: object = None  # while that of the run is set
         self._user_calls = UserCalls()
 
@@ -114,6 +121,7 @@ class Record(Callback):
         if self._frozen is not None:
             _freeze_again(pl_module, self._frozen)
             self._frozen = None
+        self._outside = {name: seen for name, seen, _ in _outside(pl_module)}
         self.open(trainer)
         self.has_learned = True
         is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # of its machine
@@ -377,6 +385,20 @@ class Record(Callback):
         checkpoint["threads"] = torch.get_num_threads()
         checkpoint["accumulating"] = not between_steps(trainer)
         checkpoint["frozen"] = _frozen(pl_module)
+        checkpoint["lost"] = self._find_lost(pl_module)
+
+    def _find_lost(self, task: LightningModule) -> list[str]:
+        """Return the tensors outside the task's `state_dict` that training has changed, which checkpoints do not hold;
+        none of a task that saves something by itself."""
+        before, self._outside = self._outside, {}
+        for name, seen, is_buffer in _outside(task):
+            tensor, version = before.get(name, (lambda: None, -1))
+            is_same = tensor() is seen[0]()
+            # What assigns an attribute anew may only keep its last output.
+            if version != seen[1] if is_same else is_buffer:
+                self._lost.add(name)
+            self._outside[name] = seen
+        return [] if is_overridden("on_save_checkpoint", task) else sorted(self._lost)
 
 
 def _frozen(task: LightningModule) -> list[str]:
@@ -384,6 +406,18 @@ def _frozen(task: LightningModule) -> list[str]:
     stopped."""
     untracked = [n for n, m in task.named_modules() if getattr(m, "track_running_stats", None) is False]
     return [name for name, parameter in task.named_parameters() if not parameter.requires_grad] + untracked
+
+
+def _outside(task: LightningModule) -> Iterator[tuple[str, tuple[weakref.ref[torch.Tensor], int], bool]]:
+    """Yield the tensors of a task that its `state_dict` leaves out, with their versions, which rise by each change in
+    place, and whether they are buffers; without metrics (see `deeplightning.callbacks.gathered`)."""
+    for name, module in task.named_modules():
+        if isinstance(module, Metric) or type(module).get_extra_state is not nn.Module.get_extra_state:
+            continue
+        buffers = non_persistent_buffers(module)
+        for key, value in {**vars(module), **buffers}.items():
+            if isinstance(value, torch.Tensor) and not (value.requires_grad or value.is_inference()):
+                yield f"{name}.{key}".lstrip("."), (weakref.ref(value), value._version), key in buffers
 
 
 def _freeze_again(task: LightningModule, frozen: Iterable[object]) -> None:

@@ -34,7 +34,7 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys(("state_dict", "loops", "callbacks", "config", "run", "engine", "versions"), dict),
     **dict.fromkeys(("gathered", "gradients", "monitored", "plateaus", "train_metrics"), dict),
     **dict.fromkeys(("epoch", "global_step", "threads"), int),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers", "points", "frozen", "left_out"), list),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "points", "frozen", "left_out", "lost"), list),
 }
 """Types of the values under the keys that are read here; all keys but the first may be missing or None."""
 

@@ -22,3 +22,8 @@ def storage_id(tensor: "Tensor | torch.UntypedStorage") -> int:
 def apply(module: "nn.Module", function: "Callable[[Tensor], Tensor]") -> None:
     """Replace each parameter and buffer by a function of it; `to_empty` and `to` each cover only one case."""
     module._apply(function)
+
+
+def non_persistent_buffers(module: "nn.Module") -> "dict[str, Tensor | None]":
+    """Return the buffers of a module itself that its `state_dict` leaves out; `named_buffers` does not tell."""
+    return {name: getattr(module, name, None) for name in module._non_persistent_buffers_set}

@@ -357,6 +357,9 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
         reasons.append("the checkpoint is of the middle of an accumulation (its gradients are lost)")
     if any(target.type.endswith(".ModelPruning") for target in cfg.train.callbacks):
         reasons.append("ModelPruning saves no masks (weights that were pruned learn again)")
+    if lost := [name for name in checkpoint.get("lost") or () if isinstance(name, str)]:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        reasons.append(f"{', '.join(lost[:3])}{more} of the module (no state_dict has them; see `on_save_checkpoint`)")
     if cfg.engine.gpus is not None and not cfg.engine.deterministic:
         reasons.append("engine.deterministic is false (kernels of a GPU add in any order)")
     return "; ".join(reasons)

@@ -173,6 +173,29 @@ class Scaled(Line):
         assert checkpoint["of"]["scale"].factor == checkpoint["of"]["factor"]
 
 
+class Remembers(Line):
+    def __init__(self, net: nn.Module, losses: list[nn.Module], optimizer: OptimizerCallable, dropout: float):
+        super().__init__(net, losses, optimizer, dropout)
+        self.register_buffer("fixed", torch.ones(2), persistent=False)
+        self.register_buffer("bank", torch.zeros(4, 1), persistent=False)
+        self.losses[0].memory = torch.zeros(3)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.last = self.losses[0].memory[:1] + self.bank[0]
+        self.losses[0].memory[batch_idx % 3] = loss.detach()
+        self.bank = torch.cat([self.bank[1:], loss.detach().view(1, 1)])
+        return loss + self.last.sum() * self.net.weight.sum()
+
+
+class Saves(Remembers):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["kept"] = [self.bank, self.losses[0].memory]
+
+    def on_load_checkpoint(self, checkpoint):
+        self.bank, self.losses[0].memory = checkpoint["kept"]
+
+
 class DataOfConfig(Points):
     def __init__(self, cfg):
         super().__init__(cfg.data.batch_size)
@@ -400,6 +423,25 @@ def test_a_killed_run_ends_like_an_uninterrupted_one_with_states_and_draws_in_ho
     series = [read_series(outcome.folder / "metrics.jsonl") for outcome in (first, resumed)]
     assert parted(*series) == []
     assert [step for step, _ in series[0]["val_loss_step"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["Remembers", "Saves"])
+def test_that_a_module_keeps_what_it_learns_outside_its_state_dict_is_said(run, tmp_path, name):
+    """Buffers that are not persistent and tensors changed in place, unless the module saves them: then the run ends
+    with the weights of a whole one. Metrics, constants and last outputs are not named."""
+    settings = [f"model.module.type=own_line.{name}", "~model.module.params.token"]
+    store = f"logger.params.tracking_uri={tmp_path / 'mlruns'}"
+    run(*settings, store, "train.num_epochs=2")
+    resumed = run(*settings, store, "train.resume_ckpt=auto")
+    said = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
+    if name == "Remembers":
+        assert [line.partition("uninterrupted one: ")[2] for line in said] == [
+            "bank, losses.0.memory of the module (no state_dict has them; see `on_save_checkpoint`)"
+        ]
+    else:
+        whole = run(*settings, f"logger.params.tracking_uri={tmp_path / 'whole'}")
+        assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+        assert said == []
 
 
 @pytest.fixture(scope="module")

@@ -400,6 +400,15 @@ def test_storages_are_told_apart():
     assert torchs.storage_id(torch.empty(0)) != torchs.storage_id(torch.empty(0)) or torch.empty(0).data_ptr() == 0
 
 
+def test_buffers_that_are_not_saved_are_told_apart():
+    """`_non_persistent_buffers_set` has a module's own; those of submodules are theirs."""
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module.register_buffer("seen", torch.ones(2), persistent=False)
+    module.register_buffer("saved", torch.ones(2))
+    assert list(torchs.non_persistent_buffers(module)) == ["seen"]
+    assert torchs.non_persistent_buffers(module[0]) == {}
+
+
 def test_tensors_of_a_module_are_replaced():
     """`_apply` of a module reaches parameters and buffers, also of its submodules."""
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
