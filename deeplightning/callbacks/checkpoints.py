@@ -92,6 +92,15 @@ class Checkpoints(LightningCheckpoint):
 
     # ---- when
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put the module's own checkpoint callbacks, of `configure_callbacks`, in front of ours, as those of the config
+        are: a checkpoint holds their states, and `trainer.checkpoint_callback` is theirs."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        ours = [
+            each for each in callbacks[callbacks.index(self) :] if type(each).__module__.startswith("deeplightning")
+        ]
+        trainer.callbacks = [each for each in callbacks if each not in ours] + ours  # type: ignore[attr-defined]
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._arriving is not None:
             check_optimizers(trainer, self._arriving)

@@ -173,6 +173,14 @@ class Scaled(Line):
         assert checkpoint["of"]["scale"].factor == checkpoint["of"]["factor"]
 
 
+class Keeps(Line):
+    def configure_callbacks(self):
+        return [pl.callbacks.ModelCheckpoint(self.trainer.default_root_dir, monitor="val_loss", filename="{epoch}")]
+
+    def on_train_end(self):
+        assert type(self.trainer.checkpoint_callback) is pl.callbacks.ModelCheckpoint
+
+
 class Remembers(Line):
     def __init__(self, net: nn.Module, losses: list[nn.Module], optimizer: OptimizerCallable, dropout: float):
         super().__init__(net, losses, optimizer, dropout)
@@ -423,6 +431,16 @@ def test_a_killed_run_ends_like_an_uninterrupted_one_with_states_and_draws_in_ho
     series = [read_series(outcome.folder / "metrics.jsonl") for outcome in (first, resumed)]
     assert parted(*series) == []
     assert [step for step, _ in series[0]["val_loss_step"]] == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_callback_of_the_module_is_the_trainers_and_its_last_state_is_saved(run, tmp_path):
+    """That of `configure_callbacks`, as one of `train.callbacks`."""
+    settings = ["model.module.type=own_line.Keeps", "~model.module.params.token", "train.num_epochs=2"]
+    done = run(*settings, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "stages=[train]")
+    ((own, _),) = [
+        [s, key] for key, s in content(done.folder)["callbacks"].items() if key.startswith("ModelCheckpoint")
+    ]
+    assert own["best_model_score"].item() == pytest.approx(json.loads((done.folder / "best.json").read_text())["value"])
 
 
 @pytest.mark.parametrize("name", ["Remembers", "Saves"])
