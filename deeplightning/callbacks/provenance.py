@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.address import is_address, shown
+from deeplightning.address import is_address
 from deeplightning.callbacks.describe import data_name
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
@@ -49,6 +49,8 @@ class Origin:
         self.cfg, self.folder, self.tell = cfg, folder, tell
         values = cfg.secrets.values if cfg.secrets else {}
         self._values = {value: instead for value, instead in values.items() if is_worth_hiding(value)}
+        root = cfg.data.root
+        self._root = None if root is None or is_address(root) else root
         self._code: Code | None = None
         self._digesting: threading.Thread | None = None
         self._program: dict[str, str] = {}
@@ -77,7 +79,7 @@ class Origin:
             if self._code.left_out:
                 some = ", ".join(f"{path} ({why})" for path, why in list(self._code.left_out.items())[:3])
                 log.warning("code       not all of it is kept: %s", some)
-            paths = paths_of(data, self._root(data), self.cfg.data.module.params)
+            paths = paths_of(data, self._root, self.cfg.data.module.params)
             weights = [from_start(name) for name in (began_from, self.cfg.model.init_from) if name is not None]
             paths += [path for path in weights if path.is_file()]  # what the run began with is data too
             self._digesting = threading.Thread(target=self._digest, args=(data, paths), name="digests", daemon=True)
@@ -121,14 +123,6 @@ class Origin:
         note_own(path)
         self._stored = packed
 
-    def _root(self, data: "pl.LightningDataModule | None") -> str | None:
-        """Return the folder of `data.root`; of an address, that of the copy that the data module reads."""
-        root: str | None = self.cfg.data.root
-        if root is None or not is_address(root):
-            return root
-        copy = getattr(data, "root", None)
-        return str(copy) if isinstance(copy, Path) else None
-
     def _digest(self, data: "pl.LightningDataModule | None", paths: list[Path]) -> None:
         try:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
@@ -143,28 +137,24 @@ class Origin:
                 return
             store = locate(self.cfg.logger.params.get("tracking_uri")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
-            found = describe_files(paths, self._root(data), without=without, stop=self._enough.is_set)
-            if (root := self.cfg.data.root) is not None and is_address(root):
-                found["address"] = shown(root)
-            self._tell(found["files"], found.get("address"))
+            found = describe_files(paths, self._root, without=without, stop=self._enough.is_set)
+            self._tell(found["files"])
             with permissions_of(self.folder.path):  # the run may have ended by now, and restored those of the user
                 write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:
             log.warning("data       no digest of them is kept: %s", error)
 
-    def _tell(self, files: Mapping[str, list[Any]], address: str | None = None) -> None:
+    def _tell(self, files: Mapping[str, list[Any]]) -> None:
         """Describe the data for the tracker, if anything is known of them."""
         if not files:
             return
-        cfg, root = self.cfg.data, self.cfg.data.root
         content = json.dumps(dict(files), sort_keys=True)
         source: dict[str, object]
-        if address is not None:
-            kind, source = "http", {"url": address}
-        elif root is not None:
-            kind, source = "local", {"uri": str(from_start(root))}
+        if self._root is not None:
+            kind, source = "local", {"uri": str(from_start(self._root))}
         else:
-            kind, source = "code", {"tags": {"mlflow.source.name": cfg.module.type, "mlflow.source.type": "LOCAL"}}
+            name = self.cfg.data.module.type
+            kind, source = "code", {"tags": {"mlflow.source.name": name, "mlflow.source.type": "LOCAL"}}
         size = {"files": len(files), "bytes": sum(int(one[0]) for one in files.values())}
         size = size if size["bytes"] else {}
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]

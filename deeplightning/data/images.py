@@ -136,10 +136,8 @@ class ImageData(DataOfSets):
             return found | {"name": samples.named(position)}
         if isinstance(samples.items, np.ndarray):
             return found
-        from deeplightning.data.remote_files import folder_of
-
         path, root = Path(samples.items[position]), self.cfg.data.root
-        if root is not None and path.is_relative_to(top := folder_of(root)):
+        if root is not None and path.is_relative_to(top := Path(root).expanduser().absolute()):
             return found | {"name": str(path.relative_to(top))}
         return found | {"name": path.name}
 

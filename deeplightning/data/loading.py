@@ -12,6 +12,7 @@ import torch
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from deeplightning.address import is_address
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
@@ -97,37 +98,37 @@ class DataOfSets(pl.LightningDataModule):
         raise NotImplementedError
 
     def name_files(self, **names: str | None) -> None:
-        """Set `root` to the local folder, and `files` to the paths of the sets in it; a name may be None.
+        """Set `root` to the folder of `data.root`, and `files` to the paths of the sets in it; a name may be None.
 
         Args:
             names: of the files "train", "val", "test", and of others that must exist.
 
         Raises:
-            DataConfigError: `data.root` is null.
+            DataConfigError: `data.root` is null or an address.
         """
-        from deeplightning.data.remote_files import folder_of
-
         given = {key: name for key, name in names.items() if name is not None}
-        files = [*given.values()]
-        self.root = self.root_folder(files[0], files) if files else folder_of(self.cfg.data.root or ".")
+        named, root = next(iter(given.values()), None), self.cfg.data.root
+        self.root = self.root_folder(named) if named else Path(root or ".").expanduser().absolute()
         self._named = {key: self.root / name for key, name in given.items()}
         self.files: Any = {key: path for key, path in self._named.items() if key in SPLITS[None]}
 
-    def root_folder(self, content: str, files: Sequence[str] = ()) -> Path:
-        """Return the local folder of `data.root`.
+    def root_folder(self, content: str) -> Path:
+        """Return the folder of `data.root`, absolute.
 
         Args:
             content: what it has to hold, in words.
-            files: those that are copied if it is an address; none: all.
 
         Raises:
-            DataConfigError: `data.root` is null.
+            DataConfigError: `data.root` is null or an address.
         """
-        if self.cfg.data.root is None:
+        root = self.cfg.data.root
+        if root is None:
             raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {content}.")
-        from deeplightning.data.remote_files import folder_of
-
-        return folder_of(self.cfg.data.root, files)
+        if is_address(root):
+            raise DataConfigError(
+                "data.root is a folder of this machine: copy the data first, for example with `aws s3 sync`."
+            )
+        return Path(root).expanduser().absolute()
 
     def check(self) -> None:
         """Raise DataError if a file is missing; read and write none."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from deeplightning.address import is_address
 from deeplightning.checks.trust import is_own_code
 from deeplightning.config.source import read
-from deeplightning.config.target import find
 from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
@@ -230,15 +229,10 @@ def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) ->
 
     Raises:
         SetupError: the data have changed.
-        Exception: with exit code 3; an address does not respond, or its data no longer exist.
     """
     before = original.data
     if before is None:
         return
-    if root is not None and is_address(root):
-        folder_of: Callable[..., Path] = find("deeplightning.data.remote_files.folder_of")
-        names = [name for name in before["files"] if not Path(name).is_absolute()]
-        root = str(folder_of(root, [] if before["folders"] else names))  # of the local copy
     changed = [f"{name}: {what}" for name, what in changes(before, describe_again(before, root)).items()]
     if before["incomplete"]:
         say(f"warning: data: {before['incomplete']}")

@@ -350,28 +350,3 @@ def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
     outcome = command("train", place / "kind.yaml", *SORTED, *settings, cwd=place)
     assert outcome.code in (2, 4), outcome
     assert "prepared differently from those of the data now: the training file" in outcome.err
-
-
-@pytest.mark.slow
-def test_a_table_at_an_address_is_copied_and_its_run_is_made_again(command, store, place, sorted_orders, tmp_path):
-    """The run keeps the address and the digests of the files, and has the results of the table in a folder."""
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "a cache")}
-    outcome = command(
-        "train", place / "kind.yaml", *SORTED, f"data.root='file://{place}'", cwd=tmp_path, **cache, code=0
-    )
-    kept = json.loads((outcome.folder / "data.json").read_text())
-    assert kept["address"] == f"file://{place}"
-    assert list(kept["files"]) == ["orders.csv"]
-    assert kept["files"] == json.loads((sorted_orders.folder / "data.json").read_text())["files"]
-    weights = [load_file(run.folder / "bundle" / "weights.safetensors") for run in (outcome, sorted_orders)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-    command("reproduce", outcome.folder, cwd=tmp_path, **cache, code=0)
-    copy = next((tmp_path / "a cache" / "deeplightning" / "data").glob("*/*/orders.csv"))
-    (place / "orders.csv").rename(place / "other.csv")
-    gone = command("reproduce", outcome.folder, cwd=tmp_path, **cache)
-    (place / "other.csv").rename(place / "orders.csv")
-    assert gone.code == 3, gone
-    assert f"file://{place}: there is no " in gone.err
-    assert copy.exists()

@@ -16,7 +16,7 @@ MODULES, LINES = 137, 26_555
 UNUSED = {
     *("launch.local", "launch.sealed", "process.rendezvous", "engine.sharded", "engine.fsdp"),  # several processes
     *("callbacks.start", "callbacks.average", "run.find", "tracking.resolve"),  # it begins with new weights
-    *("figures.style", "tracking.picture", "tracking.monitor", "data.remote_files", "data.cache"),
+    *("figures.style", "tracking.picture", "tracking.monitor", "data.cache"),
     *("checks.explain", "task.cuda_graphs", "run.class_weights", "run.make_bundle"),
 }
 

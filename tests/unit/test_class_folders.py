@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from modules import data_config
 
-from deeplightning.data.data_errors import DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.signal_folder import SignalFolder
 
 
@@ -49,6 +49,12 @@ def test_a_class_may_be_called_train(tmp_path):
     """`train` with files in it is a class beside the others, though it also has folders."""
     make(tmp_path, *(f"{name}/{n}.npy" for name in ("train", "car") for n in range(10)), "train/old/1.npy")
     assert signals(tmp_path).class_names == ["car", "train"]
+
+
+def test_an_address_is_refused():
+    """One error says what to do."""
+    with pytest.raises(DataConfigError, match=r"data\.root is a folder of this machine: copy the data first"):
+        signals("s3://bucket/signals")
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.address import shown
 from deeplightning.data.cache_files import limit_in_bytes, refuse_foreign, stat_of
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.remote_files import files_at
 from deeplightning.image_spec import EXTENSIONS, ImageError, ImageSpec
 from deeplightning.runfolder import write_whole
+from deeplightning_shards.addresses import files_at, shown
 
 PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 """Extensions of members that only pickle, which can run code, could read."""
@@ -347,7 +346,7 @@ def at_address(root: str) -> dict[str, Shard]:
     folder = _cache() / "copies"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = {}
-    for name, (path, size, version) in files_at(root, ())[1].items():
+    for name, (path, size, version) in files_at(root).items():
         if name.endswith(".tar"):
             digest = hashlib.sha256(repr((root, name, size, version)).encode()).hexdigest()[:32]
             found[name] = Shard(name, folder / f"{digest}.tar", repr((root, size, version)), size, path)

@@ -301,6 +301,31 @@ def test_shards_at_an_address(tars, cache, monkeypatch):
         ready("memory://bucket", validation="valid.tar")
 
 
+@pytest.mark.parametrize(
+    ("root", "error", "words"),
+    [
+        ("memory://none", DataError, "there are no files below memory://none"),
+        ("nosuch://bucket", DataConfigError, "Protocol not known"),
+        ("ftp://me:s3cret@host/x", DataConfigError, "data.root has a password"),
+        ("s3://bucket/x?signature=s3cret", DataError, "s3://bucket/x needs a library that is not installed: pip insta"),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_one_note(root, error, words, monkeypatch):
+    """Without a password or a signature; a missing library is named as fsspec names it."""
+    from fsspec.core import url_to_fs
+
+    def without_s3(root):
+        if root.startswith("s3:"):
+            raise ImportError("Install s3fs to access S3")
+        return url_to_fs(root)
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", without_s3)
+    with pytest.raises(error) as caught:
+        ready(root)
+    assert words in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
 # Runs
 
 
