@@ -5,6 +5,7 @@
 N samples, C channels, T steps of a signal; the shape of one array is any, (C, …).
 """
 
+import math
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,6 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Divisible, InMemory, OnDemand
 from deeplightning.data.loading import ColumnData, Moments, checked_names
-
-IN_MEMORY_LIMIT = 2**30
-"""Bytes of prepared arrays, all sets together, up to which they are held in memory: per process, 1 GiB."""
 
 _CHUNK = 4096  # arrays of which mean and deviation are summed at a time
 
@@ -187,7 +185,7 @@ class ArrayData(ColumnData):
         else:
             target = target.float()
             others = {"target": target[:, 0].clone() if target.shape[1] == 1 else target}
-        if 4 * int(np.prod(spec.shape)) * sum(map(len, self._samples.values())) > IN_MEMORY_LIMIT:
+        if not self._fits(4 * math.prod(spec.shape)):
             return OnDemand(samples, partial(_scaled, spec), others)
         try:
             return InMemory({"input": torch.from_numpy(spec.scaled(samples.load(slice(None))))}, others)

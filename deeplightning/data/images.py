@@ -21,9 +21,6 @@ from deeplightning.data.loading import DataOfSets
 from deeplightning.image_spec import MAX_PIXELS, ImageSpec
 from deeplightning.words import is_whole
 
-IN_MEMORY_LIMIT = 2**30
-"""Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
-
 _STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
 
 
@@ -44,8 +41,8 @@ class ImageData(DataOfSets):
         augment: modules that take and give uint8 (B, C, H, W), applied in turn to training batches on their device.
         in_memory: true: each process holds the prepared images in its memory; "device": on its GPU as well; false: they
             come from the cache, or are prepared for each batch where there is none. None: like false where they are
-            cached, else like true if they take at most `IN_MEMORY_LIMIT`. "auto": like None, and they are copied to the
-            GPU after the first step if they take at most `SHARE_OF_GPU` of the memory that it leaves.
+            cached, else like true if they take at most `loading.IN_MEMORY_LIMIT`. "auto": like None, and they are
+            copied to the GPU after the first step if they take at most `SHARE_OF_GPU` of the memory that it leaves.
         limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
         max_pixels: largest image file that is decoded.
         cache: where decoded image files are kept: a folder; true: the one that the environment variable
@@ -108,7 +105,7 @@ class ImageData(DataOfSets):
         if self.in_memory is None:
             spec = self.image_spec
             channels = spec.channels + (not self.has_labels)
-            self.in_memory = self._size() * channels * spec.height * spec.width <= IN_MEMORY_LIMIT
+            self.in_memory = self._fits(channels * spec.height * spec.width)
         if self.in_memory:
             return InMemory(prepare_all(samples, self._preparing), small, None, samples)
         return OnDemand(samples, self._preparing, small)
@@ -140,10 +137,6 @@ class ImageData(DataOfSets):
         if root is not None and path.is_relative_to(top := Path(root).expanduser().absolute()):
             return found | {"name": str(path.relative_to(top))}
         return found | {"name": path.name}
-
-    def _size(self) -> int:
-        """Count the samples of all sets."""
-        return sum(map(len, self._samples.values()))
 
     def on_after_batch_transfer(self, batch: Mapping[str, Tensor], dataloader_idx: int) -> object:
         """Change training images at random, on the device."""

@@ -29,6 +29,9 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
 }
 """The sets that a stage needs; None: all stages."""
 
+IN_MEMORY_LIMIT = 2**30
+"""Bytes of prepared samples, all sets together, up to which they are held in memory: per process, 1 GiB."""
+
 _OWN_KEYS = ("dataset", "batch_size", "num_workers", "shuffle", "sampler", "batch_sampler", "generator")
 _WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 _SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed
@@ -157,6 +160,10 @@ class DataOfSets(pl.LightningDataModule):
             self.learn(divided["train"])
             self._samples = divided
         self._ready(stage)
+
+    def _fits(self, size: int) -> bool:
+        """Return whether all samples, each of `size` bytes when prepared, are held in memory."""
+        return size * sum(map(len, self._samples.values())) <= IN_MEMORY_LIMIT
 
     def _describe(self) -> str:
         name, root = type(self).__name__, getattr(self, "root", None)

@@ -24,9 +24,9 @@ from deeplightning.data.datasets import InMemory, OnDemand
 from deeplightning.data.loading import SPLITS, ColumnData, Moments, by_set
 from deeplightning.data.splits import SET_NAMES, deal
 from deeplightning.data.table_files import TableFile
-from deeplightning.data.table_rows import CHUNK, Rows, Table, encoded, in_memory, numbers_of, on_disk
+from deeplightning.data.table_rows import Rows, Table, encoded, numbers_of, read_table
 from deeplightning.table_spec import DELIMITERS, MISSING, Codes, Column, TableError, TableFormat, TableSpec, Words
-from deeplightning.words import did_you_mean, free_memory
+from deeplightning.words import did_you_mean
 
 log = logging.getLogger("deeplightning.data")
 
@@ -50,8 +50,9 @@ class TableData(ColumnData):
     true and false, it is a category. Batches have `input` float32 (B, F), `label` int64 (B,) or `target` float32 (B,)
     or (B, T), and `index`.
 
-    Tables that do not fit into memory are read in parts, once, into the user's cache
-    (`deeplightning.data.table_rows`), and batches are made of that. Both ways give the same. Then memory holds some
+    A table is read in parts, once, into the user's cache (`deeplightning.data.table_rows`), which this and later runs
+    map into their memory; without a cache into memory. Inputs that take more than
+    `deeplightning.data.loading.IN_MEMORY_LIMIT` are made for each batch. All of that gives the same. Memory holds some
     bytes for each row (its place, class and order) and the different words of each column.
 
     Args:
@@ -71,8 +72,6 @@ class TableData(ColumnData):
         time: the column by which the latest rows test, and the latest of the others validate: numbers, dates, or texts
             that begin with the year if they have one. A row without a time is the oldest.
         limit: use at most this many training rows (validation included) and as many test rows, a seeded choice.
-        in_memory: true: the tables are held in memory; false: they are read into the cache; "auto": into the cache
-            where they would take more memory than is free.
         delimiter: of CSV, the character between the values of a row, such as ";" or "\\t".
         decimal: the decimal sign of numbers, "." or ",". The other one, an apostrophe or a blank may separate
             thousands.
@@ -99,7 +98,6 @@ class TableData(ColumnData):
         group: str | None = None,
         time: str | None = None,
         limit: int | None = None,
-        in_memory: bool | Literal["auto"] = "auto",
         delimiter: str = ",",
         decimal: Literal[".", ","] = ".",
         encoding: str = "utf-8",
@@ -110,7 +108,6 @@ class TableData(ColumnData):
             self.format = TableFormat(delimiter, decimal, encoding, missing_words)  # type: ignore[arg-type]
         except ValueError as error:
             raise DataConfigError(f"data.module.params.{error}.") from None
-        self.tables_in_memory = in_memory
         self.table_spec: TableSpec | None = None
         self.name_files(train=train, val=validation, test=test)
         self.targets = [target] if isinstance(target, str) else list(target)
@@ -142,8 +139,9 @@ class TableData(ColumnData):
         """Read the tables; raise DataError if one cannot be read, lacks a column, or has a value of another kind."""
         types = self._types(TableFile(self.files["train"], self.format))
         files = {name: TableFile(path, self.format) for name, path in self.files.items()}
-        found = self._on_disk(files, types) or {name: in_memory(file, types) for name, file in files.items()}
-        rows = {name: self._rows(self.files[name], table) for name, table in found.items()}
+        named = {*self.kinds, *self.targets}
+        bounded = [name for name, kind in types.items() if kind == "category" and name not in named]
+        rows = {name: self._rows(file.path, read_table(file, types, bounded)) for name, file in files.items()}
         if self.way == "split":
             return self._by_column(rows["train"])
         return rows if len(rows) > 1 else {"all": rows["train"]}
@@ -220,28 +218,6 @@ class TableData(ColumnData):
             raise DataError(f"{words}. No row is left to learn from; name another column in data.module.params.target.")
         log.warning("%s. These rows are left out.", words)
         return rows.take(np.flatnonzero(~absent))
-
-    def _on_disk(self, files: Mapping[str, TableFile], types: Mapping[str, str]) -> dict[str, Table] | None:
-        """Return the tables, where they are kept on the disk; None: they go into memory."""
-        needed, free = sum(file.memory(types) for file in files.values()), free_memory()
-        if self.trainer is not None:
-            needed *= max(1, self.trainer.world_size // max(1, self.trainer.num_nodes))
-        too_large = free is not None and needed > free
-        if self.tables_in_memory is True or (self.tables_in_memory == "auto" and not too_large):
-            return None
-        named = {*self.kinds, *self.targets}
-        bounded = [name for name, kind in types.items() if kind == "category" and name not in named]
-        try:
-            return {name: on_disk(file, types, bounded) for name, file in files.items()}
-        except OSError as error:
-            words = f"{self._describe()} cannot be kept on the disk: {error.strerror or error}"
-            if self.tables_in_memory is False:
-                raise DataError(
-                    f"{words}. DEEPLIGHTNING_CACHE names another folder, and data.module.params.in_memory=true holds "
-                    "the table in memory."
-                ) from error
-            log.warning("%s. In memory it may need %.3g GiB.", words, needed / 2**30)
-        return None
 
     # ---- dividing
 
@@ -328,21 +304,25 @@ class TableData(ColumnData):
         assert spec is not None, "`setup` has read the rows"
         target = samples.column(self.targets[0])
         small = {"label": self._classes(target)} if isinstance(target, Words) else {}
-        inputs, is_in_memory = list[np.ndarray](), samples.table.path is None
+        fits = self._fits(4 * len(spec.columns))
+        inputs = np.empty((len(samples) if fits else 0, len(spec.columns)), np.float32)
+        start = 0
         try:
-            for number, part in enumerate(samples.parts()):
-                made = spec.encode(part, number * CHUNK)
-                inputs += [made] if is_in_memory else []
+            for part in samples.parts():
+                made = spec.encode(part, start)  # also where it is not kept: an error names its row now
+                if fits:
+                    inputs[start : start + len(made)] = made
+                start += len(made)
         except TableError as error:
             raise DataError(
                 f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other say what to do with "
                 "such values."
             ) from error
         targets = () if self.class_names else self.targets
-        if not is_in_memory:
+        if not fits:
             return OnDemand(samples, partial(encoded, spec, targets), small)
         small |= numbers_of(targets, {name: samples.column(name) for name in targets})
-        return InMemory({"input": torch.from_numpy(np.concatenate(inputs))}, small)
+        return InMemory({"input": torch.from_numpy(inputs)}, small)
 
     def _classes(self, target: Words) -> torch.Tensor:
         """Return the class of each row, int64 (N,)."""

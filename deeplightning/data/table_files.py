@@ -33,9 +33,6 @@ from deeplightning.table_spec import (
 HEAD = 2**20
 """Bytes of a file by which its format is recognised."""
 
-MEMORY = 4
-"""How many times its size, in a file of CSV, a table takes in memory while it is read: 3 to 5 times, by its numbers."""
-
 _CONVERTED = {
     **dict.fromkeys((".xlsx", ".xlsm", ".xls", ".ods"), "pandas.read_excel('{0}').to_csv('{1}.csv', index=False)"),
     ".dta": "pandas.read_stata('{0}').to_csv('{1}.csv', index=False)",
@@ -169,13 +166,6 @@ class TableFile:
         for batch in self.batches(types, rows):
             yield {name: self._values(name, batch.column(name), kind, before) for name, kind in types.items()}
             before += len(batch)
-
-    def memory(self, types: Types) -> int:
-        """Return about how many bytes of memory reading takes."""
-        if self.kind == "parquet":
-            with self._as_data_errors():
-                return parquet.read_metadata(self.path).num_rows * len(types) * 8 * MEMORY
-        return self.path.stat().st_size * MEMORY
 
     def _values(self, name: str, column: pa.Array, kind: str, before: int) -> "np.ndarray | Words":
         """Return a column as float64 (N,), NaN where it is missing, or as words; `before`: rows of former parts."""

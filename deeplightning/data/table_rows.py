@@ -1,5 +1,5 @@
-"""Rows of a table before they are prepared: an array in memory, or, of a table larger than memory, a file of the cache,
-which all processes of this run and of later ones map. Both give the same numbers.
+"""Rows of a table before they are prepared: a file of the cache, which all processes of this run and of later ones map,
+or an array in memory where there is no cache. Both give the same numbers.
 
 The file keeps the values of the table, not the inputs of one network, so that other seeds, folds and sets of the same
 columns read the same file. The name of its folder (`deeplightning.data.cache_files`) is a digest of the kinds of the
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from deeplightning.data import cache_files
-from deeplightning.data.cache_files import Damaged, Unusable, stat_of
+from deeplightning.data.cache_files import Damaged, stat_of
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch, Divisible
 from deeplightning.table_spec import TableSpec, Words
@@ -136,26 +136,27 @@ def numbers_of(targets: Sequence[str], rows: Part) -> Batch:
 # ---- reading a file
 
 
-def in_memory(file: "TableFile", types: Mapping[str, str]) -> Table:
-    """Return a table in memory; raise DataError if it is not as it should be."""
-    known = _no_words(types)
-    rows = np.concatenate([np.empty(0, _record(known)), *_parts(file, types, known)])
-    return Table(rows, _columns(known))
-
-
-def on_disk(file: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> Table:
-    """Return a table that is mapped from the cache; one that has not been read before is read.
+def read_table(file: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> Table:
+    """Return a table that is mapped from the cache; one that has not been read before is read. Where the cache cannot
+    be used, the log says why, and the table is in memory.
 
     Args:
         bounded: columns of which more than `MOST_WORDS` different words are refused.
 
     Raises:
         DataError: the table is not as it should be.
-        OSError: there is no cache, or no room in it; the message says why.
     """
-    top = cache_files.cache_folder(True, "tables")
-    if top is None:
-        raise Unusable("DEEPLIGHTNING_CACHE is off")
+    if (top := cache_files.cache_folder(True, "tables")) is not None:
+        try:
+            return _on_disk(top, file, types, bounded)
+        except OSError as error:
+            log.warning("%s is read into memory: %s: %s", file.path, top, error.strerror or error)
+    known = _no_words(types)
+    rows = np.concatenate([np.empty(0, _record(known)), *_parts(file, types, known, bounded)])
+    return Table(rows, _columns(known))
+
+
+def _on_disk(top: Path, file: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> Table:
     programs = [Path(__file__).with_name(name).read_bytes() for name in ("table_rows.py", "table_files.py")]
     before = stat_of(file.path.stat())
     folder = top / cache_files.folder_name((sys.byteorder, programs, *types.items(), file.form, bounded), before)
@@ -186,9 +187,7 @@ def _record(columns: Mapping[str, object]) -> np.dtype:
     return np.dtype([("numbers", "<f8", (numbers,)), ("codes", "<i4", (len(columns) - numbers,))])
 
 
-def _parts(
-    file: "TableFile", types: Mapping[str, str], known: _Known, bounded: Sequence[str] = ()
-) -> Iterator[np.ndarray]:
+def _parts(file: "TableFile", types: Mapping[str, str], known: _Known, bounded: Sequence[str]) -> Iterator[np.ndarray]:
     """Yield all rows of a file in parts, and add their words to `known`."""
     for part in file.parts(types, CHUNK):
         made = np.empty(len(next(iter(part.values()))), _record(known))
@@ -210,7 +209,7 @@ def _parts(
 
 def _write(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
     path, data, known, size = table.path, folder / "rows", _no_words(types), 0
-    log.info("Reading %s, which is large, into %s", path, folder)
+    log.info("Reading %s into %s", path, folder)
 
     with cache_files.in_use(data, "xb") as file:
         for part in _parts(table, types, known, bounded):

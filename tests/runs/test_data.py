@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from deeplightning.checks.examine import load_config
-from deeplightning.data import images as images_module
+from deeplightning.data import loading
 from deeplightning.data.augment import RandomCrop, RandomHorizontalFlip
 from deeplightning.data.cifar import CIFAR10
 from deeplightning.data.data_errors import DataConfigError, DataError
@@ -274,9 +274,9 @@ def test_a_damaged_file_in_a_worker(tmp_path):
 
 def test_memory_limit(monkeypatch):
     """Without a word from the user, a set is held in memory if its prepared images stay within the limit."""
-    monkeypatch.setattr(images_module, "IN_MEMORY_LIMIT", 1797 * 64)
+    monkeypatch.setattr(loading, "IN_MEMORY_LIMIT", 1797 * 64)
     assert on_rank(Digits(data_config())).in_memory is True
-    monkeypatch.setattr(images_module, "IN_MEMORY_LIMIT", 1797 * 64 - 1)
+    monkeypatch.setattr(loading, "IN_MEMORY_LIMIT", 1797 * 64 - 1)
     assert on_rank(Digits(data_config())).in_memory is False
     assert on_rank(Digits(data_config(), in_memory=True)).in_memory is True
 

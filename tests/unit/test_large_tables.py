@@ -1,4 +1,4 @@
-"""Tables larger than memory: read in parts into the cache, they give what they give in memory, bit by bit."""
+"""Tables are read in parts into the cache, and larger ones prepared for each batch: the same bits as in memory."""
 
 import csv
 import errno
@@ -14,7 +14,7 @@ import pytest
 from modules import data_config
 from pyarrow import parquet
 
-from deeplightning.data import table, table_rows
+from deeplightning.data import loading, table, table_rows
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import OnDemand
 from deeplightning.data.loading import Moments
@@ -64,6 +64,7 @@ def place(tmp_path_factory):
 
 
 def ready(root, in_memory, stage=None, *, train="orders.csv", target="kind", columns=None, **params):
+    """True: nothing is on the disk; False: no inputs in memory; None: the rows on the disk, the inputs in memory."""
     of_data = {name: params.pop(name) for name in ("seed", "num_splits", "fold", "num_workers") if name in params}
     if "only" not in params:
         columns = {"customer": "ignore", "part": "ignore", "day": "ignore"} | (columns or {})
@@ -72,12 +73,16 @@ def ready(root, in_memory, stage=None, *, train="orders.csv", target="kind", col
         config,
         train,
         target,
-        in_memory=in_memory,
         missing=params.pop("missing", "fill"),
         columns=columns or {},
         **params,
     )
-    module.setup(stage)
+    with pytest.MonkeyPatch.context() as patch:
+        if in_memory:
+            patch.setenv("DEEPLIGHTNING_CACHE", "off")
+        if in_memory is False:
+            patch.setattr(loading, "IN_MEMORY_LIMIT", 0)
+        module.setup(stage)
     return module
 
 
@@ -108,12 +113,13 @@ def as_bytes(found):
     ],
     ids=str,
 )
-def test_both_ways_give_the_same(params, place, small):
+@pytest.mark.parametrize("in_memory", [False, None])
+def test_both_ways_give_the_same(in_memory, params, place, small):
     """Spec, classes, statistics of targets, splits, batches and examples of a table on the disk are those of the same
     table in memory, bit by bit, by each way to divide it."""
-    wanted, found = ready(place, True, **params), ready(place, False, **params)
+    wanted, found = ready(place, True, **params), ready(place, in_memory, **params)
     assert not isinstance(wanted.dataset("train"), OnDemand)
-    assert isinstance(found.dataset("train"), OnDemand)
+    assert isinstance(found.dataset("train"), OnDemand) is (in_memory is False)
     assert found.table_spec == wanted.table_spec
     for name in ("class_names", "target_names", "target_mean", "target_std"):
         assert getattr(found, name) == getattr(wanted, name)
@@ -246,27 +252,12 @@ def test_a_constant_has_no_deviation(value):
         assert (moments.mean.tolist(), moments.std.tolist()) == ([value] * 2, [0.0, 0.0])
 
 
-# The way that is taken
-
-
-@pytest.mark.parametrize(
-    ("free", "is_stored"), [(1000 * 2**30, False), (2**20, True), (None, False)], ids=["fits", "too large", "unknown"]
-)
-def test_memory_decides(free, is_stored, place, monkeypatch):
-    """A table goes to the disk where it would take more memory than is free, of all processes together."""
-    monkeypatch.setattr(table, "free_memory", lambda: free)
-    assert isinstance(ready(place, "auto", "test").dataset("test"), OnDemand) is is_stored
-
-
-def test_without_a_cache(place, monkeypatch, caplog):
-    """`auto` reads into memory what cannot be kept on the disk, with a warning; `false` ends with the reason."""
-    monkeypatch.setenv("DEEPLIGHTNING_CACHE", "off")
-    monkeypatch.setattr(table, "free_memory", lambda: 2**20)
-    assert not isinstance(ready(place, "auto", "test").dataset("test"), OnDemand)
-    assert "cannot be kept on the disk: DEEPLIGHTNING_CACHE is off. In memory it may need" in caplog.text
-    with pytest.raises(DataError, match="cannot be kept on the disk: DEEPLIGHTNING_CACHE is off") as caught:
-        ready(place, False)
-    assert "in_memory=true" in str(caught.value)
+def test_the_size_of_the_inputs_decides(place, monkeypatch):
+    """They are in memory up to a limit, of all sets together."""
+    size = ROWS * 4 * len(ready(place, None).table_spec.columns)
+    for limit, fits in ((size, True), (size - 1, False)):
+        monkeypatch.setattr(loading, "IN_MEMORY_LIMIT", limit)
+        assert isinstance(ready(place, None).dataset("test"), OnDemand) is not fits
 
 
 # The cache
@@ -340,34 +331,35 @@ def test_damage(lost, how, place, cache, counted):
     assert counted == ["orders.csv"] * 2
 
 
-def test_a_full_disk(place, cache, monkeypatch):
-    """It ends the run with the reason, and leaves nothing behind."""
+def test_a_full_disk(place, cache, monkeypatch, caplog):
+    """The log has the reason, nothing is left behind, and the table is in memory."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match="cannot be kept on the disk: No space left on device"):
-        ready(place, False)
+    assert ready(place, None).dataset("train").labels.any()
+    assert f"orders.csv is read into memory: {cache}: No space left on device" in caplog.text
     assert folders(cache) == []
 
 
-def test_a_table_in_use_keeps_its_place(place, monkeypatch):
+def test_a_table_in_use_keeps_its_place(place, monkeypatch, caplog):
     """It does not make room for another; test_cache.py has the order in which others go."""
     used = ready(place, False, "test", only=["age"])
     size = sum(file.stat().st_size for file in used._samples["test"].table.path.iterdir())
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(1.5 * size / 2**30))
-    with pytest.raises(DataError, match="allow beside what is in use"):
-        ready(place, False, "test", only=["city"])
+    ready(place, False, "test", only=["city"])
+    assert "allow beside what is in use" in caplog.text
+    assert used._samples["test"].table.path.is_dir()
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", "0.0001")
-    with pytest.raises(DataError, match="more than DEEPLIGHTNING_CACHE_LIMIT"):
-        ready(place, False, "test", only=["new"])
+    assert ready(place, False, "test", only=["new"])._samples["test"].table.path is None
 
 
 CHILD = """
 import sys, threading, time
 import pyarrow.csv, pyarrow.parquet, torch, pytorch_lightning
 from modules import data_config
+from deeplightning.data import loading
 from deeplightning.data.table import TableData
 
 def own():
@@ -381,7 +373,8 @@ def watch():
 
 taken = [own()]
 threading.Thread(target=watch, daemon=True).start()
-module = TableData(data_config(sys.argv[1], batch_size=512), "large.csv", "label", in_memory=False)
+loading.IN_MEMORY_LIMIT = 0
+module = TableData(data_config(sys.argv[1], batch_size=512), "large.csv", "label")
 module.setup()
 assert sum(len(batch["index"]) for batch in module.train_dataloader()) > 500_000
 print(max(taken) - taken[0])
