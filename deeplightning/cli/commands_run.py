@@ -77,7 +77,7 @@ def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[st
     "--format",
     "formats",
     multiple=True,
-    type=click.Choice(["onnx", "torchscript", "pt2"]),
+    type=click.Choice(["onnx", "pt2"]),
     help="Write the network in this format too; repeatable. ONNX is always written.",
 )
 @with_allow

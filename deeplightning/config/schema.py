@@ -40,7 +40,7 @@ ServeDevice = Literal[
 
 Mode = Literal["min", "max"]
 BETTER = "whether less (`min`) or more (`max`) is better; null: what the metric's name says"
-ExportFormat = Literal["onnx", "torchscript", "pt2"]
+ExportFormat = Literal["onnx", "pt2"]
 Stage = Literal["train", "validate", "test", "predict"]
 
 
@@ -396,7 +396,7 @@ class Train(Section):
     )
     export: bool | list[ExportFormat] = key(
         "write the bundle that `serve` answers from when training has ended; a list names the formats in it: `onnx`, "
-        "which is always there, and `torchscript` and `pt2` for programs with torch",
+        "which is always there, and `pt2` for programs with torch",
         True,
         example="[onnx, pt2]",
     )

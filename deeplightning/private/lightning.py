@@ -1,7 +1,6 @@
 """Private names of Lightning 2.6."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -214,11 +213,3 @@ def has_run(logger: object) -> bool:
     """Return whether Lightning's MLFlowLogger has created a run; reading its id would create one. If the name moves, a
     run that fails at once leaves an empty MLflow run, without an error."""
     return bool(getattr(logger, "_initialized", True))
-
-
-def traceable() -> AbstractContextManager[None]:
-    """Let torch trace LightningModules as TorchScript: without a trainer, some of their properties raise errors. If the
-    name moves, an export of a user's module as TorchScript fails."""
-    from pytorch_lightning.core.module import _jit_is_scripting
-
-    return _jit_is_scripting()

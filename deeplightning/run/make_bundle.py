@@ -105,8 +105,8 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         ConfigError: a user's module takes or returns anything but one tensor.
         FormatError: a further format cannot express the network. The bundle exists without it.
     """
-    from deeplightning.export.bundle import FormatError, export
-    from deeplightning.export.formats import add_format
+    from deeplightning.export.bundle import export
+    from deeplightning.export.formats import add_pt2
 
     task, cfg, path = trained_task(folder, allow, verb)
     if not is_servable(task):
@@ -135,14 +135,8 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
             model = write_model(folder)
         log.info("model      %s", model)
     asked = [*(cfg.train.export if isinstance(cfg.train.export, list) else ()), *formats]
-    failed: list[FormatError] = []
-    for name in [each for each in ("torchscript", "pt2") if each in asked]:
-        try:
-            log.info("bundle     %s", add_format(task, folder, name))
-        except FormatError as error:
-            failed.append(error)
-    if failed:
-        raise FormatError("\n".join(map(str, failed)))
+    if "pt2" in asked:
+        log.info("bundle     %s", add_pt2(task, folder))
     return bundle
 
 

@@ -372,15 +372,6 @@ def test_threads_are_shared(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_a_lightning_module_can_be_traced():
-    """Within `traceable`, torch reads every attribute of a module without a trainer."""
-    module = Line()
-    with pytest.raises(RuntimeError, match="not attached"):
-        _ = module.trainer
-    with lightning.traceable():
-        assert module.trainer is None
-
-
 def test_lightnings_logger_tells_whether_it_has_a_run(tmp_path):
     """`_initialized` tells whether it has opened one."""
     logger = pl.loggers.MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifact_location=str(tmp_path))

@@ -19,7 +19,7 @@ from deeplightning_hub.model_card import model_card, public_config
 
 FORMS = "hf://USER/NAME or mlflow://NAME"
 SAFE = (".onnx", ".data", ".safetensors", ".json")
-"""Extensions of a bundle's files that contain no pickle. TorchScript and pt2 files contain some."""
+"""Extensions of a bundle's files that contain no pickle. A pt2 file contains some."""
 
 README, NOTE = "README.md", ".push.json"
 """README: the model card. NOTE: the record of a push, with the names and SHA-256 of the files that it wrote."""

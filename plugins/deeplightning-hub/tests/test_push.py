@@ -31,10 +31,10 @@ TOKEN = "hf_" + "Zq8Rw2Lk7Tn4Vx9Bc1Md" * 2
 
 @pytest.fixture(scope="module")
 def run(train):
-    """The folder of a run with a TorchScript file, which holds pickle, and a secret and a path in its config."""
+    """The folder of a run with a file of torch, which holds pickle, and a secret and a path in its config."""
     secret = "data.module={type: own.Guarded, params: {token: '${oc.env:PASSWORD}'}}"
     outcome = train(
-        secret, "train.num_epochs=1", "stages=[train, test]", "train.export=[torchscript]", "serve.api_key_env=KEY",
+        secret, "train.num_epochs=1", "stages=[train, test]", "train.export=[pt2]", "serve.api_key_env=KEY",
         "train.resume_ckpt=null", "data.root=/home/ada/pictures", PASSWORD="s3cr3t-Tq8Rw2Lk7",
     )  # fmt: skip
     return outcome.folder
@@ -45,7 +45,7 @@ def written(run, command, place, tmp_path_factory):
     """A folder that the run was pushed into."""
     folder = tmp_path_factory.mktemp("pushed") / "model"
     outcome = command("push", run, "hf://ada/digits", "--to", folder, cwd=place, code=0)
-    assert "left out: model.torchscript.pt, which holds pickle" in outcome.err
+    assert "left out: model.pt2, which holds pickle" in outcome.err
     assert outcome.out.strip() == str(folder)
     return folder
 
