@@ -26,7 +26,7 @@ from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
 from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import say_path
-from deeplightning.reproduce.differences import PATH_KEYS, compare, reasons
+from deeplightning.reproduce.differences import PATH_KEYS, compare
 from deeplightning.reproduce.past import PastRun, flat, past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, restored, unpack
@@ -105,7 +105,7 @@ def reproduce(
         raise RunError(
             f"{again.folder.path} does not agree with {original.folder.path}: first difference: {found_apart[0]}"
             + (f" ({len(found_apart) - 1} more: {'; '.join(found_apart[1:6])})" if len(found_apart) > 1 else "")
-            + f". {reasons(original, again)}"
+            + f". `deeplightning diff {shlex.quote(str(original))} {shlex.quote(str(again))}` shows what else differs"
         )
     return again.folder
 

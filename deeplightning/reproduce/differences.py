@@ -192,21 +192,3 @@ def _bytes(tensor: Tensor) -> bytes:
     import torch
 
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def reasons(original: PastRun, again: PastRun) -> str:
-    """Return likely reasons why two runs of the same config differ."""
-    found = differences(original, again)
-    found["config"] = [d for d in found["config"] if d[0] != "train.resume_ckpt"]
-    words = [
-        f"{group}: " + ", ".join(f"{n} {shown(a)} → {shown(b)}" for n, a, b in found[group][:5])
-        for group in ("code", "data", "environment", "hardware", "config")
-        if found[group]
-    ]
-    if words:
-        return f"Likely because of what else differs: {'; '.join(words)}"
-    hint = "" if original.config.get("engine.deterministic") else " (engine.deterministic: true forbids such)"
-    return (
-        f"Config, code, versions and hardware are the same: an operation repeats itself only roughly{hint}, or code "
-        "reads what is not recorded, such as a clock"
-    )
