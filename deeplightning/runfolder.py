@@ -72,7 +72,6 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = from_start(path)
         self.config = self.path / "cfg.yaml"
-        self.asked = self.path / "asked.yaml"  # requested values that differ from cfg.yaml, by key
         self.environment = self.path / "environment.json"
         self.code = self.path / "code.zip"  # the user's own code at the start
         self.data = self.path / "data.json"  # name, size and SHA-256 of the files that were read

@@ -258,8 +258,6 @@ class Record(Callback):
         if is_other:
             _replace(folder, folder.config, dump(settings))
         note_own(folder.config)
-        if self.cfg.asked and _read(folder.asked) != (asked := _nested(self.cfg.asked)):
-            _replace(folder, folder.asked, dump(asked))
         former = read_object(folder.environment)
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
@@ -504,15 +502,6 @@ def _read(config: Path) -> dict[str, Any]:
         return plain(parse(text_of(config), config.name, [])) or {}
     except ConfigError:
         return {}
-
-
-def _nested(values: Mapping[str, object]) -> dict[str, Any]:
-    """Return values by dotted keys as a config has them."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        found.setdefault(section, {})[name] = value
-    return found
 
 
 def _log_to_file(path: Path, cfg: Config) -> None:
