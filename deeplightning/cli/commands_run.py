@@ -217,7 +217,7 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 @cli.command()
 @click.option("--tracking-uri", help="The store; default: MLFLOW_TRACKING_URI, else mlruns.")
 @click.option("--status", multiple=True, type=_STATUS, help="Only runs that ended so, or are running; repeatable.")
-@click.option("--metric", metavar="NAME[>NUMBER]", help="Only runs with this metric, or where it compares so.")
+@click.option("--metric", metavar="NAME", help="Only runs with this metric, which is shown as their result.")
 @click.option("--name", metavar="TEXT", help="Only runs with this in their name or experiment; * is anything.")
 @click.option("--experiment", metavar="NAME", help="Only runs of the experiment of this name.")
 @click.option("--last", is_flag=True, help="Only the folder of the newest of them.")
@@ -264,16 +264,13 @@ def runs(
         return
     for line in settle_quietly(locate(tracking_uri)):
         say(line, err=True)
-    try:
-        if last:
-            from deeplightning.tracking import resolve_run
+    if last:
+        from deeplightning.tracking import resolve_run
 
-            run = of.newest(tracking_uri, statuses, metric, name, experiment)
-            say_path(resolve_run(run, tracking_uri))
-            return
-        rows = of.listing(tracking_uri, statuses, metric, name, experiment)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        run = of.newest(tracking_uri, statuses, metric, name, experiment)
+        say_path(resolve_run(run, tracking_uri))
+        return
+    rows = of.listing(tracking_uri, statuses, metric, name, experiment)
     for line in of.lines(rows, width() if is_interactive(sys.stdout) else None):
         print(line)  # noqa: T201  (with the style of the header)
     if clean and not delete:

@@ -1,8 +1,6 @@
 """List runs, remove unfinished ones, and send what a killed run has left unsent."""
 
 import contextlib
-import operator
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
@@ -38,16 +36,13 @@ def listing(
     Args:
         tracking_uri: the store; None: MLFLOW_TRACKING_URI, else `mlruns`.
         statuses: only runs with one of these.
-        metric: only runs that have this metric, which is their result then; or whose last value of it is so: a name,
-            one of >, >=, <, <=, =, and a number.
+        metric: only runs that have this metric, which is their result then.
         name: only runs in whose name or experiment's name this is found; * matches anything.
         experiment: only runs of the experiment of this name.
 
     Raises:
         SetupError: the store cannot be opened.
-        ValueError: `metric` is neither a name nor a comparison.
     """
-    wanted, compare, bound = _condition(metric)
     rows = []
     with _store(tracking_uri) as store:
         runs = open_reader(store).listing()
@@ -61,9 +56,9 @@ def listing(
                 continue
             if experiment not in (None, run.experiment):
                 continue
-            if wanted is not None and not (wanted in run.metrics and compare(run.metrics[wanted], bound)):
+            if metric is not None and metric not in run.metrics:
                 continue
-            rows.append(_row(run, SHOWN if wanted is None else (wanted,)) | {"status": status})
+            rows.append(_row(run, SHOWN if metric is None else (metric,)) | {"status": status})
     return rows
 
 
@@ -96,25 +91,12 @@ def newest(tracking_uri: str | None, *filters: Any) -> str:
     Raises:
         CheckpointError: there is none.
         SetupError: there is no store, or it cannot be opened.
-        ValueError: as of `listing`.
     """
     rows = listing(tracking_uri, *filters)
     if not rows:
         store, which = locate(tracking_uri).shown, "such run" if any(filters) else "run"
         raise CheckpointError(f"{store}: there is no {which}. `deeplightning runs` lists the runs")
     return f"runs:/{rows[0]['id']}"
-
-
-def _condition(metric: str | None) -> tuple[str | None, Callable[[float, float], bool], float]:
-    if metric is None or not re.search("[<>=]", metric):
-        return metric, lambda value, bound: True, 0.0
-    parts = re.fullmatch(r"\s*([^<>=]+?)\s*(>=|<=|>|<|=)\s*([^<>=]+)\s*", metric)
-    compare = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
-    try:
-        assert parts is not None
-        return parts[1], compare[parts[2]], float(parts[3])
-    except (AssertionError, ValueError):
-        raise ValueError(f"{metric!r}: write a metric's name, or a comparison such as val_acc>0.9") from None
 
 
 def _row(run: Run, shown: Sequence[str]) -> dict[str, str]:

@@ -67,8 +67,8 @@ def compare(first: str, second: str, metric: str | None, by: float | None, forma
     """Judge whether the metrics of runs B are better than those of runs A, or whether it may be luck.
 
     A and B are what `train --seeds` or `--multirun` made (folder, name or id), a RUN, several of these with commas
-    between them, or a choice as of `runs`: name=wide*, experiment=NAME, metric='val_acc>0.9', status=finished, with
-    commas between them. Each metric has its difference, its 95 % interval by bootstrap (paired by seed where A and B
+    between them, or a choice as of `runs`: name=wide*, experiment=NAME, metric=val_acc, status=finished, with commas
+    between them. Each metric has its difference, its 95 % interval by bootstrap (paired by seed where A and B
     share seeds), Hedges' g and the number of further seeds that evidence would take; answers to the same test set are
     compared by sample, classes by McNemar's test. Nothing is run.
     """
