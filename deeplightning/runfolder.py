@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, TypedDict
@@ -162,64 +161,11 @@ class RunFolder:
 
 
 def make_private(folder: Path, store: Path) -> None:
-    """Make a folder below a store, and the folder of the store if it is missing.
-
-    New folders have the permissions of the store's folder. A new store is accessible to its owner only.
-    """
+    """Make a folder below a store, and the folder of the store if it is missing: only its owner can enter it."""
     if not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
         store.mkdir(mode=0o700, exist_ok=True)
-    with permissions_of(store):
-        folder.mkdir(parents=True, exist_ok=True)
-
-
-class _Umask:
-    """Share this process's umask between its threads.
-
-    The latest umask that a thread has set and not given back applies, or else the user's. If each thread restored what
-    it had found, one could restore the user's umask while another writes.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._asked, self._users = threading.Lock(), dict[object, int](), 0
-
-    def ask(self, umask: int) -> object:
-        """Set the umask; return the token for `give_back`."""
-        with self._lock:
-            before, token = os.umask(umask), object()
-            if not self._asked:
-                self._users = before
-            self._asked[token] = umask
-        return token
-
-    def give_back(self, token: object) -> None:
-        with self._lock:
-            del self._asked[token]
-            os.umask(next(reversed(self._asked.values()), self._users))
-
-
-UMASK = _Umask()
-
-
-@contextlib.contextmanager
-def permissions_of(folder: Path | None) -> Iterator[None]:
-    """Give the permissions of a folder to files and folders that are made in this context; None: those of the user's
-    umask."""
-    token = UMASK.ask(umask_of(folder)) if folder is not None else None
-    try:
-        yield
-    finally:
-        if token is not None:
-            UMASK.give_back(token)
-
-
-def umask_of(folder: Path) -> int:
-    """Return the umask for files with the permissions of a folder, without write access for others.
-
-    If the folder does not exist, only the owner has access.
-    """
-    mode = folder.stat().st_mode if folder.exists() else 0o700
-    return ~mode & 0o077 | 0o002
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
 from deeplightning.config.secrets import redact
-from deeplightning.runfolder import RunFolder, from_start, permissions_of, write_whole
+from deeplightning.runfolder import RunFolder, from_start, write_whole
 from deeplightning.tracking.code import Code, collect, describe_program, versions_of
 from deeplightning.tracking.datafiles import describe_files, paths_of
 from deeplightning.tracking.entities import Dataset
@@ -100,13 +100,12 @@ class Origin:
             self._digesting.join(0 if was_interrupted else PATIENCE)
             self._enough.set()
             self._digesting.join()
-        with permissions_of(self.folder.path):
-            if self._code is not None:
-                with _or_warned(self.folder.code):
-                    code = collect(self._redact, self._code)
-                    code.packages = versions_of(code.imported)
-                    code.program |= self._program
-                    self._keep_code(code)
+        if self._code is not None:
+            with _or_warned(self.folder.code):
+                code = collect(self._redact, self._code)
+                code.packages = versions_of(code.imported)
+                code.program |= self._program
+                self._keep_code(code)
 
     def _redact(self, text: str) -> str:
         """Remove the values of the environment, except those that are too short to be a secret and would be found all
@@ -139,8 +138,7 @@ class Origin:
             without = [self.folder.path, *([store] if store is not None else [])]
             found = describe_files(paths, self._root, without=without, stop=self._enough.is_set)
             self._tell(found["files"])
-            with permissions_of(self.folder.path):  # the run may have ended by now, and restored those of the user
-                write_whole(self.folder.data, json.dumps(found, indent=1))
+            write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:
             log.warning("data       no digest of them is kept: %s", error)
 

@@ -42,7 +42,7 @@ from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import Interrupted
 from deeplightning.process.terminal import LAYOUT, say
-from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
+from deeplightning.runfolder import FolderLock, RunFolder, make_private, read_object, write_whole
 from deeplightning.tracking.build import end, open_runs, publish, run_folder
 from deeplightning.tracking.entities import DATA, ENGINE, NETWORK, Dataset
 from deeplightning.tracking.environment import REPRODUCES, describe
@@ -79,7 +79,6 @@ class Record(Callback):
         self._frozen: list[str] | None = None  # of the checkpoint
         self._outside: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the start, or the save before
         self._lost: set[str] = set()
-        self._umask: object = None  # while that of the run is set
         self._user_calls = UserCalls()
 
     @property
@@ -147,7 +146,6 @@ class Record(Callback):
     def open(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Start the run, unless it is open, and write what is known at its start."""
         if self._folder is not None:
-            self._restrict()
             return
         # Before the run opens: a process that is killed while it asks git must not leave an empty run.
         environment = describe(self.cfg.redact) if trainer.is_global_zero else None
@@ -164,7 +162,6 @@ class Record(Callback):
         self._folder = RunFolder(folder)
         if tracked is not None:
             self._user_calls.begin(tracked, maker_of(self.loggers) if trainer.is_global_zero else None)
-        self._restrict()
         print_once()
         if self.cfg.logger.per_rank_files:
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
@@ -215,20 +212,6 @@ class Record(Callback):
             return False
         self._user_calls.expect(TrackedRun(self.loggers[0].tracking_uri, run_id))
         return True
-
-    def _restrict(self) -> None:
-        """Give what this process makes from now on the permissions of the run's folder."""
-        before, self._umask = self._umask, UMASK.ask(umask_of(self.folder.path))
-        if before is not None:
-            UMASK.give_back(before)
-
-    def _unrestrict(self, *_: object, **__: object) -> None:
-        """Restore what the user has set."""
-        if self._umask is not None:
-            UMASK.give_back(self._umask)
-            self._umask = None
-
-    teardown = _unrestrict
 
     def _agreed(self, trainer: Trainer, folder: str, tracked: TrackedRun | None) -> tuple[str, TrackedRun | None]:
         """Return the folder and the tracker's run that rank 0 has found, on every rank.
@@ -309,7 +292,6 @@ class Record(Callback):
 
     def close(self) -> None:
         """Set the final run status and release the folder lock."""
-        self._unrestrict()
         self._user_calls.end("FINISHED")
         if self._origin is not None:
             self._origin.end(self._stopped)

@@ -35,7 +35,7 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind, labels_of, row_spec
 from deeplightning.private.messages import Sentence, says
-from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest, permissions_of
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
 from deeplightning.table_spec import TableSpec
 from deeplightning.text_spec import TextSpec
 from deeplightning.words import first_line
@@ -379,9 +379,8 @@ def replacement_for(target: Path) -> Iterator[Path]:
     new = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     old = new.with_name(f"{new.name}.old")
     try:
-        with permissions_of(target.parent):
-            new.mkdir()
-            yield new
+        new.mkdir()
+        yield new
         for path in (*new.iterdir(), new):
             _sync(path)
         if target.exists():

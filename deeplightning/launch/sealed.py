@@ -22,7 +22,6 @@ from pathlib import Path
 from deeplightning import own_code
 from deeplightning.faults import SetupError
 from deeplightning.own_code import SEAL
-from deeplightning.runfolder import UMASK
 from deeplightning.tracking.code import TEXTS, Code, collect
 from deeplightning.tracking.environment import GIT
 
@@ -69,7 +68,6 @@ def seal(
     """
     code = own_code_now() if code is None else code
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    token = UMASK.ask(0o077)
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(mode=0o700, parents=True)
@@ -90,7 +88,6 @@ def seal(
         raise SetupError(f"{where}: the code of this launch cannot be sealed: {error.strerror}") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-        UMASK.give_back(token)
     return folder
 
 

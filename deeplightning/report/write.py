@@ -11,7 +11,7 @@ from deeplightning.figures.style import Drawing, drawn, save, to_svg
 from deeplightning.report import page
 from deeplightning.report.evaluation import Evaluation, evaluate
 from deeplightning.report.facts import STAGES, Facts, facts, pictures
-from deeplightning.runfolder import RunFolder, permissions_of, write_whole
+from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.words import stage_of
 
 MAX_VALUE_CHARACTERS = 400
@@ -137,11 +137,10 @@ def write_run(folder: RunFolder, run: Facts | None = None) -> Path:
         CheckpointError: this is no run folder.
         SetupError: the folder cannot be written.
     """
-    with permissions_of(folder.path):
-        try:
-            content = report(run or facts(folder), folder.path)
-        except OSError as error:
-            raise SetupError(f"{folder.path}: cannot be written: {error.strerror}; --out FILE names a place") from error
+    try:
+        content = report(run or facts(folder), folder.path)
+    except OSError as error:
+        raise SetupError(f"{folder.path}: cannot be written: {error.strerror}; --out FILE names a place") from error
     write_report(folder.report, content, folder)
     return folder.report
 
@@ -158,7 +157,6 @@ def write_report(path: Path, content: str, folder: RunFolder | None = None) -> N
     try:
         if path.exists() and page.MARK not in path.read_text(encoding="utf-8", errors="replace")[:2000]:
             raise SetupError(f"{path}: exists and is not a report of Deep Lightning; name another file with --out")
-        with permissions_of(folder.path if folder is not None else None):
-            write_whole(path, content)
+        write_whole(path, content)
     except OSError as error:
         raise SetupError(f"{path}: cannot be written: {error.strerror}; --out FILE names another place") from error

@@ -21,7 +21,7 @@ from deeplightning.kinds import KINDS, has_spec, is_plain
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import TO_ANSWER, load_run, trained_task
 from deeplightning.run.own_module import pixels, samples_of, servable
-from deeplightning.runfolder import RunFolder, permissions_of, whole
+from deeplightning.runfolder import RunFolder, whole
 from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
@@ -56,7 +56,7 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
             if kind.takes == "image" and inputs.is_floating_point():
                 inputs = pixels(inputs, task.image_spec)
             kept = {kind.nouns: inputs.numpy()}
-    with permissions_of(folder.path), whole(folder.samples) as file:
+    with whole(folder.samples) as file:
         np.savez_compressed(file, **kept)
 
 
@@ -131,8 +131,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     if cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model
 
-        with permissions_of(folder.path):
-            model = write_model(folder)
+        model = write_model(folder)
         log.info("model      %s", model)
     asked = [*(cfg.train.export if isinstance(cfg.train.export, list) else ()), *formats]
     if "pt2" in asked:

@@ -34,7 +34,7 @@ from deeplightning.launch import Job, apply_environment, array_of
 from deeplightning.process.identity import DECIDED, refuse_several
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.past import PastRun
-from deeplightning.runfolder import RUNS_FILE, RunFolder, make_private, permissions_of, read_object, write_whole
+from deeplightning.runfolder import RUNS_FILE, RunFolder, make_private, read_object, write_whole
 from deeplightning.sweep.frozen_code import SearchCode, code_of_grid, own_code
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
@@ -148,7 +148,7 @@ class Grid:
     def run(self) -> Path:
         """Run all points that have not finished, and write the table; return its folder."""
         store = self.home.parents[2]
-        with contextlib.closing(self.server), permissions_of(store if store.exists() else self.home):
+        with contextlib.closing(self.server):
             try:
                 make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
                 hold = RunFolder(self.home).lock()

@@ -23,7 +23,7 @@ from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.faults import SetupError, count
-from deeplightning.runfolder import RunFolder, make_private, permissions_of
+from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking import entities
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.delivery import Delivery, header_of
@@ -347,9 +347,8 @@ class MLflowLogger(Logger):
     def _writing(self, target: Path) -> Iterator[Path]:
         """Yield the path at which a file is written first. If the disk is full, the file is left out with a warning."""
         try:
-            with permissions_of(self._top()):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                yield target.with_name(f".{target.name}.partial")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield target.with_name(f".{target.name}.partial")
         except OSError as error:
             log.warning("Not tracked in %s: %s (%s)", self._top(), target.name, error)
 

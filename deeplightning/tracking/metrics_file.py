@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deeplightning.runfolder import permissions_of, sync_names
+from deeplightning.runfolder import sync_names
 from deeplightning.tracking.entities import EPOCH, SYSTEM, Point, clean, is_of_test
 
 Line = dict[str, Any]
@@ -65,8 +65,7 @@ class MetricsFile:
 
     def __init__(self, path: Path):
         self.path = path
-        with permissions_of(path.parent):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         # A process that was killed may have left a part of a line.
         with path.open("rb") as file:
             file.seek(max(0, self.size - 1))
@@ -173,7 +172,7 @@ def safe_position(path: Path) -> int:
 
 def note_sent(path: Path, position: int) -> None:
     """Keep how many bytes of a file the tracking store has; what is sent twice is there once."""
-    with suppress(OSError), permissions_of(path.parent):
+    with suppress(OSError):
         sent_file(path).write_bytes(b"%d\n" % position)
 
 

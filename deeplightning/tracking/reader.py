@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.faults import SetupError
-from deeplightning.runfolder import make_private, permissions_of
+from deeplightning.runfolder import make_private
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Experiment, Run, as_logged
 from deeplightning.tracking.store import Store, Wait, explained, is_locked, revision_of
@@ -51,8 +51,7 @@ def find_experiment(store: Store, name: str) -> Experiment | None:
     if revision_of(store.database) is not None:
         return None
     make_private(store.database.parent, store.database.parent)
-    with permissions_of(store.database.parent):
-        store.database.touch()
+    store.database.touch()
     return Experiment("0", f"{store.artifact_root.as_uri()}/0", True)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deeplightning.faults import SetupError, UserError
-from deeplightning.runfolder import RunFolder, from_start, make_private, permissions_of, umask_of
+from deeplightning.runfolder import RunFolder, from_start, make_private
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -235,7 +235,7 @@ def locked(store: Store) -> Iterator[None]:
 
     assert store.database is not None
     make_private(store.database.parent, store.database.parent)
-    lock = FileLock(lock_of(store.database), mode=0o666 & ~umask_of(store.database.parent))
+    lock = FileLock(lock_of(store.database))
     waited = Wait(f"the tracking store {store.shown}, which another process is preparing")
     while True:
         try:
@@ -253,12 +253,11 @@ def locked(store: Store) -> Iterator[None]:
             yield  # a store that can only be read is already made: nothing to guard
             return
     try:
-        with permissions_of(store.database.parent):
-            if not store.database.exists():
-                store.database.touch()  # SQLite gives its further files the permissions of this one
-            # An existing file is looked at before MLflow sees it: MLflow would retry a damaged one for a minute.
-            check_writable(store)
-            yield
+        if not store.database.exists():
+            store.database.touch()  # SQLite gives its further files the permissions of this one
+        # An existing file is looked at before MLflow sees it: MLflow would retry a damaged one for a minute.
+        check_writable(store)
+        yield
     finally:
         lock.release()
 

@@ -177,7 +177,6 @@ def register(run: str, name: str) -> str:
             f"{folder.path}: no tracking store is known that has this run, so it has no registry either. "
             "MLFLOW_TRACKING_URI names one; --to DIR writes the files into a folder"
         )
-    from deeplightning.runfolder import permissions_of
     from deeplightning.tracking.flavour import write_model
     from deeplightning.tracking.mlflow_store import attach
     from deeplightning.tracking.store import explain
@@ -189,8 +188,7 @@ def register(run: str, name: str) -> str:
             raise SetupError(
                 f"{folder.path}: the run has no MLflow model on {store.shown}. Train it with logger.log_model=true"
             )
-        with permissions_of(folder.path):
-            write_model(folder)
+        write_model(folder)
     uri = attach(store)
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient

@@ -23,7 +23,7 @@ from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.again import Say, address_of, check_data, quoted, to_execute
 from deeplightning.reproduce.past import PastRun
-from deeplightning.runfolder import RunFolder, make_private, permissions_of, read_object, write_whole
+from deeplightning.runfolder import RunFolder, make_private, read_object, write_whole
 from deeplightning.tracking.code import describe_program
 from deeplightning.tracking.datafiles import describe_again
 from deeplightning.tracking.parent import Parent, Stopped
@@ -92,23 +92,22 @@ def bisect(
     cfg = report.config or report.checked()
     parent = Parent(cfg, f"bisect-{_short(ends[0])}-{_short(ends[1])}", "bisections")
     home, store = parent.home, parent.home.parents[2]  # STORE/bisections/EXPERIMENT/NAME
-    with permissions_of(store if store.exists() else home):
-        try:
-            make_private(home / "trials", store)
-            lock = RunFolder(home).lock()
-        except OSError as error:
-            raise SetupError(f"{home}: the folder of this bisection cannot be written: {error.strerror}") from error
-        if lock is None:
-            raise SetupError(f"another process works on this bisection, in {home}; wait for it, or end it")
-        try:
-            salt = _salt(ends, any_data)
-            with _opened(parent, home) as sign:
-                trials = Trials(cfg, parent, sign, home, ends[0].store, overrides, salt, max_runs, say)
-                found = Bisection(parts, differences, left, trials, metric, by, seeds, recorded)
-                with trials.passing_signals_on():
-                    found.run()
-        finally:
-            lock.release()
+    try:
+        make_private(home / "trials", store)
+        lock = RunFolder(home).lock()
+    except OSError as error:
+        raise SetupError(f"{home}: the folder of this bisection cannot be written: {error.strerror}") from error
+    if lock is None:
+        raise SetupError(f"another process works on this bisection, in {home}; wait for it, or end it")
+    try:
+        salt = _salt(ends, any_data)
+        with _opened(parent, home) as sign:
+            trials = Trials(cfg, parent, sign, home, ends[0].store, overrides, salt, max_runs, say)
+            found = Bisection(parts, differences, left, trials, metric, by, seeds, recorded)
+            with trials.passing_signals_on():
+                found.run()
+    finally:
+        lock.release()
     say_path(parent.folder, "Artifact storage path: ")
     return parent.folder
 

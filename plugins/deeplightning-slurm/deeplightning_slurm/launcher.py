@@ -22,7 +22,7 @@ from deeplightning.launch.sealed import seal
 from deeplightning.own_code import ROOTS, SEALED, original_roots
 from deeplightning.process.identity import LAUNCH
 from deeplightning.process.terminal import say
-from deeplightning.runfolder import make_private, permissions_of
+from deeplightning.runfolder import make_private
 from deeplightning.tracking.environment import git_state
 from deeplightning_slurm.batch_script import FOLDER, NUMBER, REQUEUE_FILE, VARIABLES, after_tasks, seconds_of
 from deeplightning_slurm.commands import check_slurm, submit
@@ -132,8 +132,7 @@ class Slurm:
         script = self.script(job, folder)
         try:
             make_private(folder, folder.parent)
-            with permissions_of(folder):
-                (folder / "config.yaml").write_text(_frozen(job))
+            (folder / "config.yaml").write_text(_frozen(job))
             seal(folder / _CODE_FOLDER, git=git_state())
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
@@ -142,8 +141,7 @@ class Slurm:
             task.release()
             number = task.number
         else:
-            with permissions_of(folder):
-                number = submit(script, folder)
+            number = submit(script, folder)
         follower = Follower(number, folder)
         try:
             return follower.follow()

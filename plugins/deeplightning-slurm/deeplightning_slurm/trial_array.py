@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deeplightning.faults import Fault, SetupError
-from deeplightning.runfolder import make_private, permissions_of, write_whole
+from deeplightning.runfolder import make_private, write_whole
 from deeplightning_slurm.batch_script import VARIABLES
 from deeplightning_slurm.commands import ask, check_slurm, largest_array, submit
 
@@ -112,16 +112,14 @@ class TrialArray:
         home = self._home()
         try:
             make_private(home, self.folder.parent)
-            with permissions_of(home):
-                for task in range(size):
-                    (home / str(task)).mkdir()
+            for task in range(size):
+                (home / str(task)).mkdir()
         except OSError as error:
             message = f"{home}: this folder cannot be made: {error.strerror}"
             raise SetupError(Fault(message, "engine.launcher.params.folder")) from error
         while True:
             try:
-                with permissions_of(home):
-                    self._numbers[-1] = submit(self._script(home, size), home)
+                self._numbers[-1] = submit(self._script(home, size), home)
                 break
             except SetupError as error:
                 if size == 2 or not re.search("limit|array", str(error), re.IGNORECASE):

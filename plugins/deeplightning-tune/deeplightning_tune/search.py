@@ -28,7 +28,7 @@ from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, 
 from deeplightning.launch import Job, apply_environment, array_of
 from deeplightning.process.identity import DECIDED, refuse_several
 from deeplightning.process.terminal import in_columns, say, say_path
-from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
+from deeplightning.runfolder import FolderLock, RunFolder, make_private, write_whole
 from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
 from deeplightning.sweep.multirun import to_resume
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
@@ -113,14 +113,12 @@ class _Search:
 
     def run(self) -> Path:
         """Run the search and return the folder of its result."""
-        store = self.home.parents[2]
-        with permissions_of(store if store.exists() else self.home):
-            try:
-                return self._run()
-            except Exception as error:
-                if (reported := self._reported(error)) is error:
-                    raise
-                raise reported from error
+        try:
+            return self._run()
+        except Exception as error:
+            if (reported := self._reported(error)) is error:
+                raise
+            raise reported from error
 
     def _run(self) -> Path:
         self._open()
