@@ -12,9 +12,7 @@ work as they do there, and neither an error nor an interruption harms this proce
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import html
 import io
 import json
 import os
@@ -33,8 +31,6 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import GIVEN, Given, compose, read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import RunError
-from deeplightning.figures.curves import charts, curve
-from deeplightning.figures.style import drawn, to_png
 from deeplightning.kinds import KINDS
 from deeplightning.own_code import ROOTS, added_roots
 from deeplightning.process.child import Child
@@ -255,16 +251,6 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self.id or str(self.folder)!r}, {printable(self.status or 'status unknown')})"
 
-    def _repr_html_(self) -> str:
-        """Show status, results and the loss curves in a notebook."""
-        import pandas as pd
-
-        rows = {"status": self.status, "folder": self.folder} | self.results
-        words = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in rows.items()}
-        cells = pd.Series({printable(name): printable(text) for name, text in words.items()})
-        with pd.option_context("display.max_colwidth", None):
-            return f"{cells.to_frame().to_html(header=False)}{_chart(self.metrics)}"
-
 
 class Server:
     """Run a server in a child process. Use it as a context manager; `url` is its address.
@@ -326,17 +312,6 @@ def _file_of(index: int, picture: object) -> bytes:
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()
-
-
-def _chart(metrics: pd.DataFrame) -> str:
-    """Return the training and validation loss by step as an image in HTML, or "" if there are none."""
-    series = {name: [*metrics[name].dropna().items()] for name in ("train_loss", "val_loss") if name in metrics}
-    found: Any = charts(series)
-    if not found:
-        return ""
-    drawing = curve(found[0])
-    text = base64.b64encode(to_png(drawn(drawing))).decode()
-    return f'<img alt="{html.escape(drawing.alt)}" src="data:image/png;base64,{text}">'
 
 
 @contextlib.contextmanager

@@ -164,14 +164,6 @@ def to_svg(figure: "Figure", alt: str = "") -> str:
     return text[text.index("<svg") :]
 
 
-def to_png(figure: "Figure") -> bytes:
-    """Render a figure as PNG on a light background."""
-    stream = io.BytesIO()
-    with style():
-        figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
-    return stream.getvalue()
-
-
 def drawn(drawing: Drawing) -> "Figure":
     """Return the figure, drawn in the style and laid out."""
     with style():
@@ -186,6 +178,7 @@ def save(drawing: Drawing, path: Path) -> str:
     """Draw once, write `path` with the suffixes .svg and .png, and return the SVG."""
     figure = drawn(drawing)
     text = to_svg(figure, drawing.alt)
-    path.with_name(f"{path.name}.png").write_bytes(to_png(figure))
+    with style():
+        figure.savefig(path.with_name(f"{path.name}.png"), format="png", dpi=DPI, metadata={"Software": None})
     path.with_name(f"{path.name}.svg").write_text(text, encoding="utf-8")
     return text

@@ -1,6 +1,5 @@
 """`deeplightning` from Python: training in a process of its own, and what a run gives back."""
 
-import base64
 import io
 import signal
 import subprocess
@@ -151,16 +150,6 @@ def test_a_server_gives_the_same_answers_and_ends_with_its_block(run, digits):
     server.stop()
     with pytest.raises(ConfigError, match="max_bach"):
         run.serve(overrides=["serve.max_bach=4"])
-
-
-def test_a_run_shows_itself_in_a_notebook(run):
-    """Its results, and the curves as a picture that can be opened."""
-    text = run._repr_html_()
-    assert "<th" in text
-    assert "FINISHED" in text
-    assert f"{run.results['test_acc']:.4g}" in text
-    data = text.partition("data:image/png;base64,")[2].partition('"')[0]
-    assert Image.open(io.BytesIO(base64.b64decode(data))).width > 400
 
 
 def test_faults_are_exceptions(config, capfd, tmp_path):
