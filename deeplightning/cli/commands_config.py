@@ -216,4 +216,4 @@ def docs(name: str | None) -> None:
     """Print the page NAME of the manual, or the list of all pages."""
     from deeplightning.cli import manual
 
-    manual.show(name)
+    say(manual.listing() if name is None else manual.page(name).rstrip("\n"))

@@ -1,12 +1,10 @@
 """Print pages of the manual, the Markdown files of `docs` that ship with the package, and their list."""
 
 import re
-import sys
 from pathlib import Path
 
 from deeplightning.config.packages import HOME
 from deeplightning.faults import ConfigError, Fault, nearest
-from deeplightning.process.terminal import is_interactive, say
 
 FOLDER = HOME / "docs"
 PARTS = ("tutorial", "how-to", "reference", "explanation")
@@ -56,15 +54,3 @@ def page(name: str) -> str:
     hint = nearest(wanted, [each.partition("/")[2] for each in found])
     more = "`deeplightning docs` lists all; `deeplightning explain CONFIG KEY` describes a key, VERB --help a verb"
     raise ConfigError(Fault(f"the manual has no page {name!r}.{hint} {more}"))
-
-
-def show(name: str | None) -> None:
-    """Print a page, or the list of all: a page is rendered on a terminal, and as it is into a file or pipe."""
-    text = listing() if name is None else page(name).rstrip("\n")
-    if name is None or not is_interactive(sys.stdout):
-        say(text)
-        return
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    Console().print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))
