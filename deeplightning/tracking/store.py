@@ -235,7 +235,7 @@ def locked(store: Store) -> Iterator[None]:
 
     assert store.database is not None
     make_private(store.database.parent, store.database.parent)
-    lock = FileLock(lock_of(store.database))
+    lock = FileLock(lock_of(store.database), mode=0o666)  # less the umask: others of a shared store lock it too
     waited = Wait(f"the tracking store {store.shown}, which another process is preparing")
     while True:
         try:
