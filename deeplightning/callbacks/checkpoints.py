@@ -18,7 +18,6 @@ from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
-from deeplightning.engine.process_group import replicas
 from deeplightning.engine.restored import averages_at_end, check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation, resume_by_epochs, training_loaders
@@ -233,7 +232,7 @@ class Checkpoints(LightningCheckpoint):
             resume_by_epochs(trainer)
             if not trainer.strategy.restore_checkpoint_after_setup:  # else states are in a form of the strategy's own
                 self._arriving = checkpoint
-        _count_for(checkpoint, replicas(trainer)[0])
+        _count_for(checkpoint, trainer.world_size)
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
         monitored = checkpoint.get("monitored") or {}
         self._monitored = {name: torch.tensor(value) for name, value in monitored.items() if isinstance(value, float)}
@@ -377,11 +376,11 @@ class Checkpoints(LightningCheckpoint):
 
 
 def _count_for(checkpoint: dict[str, Any], world: int) -> None:
-    """Count the batches of an epoch, in place, as another number of replicas does: so many samples are done, and an
+    """Count the batches of an epoch, in place, as another number of processes does: so many samples are done, and an
     epoch that was over is over. A global batch is made of the same samples whoever computes it (see
     `deeplightning.data.samplers`)."""
     engine = checkpoint.get("engine") or {}
-    was = engine["processes"] // engine.get("tensor_parallel", 1) if "processes" in engine else world
+    was = engine.get("processes", world)
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
     if was == world or progress is None:
         return

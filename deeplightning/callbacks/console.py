@@ -22,7 +22,6 @@ from deeplightning.callbacks.record import Record, Redacting, print_once, rank_s
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.plan import effective_batch
-from deeplightning.engine.process_group import replicas
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank
@@ -218,7 +217,7 @@ class Console(Callback):
 
     def _speed(self, trainer: Trainer) -> float:
         """Return the samples a second in this epoch, of all processes; 0: not known."""
-        return self._samples * replicas(trainer)[0] / self._learning if self._learning > 0 else 0.0
+        return self._samples * trainer.world_size / self._learning if self._learning > 0 else 0.0
 
     def _loss(self, trainer: Trainer, outputs: object) -> float:
         """Return the loss to show: of this batch; on a GPU the one of the last time, for which nothing has to wait."""

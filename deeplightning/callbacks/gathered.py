@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
-from deeplightning.engine.process_group import replicas
 from deeplightning.private.lightning import add_to_logged_means, logged_means, validated_batches
 
 log = logging.getLogger("deeplightning")
@@ -71,7 +70,7 @@ class Gathered(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, {}
         self._validated = dict(saved.get("validated", {}))
-        if not saved or replicas(trainer)[1] != 0:  # of a tensor-parallel group all processes count the same samples
+        if not saved or not trainer.is_global_zero:
             return
         for name, metric in _metrics(pl_module).items():
             _restore(metric, saved.get("metrics", {}).get(name, {}))

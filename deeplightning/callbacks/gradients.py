@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 from deeplightning.callbacks.watch import samples_in
-from deeplightning.engine.process_group import replicas, scale_gradients
+from deeplightning.engine.process_group import scale_gradients
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import logged_steps
 
@@ -176,7 +176,7 @@ class SampleWeights(Callback):
             self._weigh(trainer, loss, torch.tensor(self._samples, dtype=torch.float64, device=loss.device))
         else:
             _scale_gradient(loss, _weight(trainer, self._samples_of, among_processes=not parts))
-            if parts and replicas(trainer)[0] > 1:
+            if parts and trainer.world_size > 1:
                 own = torch.stack([weight for _, weight in parts])
                 for (part, _), weight in zip(parts, own / _or_one(_mean(trainer, own)), strict=True):
                     _scale_gradient(part, weight)
@@ -184,7 +184,7 @@ class SampleWeights(Callback):
     def _weigh(self, trainer: Trainer, loss: torch.Tensor, own: torch.Tensor) -> None:
         """Let a batch of this weight take part in the step's mean."""
         factor = trainer.accumulate_grad_batches
-        if replicas(trainer)[0] * factor == 1:
+        if trainer.world_size * factor == 1:
             return
         if self._batches == 0:
             self._first, self._sum = _or_one(_mean(trainer, own)), torch.zeros_like(own)
@@ -206,7 +206,7 @@ def _scale_gradient(loss: torch.Tensor, weight: float | torch.Tensor) -> None:
 
 def _mean(trainer: Any, weights: torch.Tensor) -> torch.Tensor:
     """Return the mean over the processes that have other data."""
-    return weights if replicas(trainer)[0] == 1 else trainer.strategy.reduce(weights.clone(), reduce_op="mean")
+    return weights if trainer.world_size == 1 else trainer.strategy.reduce(weights.clone(), reduce_op="mean")
 
 
 def _or_one(weights: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from torch.utils.data import IterableDataset
 
 from deeplightning.checks.signature_check import Imported
 from deeplightning.config.schema import Config, Target
-from deeplightning.engine.process_group import replicas
 from deeplightning.faults import CheckpointError
 from deeplightning.private.lightning import before_batches, restart_epoch, training_loaders
 
@@ -116,7 +115,7 @@ class Seeds(Callback):
             return
         if number > 0:  # the iterator of the first epoch is made before training starts, by the same seed
             # Lightning counts the batches of the last epoch until the next one has its iterator.
-            _seed_from(_mixed(_word(self.seed, 1 + number, replicas(trainer)[1]), int(size) if size < math.inf else 0))
+            _seed_from(_mixed(_word(self.seed, 1 + number, trainer.global_rank), int(size) if size < math.inf else 0))
         restart_epoch(trainer, skip=done, new_iterator=number > 0)
 
     def _begin_epoch(self, trainer: Trainer) -> None:
@@ -129,7 +128,7 @@ class Seeds(Callback):
             self._seed_batch(trainer)
 
     def _seed_batch(self, trainer: Trainer, *_: object, **__: object) -> None:
-        epoch = (1 + trainer.current_epoch, replicas(trainer)[1])
+        epoch = (1 + trainer.current_epoch, trainer.global_rank)
         if epoch != self._epoch:
             self._epoch, self._word = epoch, _word(self.seed, *epoch)
         _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))

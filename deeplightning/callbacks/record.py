@@ -31,7 +31,7 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
 from deeplightning.config.tree import dump, parse, plain
-from deeplightning.engine.plan import group_size, world_size
+from deeplightning.engine.plan import world_size
 from deeplightning.engine.restored import check_schedules
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch import hooks_here
@@ -423,7 +423,6 @@ def engine_of(cfg: Config) -> dict[str, object]:
     return {
         "backend": engine.backend,
         "processes": world_size(engine),
-        **({"tensor_parallel": size} if (size := group_size(engine)) > 1 else {}),
         "precision": str(engine.precision),
         "device": "CPU" if engine.gpus is None else "GPU",
     }

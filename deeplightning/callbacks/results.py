@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
-from deeplightning.engine.process_group import replicas
 from deeplightning.runfolder import whole, write_whole
 from deeplightning.words import first_line
 
@@ -67,7 +66,7 @@ class Results(Callback):
         if trainer.world_size > 1:
             shares: list[Any] = [None] * trainer.world_size
             torch.distributed.all_gather_object(shares, rows)
-            rows = [row for share in shares[:: trainer.world_size // replicas(trainer)[0]] for row in share]
+            rows = [row for share in shares for row in share]
         if not trainer.is_global_zero:
             return
         folder = self.record.folder

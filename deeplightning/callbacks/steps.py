@@ -20,7 +20,6 @@ from torch.utils.data import IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 from deeplightning import transfer
-from deeplightning.engine.process_group import replicas
 from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import batches_ahead, logged_steps, read_ahead
 from deeplightning.words import stage_of
@@ -111,7 +110,7 @@ class StreamEnds(Callback):
     def _warn_of_copies(self, trainer: Trainer, ahead: list[Any]) -> None:
         """Warn if two processes have read the same first batch."""
         digests: list[tuple[int, str]] = [(0, "")] * trainer.world_size
-        mine = (replicas(trainer)[1], _digest(ahead[0]) if ahead else "")
+        mine = (trainer.global_rank, _digest(ahead[0]) if ahead else "")
         distributed.all_gather_object(digests, mine, group=self._flags)
         firsts = {part: digest for part, digest in digests if digest}
         if trainer.is_global_zero and len({*firsts.values()}) < len(firsts):

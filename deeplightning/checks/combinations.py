@@ -23,12 +23,6 @@ def is_sharded(asked: Engine) -> bool:
     return uses_deepspeed(asked) or asked.backend == "fsdp"
 
 
-def splits_layers(asked: Engine) -> bool:
-    """Return whether the engine that was asked for is tensor-parallel."""
-    size = asked.params.get("tensor_parallel", 1)
-    return asked.backend == "fsdp" and isinstance(size, int) and size > 1
-
-
 def optimizers_of(cfg: Config) -> list[Target]:
     return [optimizer for _, optimizer in with_keys(cfg.model.optimizer, "model.optimizer")]
 
@@ -329,30 +323,6 @@ RULES = [
         "they have hooks in the network, which a recorded step would not call",
         "set `engine.compile=reduce-overhead`, or use ddp",
         lambda cfg, asked: cfg.engine.compile == "graphs" and is_sharded(asked),
-    ),
-    Rule(
-        "engine.params.tensor_parallel",
-        "`tensor_parallel`, `compile`",
-        "a split layer has hooks that exchange tensors, which are not compiled",
-        "set `engine.compile=false`",
-        lambda cfg, asked: splits_layers(asked) and cfg.engine.compile not in (False, None),
-        other="engine.compile",
-    ),
-    Rule(
-        "engine.params.tensor_parallel",
-        "`tensor_parallel`, batch norm over all processes",
-        "the processes of a group have the same samples, and batch norm would count them twice",
-        "set `engine.sync_batchnorm=false`",
-        lambda cfg, asked: splits_layers(asked) and cfg.engine.sync_batchnorm,
-        other="engine.sync_batchnorm",
-    ),
-    Rule(
-        "engine.params.tensor_parallel",
-        "`tensor_parallel`, a task that steps its optimizers itself",
-        "it may draw random numbers by rank, and the processes of a group must compute the same",
-        "leave out `engine.params.tensor_parallel`",
-        lambda cfg, asked: splits_layers(asked) and "train" in cfg.stages and steps_itself(cfg),
-        other="model.module",
     ),
     Rule(
         "engine.fused",

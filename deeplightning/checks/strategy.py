@@ -35,9 +35,6 @@ _DECIDED_OF_DEEPSPEED = {"stage": "engine.backend", "precision_plugin": "engine.
 GROUPS = ["gloo", "nccl", "mpi", "ucc", "xccl"]
 """What torch exchanges tensors by (`torch.distributed.Backend.backend_list`)."""
 
-STYLES = ["colwise", "colwise_2", "colwise_3", "colwise_gathered", "rowwise"]
-"""The ways in which `engine.params.tensor_plan` splits a layer (deeplightning.engine.tensor_parallel.style)."""
-
 _DTYPES = ["float32", "bfloat16", "float16"]
 
 # Words of DeepSpeed's JSON that other keys of the config decide.
@@ -84,8 +81,6 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Fault]:
         if isinstance(word, str) and word not in _DTYPES:
             words = ", ".join(_DTYPES)
             yield _fault(name, f"must be one of {words}, not {word!r:.60}.{nearest(word, _DTYPES)}", word, words)
-    if backend == "fsdp":
-        yield from _tensor_misfits(params)
     group = params.get("process_group_backend")
     if isinstance(group, str) and ":" not in group and group.lower() not in GROUPS:  # torch takes `cpu:gloo,…` too
         words = ", ".join(GROUPS)
@@ -94,21 +89,6 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Fault]:
     config = params.get("config")
     if backend.startswith("deepspeed") and isinstance(config, Mapping):
         yield from _json_misfits(config)
-
-
-def _tensor_misfits(params: Mapping[str, Any]) -> Iterator[Fault]:
-    size, plan = params.get("tensor_parallel", 1), params.get("tensor_plan")
-    if isinstance(size, int) and not isinstance(size, bool) and size < 1:
-        message = f"must be a number of processes, at least 1, not {size}"
-        yield _fault("tensor_parallel", message, str(size), "1 or more")
-    for pattern, word in plan.items() if isinstance(plan, Mapping) else ():
-        if word not in STYLES:
-            words = ", ".join(STYLES)
-            message = f"{pattern!r:.60} must be one of {words}, not {word!r:.60}.{nearest(str(word), STYLES)}"
-            yield _fault("tensor_plan", message, str(word), words)
-    if plan is not None and size == 1:
-        message = "a plan splits layers over the processes of a group: set `engine.params.tensor_parallel=2`, or more"
-        yield _fault("tensor_plan", message, "tensor_parallel: 1")
 
 
 def _json_misfits(config: Mapping[str, object]) -> Iterator[Fault]:

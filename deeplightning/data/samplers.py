@@ -419,14 +419,8 @@ def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop
 
 
 def replicas(trainer: Any) -> tuple[int, int]:
-    """Return R and the rank; without a trainer those of one process.
-
-    Processes that compute one batch together, as those of a tensor-parallel group do, count as one.
-    """
-    if not trainer:
-        return 1, 0
-    found: tuple[int, int] | None = getattr(getattr(trainer, "strategy", None), "replicas", None)
-    return found or (trainer.world_size, trainer.global_rank)
+    """Return R and the rank; without a trainer those of one process."""
+    return (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
 
 
 def go_on(sampler: BatchIndices, trainer: Any) -> None:

@@ -1,13 +1,12 @@
 """Full sharding with torch's `fully_shard` (FSDP2).
 
 Each process holds a part of every parameter, of its gradient and of its optimizer state; a module's parameters are
-gathered while it computes. With `tensor_parallel`, groups of processes also split single layers among them and compute
-one batch together (deeplightning.engine.tensor_parallel); the share of each process is sharded over the groups.
+gathered while it computes.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from deeplightning.engine.sharded import Sharded, Share, places, replace
-from deeplightning.engine.tensor_parallel import clip_by_norm, parallelize, raise_for_other_batch, share_of
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.torch import apply
 
@@ -40,19 +38,14 @@ class Fsdp(Sharded, ModelParallelStrategy):
         param_dtype: the dtype that units compute in, such as `bfloat16`; null for the precision of the run.
         reduce_dtype: the dtype in which gradients are summed; null to keep theirs.
         output_dtype: the dtype of a unit's outputs; null to keep theirs.
-        tensor_parallel: the number of processes of a group that computes one batch together; it divides the number of
-            processes. The data are split over the groups.
-        tensor_plan: patterns of module names, separated by `|`, and how these modules are split: colwise, colwise_2,
-            colwise_3, colwise_gathered or rowwise; null to use the task's `parallelize(mesh)` or the network's
-            `tensor_plan(processes)`.
         cpu_offload: keep parameters, gradients and optimizer state in CPU memory.
         process_group_backend: nccl or gloo; null to follow the device.
         timeout: how long a process waits for the others.
 
     Raises:
         ValueError: a dtype is unknown.
-        ConfigError: (when the run is set up) `wrap` names no module, the task itself has parameters outside of its
-            modules, `tensor_parallel` does not divide the processes, or the plan does not fit the network.
+        ConfigError: (when the run is set up) `wrap` names no module, or the task itself has parameters outside of its
+            modules.
     """
 
     def __init__(
@@ -63,16 +56,11 @@ class Fsdp(Sharded, ModelParallelStrategy):
         reduce_dtype: str | None = None,
         output_dtype: str | None = None,
         cpu_offload: bool = False,
-        tensor_parallel: int = 1,
-        tensor_plan: Mapping[str, str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ):
-        # Lightning's default mesh, 1 x the processes, shards nothing.
-        super().__init__("auto", tensor_parallel, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__("auto", 1, process_group_backend=process_group_backend, timeout=timeout)
         self.wrap = wrap
-        self.tensor_parallel, self.tensor_plan = tensor_parallel, tensor_plan
-        self._compares_batch = tensor_parallel > 1
         self._offloads = cpu_offload
         self._options: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
@@ -82,18 +70,9 @@ class Fsdp(Sharded, ModelParallelStrategy):
             self._options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
     def setup_environment(self) -> None:
-        world = self.num_nodes * self.num_processes
-        if world % self.tensor_parallel:
-            message = f"{self.tensor_parallel} does not divide the {world} process(es) of the run"
-            raise ConfigError(Fault(message, "engine.params.tensor_parallel"))
-        self._data_parallel_size = world // self.tensor_parallel
+        # Lightning's "auto" is the processes of one machine.
+        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
-
-    @property
-    def replicas(self) -> tuple[int, int]:
-        """The number of groups that split the data, and the group of this process."""
-        mesh = self.device_mesh["data_parallel"]
-        return mesh.size(), mesh.get_local_rank()
 
     def setup(self, trainer: pl.Trainer) -> None:
         task = self.lightning_module
@@ -101,38 +80,10 @@ class Fsdp(Sharded, ModelParallelStrategy):
             self.refuse_scalars()
             self.synchronise_batch_norm(trainer)
             self._shard(task)
-        if self.tensor_parallel > 1:
-            self._count_replicas_once()
         if not is_overridden("configure_model", task):
             # Lightning 2.6 requires this hook; tasks that build their network elsewhere are sharded too.
             task.configure_model = lambda: None  # type: ignore[method-assign]
         super().setup(trainer)
-
-    def _count_replicas_once(self) -> None:
-        """Make metrics, logged values and gradient norms count the equal results of a group once."""
-        group = self.device_mesh["data_parallel"].get_group()
-        for module in self.lightning_module.modules():
-            if isinstance(module, Metric):
-                module.process_group = group
-        precision, mesh = self.precision_plugin, self.device_mesh
-        precision.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_norm(  # type: ignore[method-assign]
-            precision.main_params(optimizer), clip_val, mesh
-        )
-
-    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        if self._compares_batch:
-            raise_for_other_batch(batch, self.device_mesh["tensor_parallel"])
-            self._compares_batch = False
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return super().reduce(tensor, self._data_group(group), reduce_op)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        return super().all_gather(tensor, self._data_group(group), sync_grads)
-
-    def _data_group(self, group: Any) -> Any:
-        """Return the given group, by default that of the processes with different data."""
-        return self.device_mesh["data_parallel"].get_group() if group is None and self.tensor_parallel > 1 else group
 
     def model_to_device(self) -> None:
         """Move the task back to its device after the previous stage; offloaded parameters stay on the CPU."""
@@ -150,8 +101,6 @@ class Fsdp(Sharded, ModelParallelStrategy):
         whole = [parameter.detach() for parameter in places(task)]
         for parameter, found in places(task).items():
             replace(found, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
-        if self.tensor_parallel > 1:
-            parallelize(task, self.tensor_plan, self.device_mesh["tensor_parallel"])
         mesh = self.device_mesh["data_parallel"]
         for unit in (*_inner_units(task, self.wrap), *_roots(task)):
             fully_shard(unit, mesh=mesh, **self._options)
@@ -173,11 +122,8 @@ class Fsdp(Sharded, ModelParallelStrategy):
     # ---- checkpoints
 
     def shares(self) -> dict[nn.Parameter, Share]:
-        found = {p: at for p, at in places(self.lightning_module).items() if isinstance(p.data, DTensor)}
-        if self.tensor_parallel == 1:
-            return {parameter: _share(parameter) for parameter in found}
-        mesh = self.device_mesh
-        return {p: share_of(p, getattr(at[0][0], "packed_blocks", 1), mesh) for p, at in found.items()}
+        parameters = places(self.lightning_module)
+        return {parameter: _share(parameter) for parameter in parameters if isinstance(parameter.data, DTensor)}
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
         return optimizer.param_groups

@@ -182,17 +182,6 @@ def world_size(engine: Engine) -> int:
     return local_size(engine) * engine.num_nodes
 
 
-def group_size(engine: Engine) -> int:
-    """Return how many processes compute one batch together: those of a tensor-parallel group, else 1."""
-    size = engine.params.get("tensor_parallel", 1) if engine.backend == "fsdp" else 1
-    return size if isinstance(size, int) and size > 0 else 1
-
-
-def replicas(engine: Engine) -> int:
-    """Return the number of parts of the data, each for one process or one group."""
-    return max(1, world_size(engine) // group_size(engine))
-
-
 def trainer_arguments(cfg: Config) -> dict[str, Any]:
     """Return keyword arguments of Lightning's Trainer for a resolved config."""
     from torch import are_deterministic_algorithms_enabled
@@ -268,11 +257,9 @@ def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> s
         size: the batch size of the user's own loader; None for that of the config.
         samples: of the training set; 0 if unknown.
     """
-    batch, world, factor = size or cfg.data.batch_size, replicas(cfg.engine), cfg.train.accumulator_factor
-    group = group_size(cfg.engine)
-    whose = batch or "those of a batch of the data module"
-    parts = [f"{whose} per group of {group} processes" if group > 1 else f"{whose} per process"]
-    parts += [f"{world} {'groups' if group > 1 else 'processes'}"] if world > 1 else []
+    batch, world, factor = size or cfg.data.batch_size, world_size(cfg.engine), cfg.train.accumulator_factor
+    parts = [f"{batch or 'those of a batch of the data module'} per process"]
+    parts += [f"{world} processes"] if world > 1 else []
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
     if batch is None:

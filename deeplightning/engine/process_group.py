@@ -83,11 +83,6 @@ class Cluster(ClusterEnvironment):
 # ---- the data
 
 
-def replicas(trainer: Any) -> tuple[int, int]:
-    """Return the number of parts of the data, and this process's part; a tensor-parallel group has one part."""
-    return getattr(getattr(trainer, "strategy", None), "replicas", None) or (trainer.world_size, trainer.global_rank)
-
-
 class EachOnce(BatchSampler):
     """Batches of a process that count each sample once over all processes, with equally many batches on each.
 

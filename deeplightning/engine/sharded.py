@@ -47,11 +47,7 @@ class Share:
         return tensor.part(start, stop) if isinstance(tensor, Scattered) else tensor.reshape(-1)[start:stop]
 
     def piece(self, values: Tensor) -> Shard:
-        """Return this process's shard of a tensor that is split like the parameter. Call it on every process.
-
-        Args:
-            values: (n,), of such a tensor.
-        """
+        """Return values (n,) of a tensor that is split like the parameter as this process's shard."""
         return Shard(self.shape, self.start, values)
 
 
@@ -141,7 +137,7 @@ class Sharded(CountsOnce, ABC):
     def lightning_module_state_dict(self) -> dict[str, object]:
         shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
         found = self.lightning_module.state_dict()
-        for name in [name for name in found if name in parameters]:  # in one order, as shards may be gathered
+        for name in found.keys() & parameters.keys():
             if share := shares.get(parameters[name]):
                 found[name] = share.piece(share.values)
         return found

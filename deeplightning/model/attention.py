@@ -50,30 +50,9 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
         """Map tokens, float (B, T, D), to the same shape; `seen` as in `Block`."""
-        # (B, T, 3, heads, D / heads); with tensor parallelism, each process has its share of the heads
+        # (B, T, 3, heads, D / heads)
         asked = self.asked(tokens).unflatten(2, (3, -1, self.head_width))
         queries, keys, values = asked.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
         left_out = self.share_left_out if self.training else 0.0
         found = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=left_out)
         return self.out(found.transpose(1, 2).flatten(2))
-
-
-def tensor_plan(blocks: str, processes: int, **shared: int) -> dict[str, str]:
-    """Return how blocks are split over `processes` processes, for `engine.params.tensor_parallel`.
-
-    Args:
-        blocks: name of the network's list of blocks.
-        shared: the network's arguments that count heads and hidden units, which the processes share.
-
-    Raises:
-        ValueError: the number of processes does not divide one of them.
-    """
-    for name, number in shared.items():
-        if number % processes:
-            raise ValueError(f"{processes} processes cannot share its {name} of {number} evenly")
-    return {
-        f"{blocks}.*.attention.asked": "colwise_3",
-        f"{blocks}.*.attention.out": "rowwise",
-        f"{blocks}.*.mlp.0": "colwise",
-        f"{blocks}.*.mlp.3": "rowwise",
-    }

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from deeplightning.model.attention import Block, tensor_plan
+from deeplightning.model.attention import Block
 from deeplightning.model.sizes import check_sizes
 
 
@@ -59,7 +59,6 @@ class TextTransformer(nn.Module):
             raise ValueError(f"padding must be a token, from 0 to {vocabulary_size - 1}, not {padding!r}")
         self.vocabulary_size, self.max_length, self.padding = vocabulary_size, max_length, padding
         self.width, self.pooling = width, pooling
-        self.num_heads, self.hidden = num_heads, hidden
         self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=padding)
         with torch.no_grad():  # so that scaled embeddings have the magnitude of the positions, as in the paper
             self.embedding.weight.mul_(width**-0.5)
@@ -67,10 +66,6 @@ class TextTransformer(nn.Module):
         self.layers = nn.ModuleList(Block(width, num_heads, hidden, dropout, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, num_classes)
-
-    def tensor_plan(self, processes: int) -> dict[str, str]:
-        """Return how its layers are split; see `deeplightning.model.attention.tensor_plan`."""
-        return tensor_plan("layers", processes, num_heads=self.num_heads, hidden=self.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, float (B, K).

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deeplightning.model.attention import Block, tensor_plan
+from deeplightning.model.attention import Block
 from deeplightning.model.sizes import check_pictures, check_sizes, height_and_width
 
 
@@ -70,7 +70,6 @@ class ViT(nn.Module):
                 f"num_patches is {num_patches!r}, but {self.image_size[0]}x{self.image_size[1]} pixels make {rows} x "
                 f"{columns} = {self.num_patches} patches of {patch[0]}x{patch[1]}; leave it out, or change a size"
             )
-        self.heads, self.mlp_width = heads, mlp_width
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.empty(1, self.num_patches + 1, width))
         self.patches = nn.Conv2d(num_channels, width, kernel_size=patch, stride=patch)
@@ -83,10 +82,6 @@ class ViT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
-
-    def tensor_plan(self, processes: int) -> dict[str, str]:
-        """Return how its blocks are split; see `deeplightning.model.attention.tensor_plan`."""
-        return tensor_plan("blocks", processes, heads=self.heads, mlp_width=self.mlp_width)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits, float (B, K).

@@ -50,7 +50,6 @@ TWO_OPTIMIZERS = "{g: {type: torch.optim.SGD, params: {lr: 1}}, d: {type: torch.
 LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
 ADAM = "model.optimizer={type: torch.optim.Adam, params: {lr: 1}}"
 FUSED = ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"]
-TENSOR = ["engine.backend=fsdp", "engine.params.tensor_parallel=2"]
 EMA = "{type: deeplightning.callbacks.average.EMA}"
 BREAKING = [
     ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
@@ -81,9 +80,6 @@ BREAKING = [
     ["train.fast=true", "train.resume_ckpt=auto"],
     ["engine.precision=bf16-true", f"train.callbacks=[{EMA}]"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.compile=graphs"],
-    [*TENSOR, "engine.processes=2", "engine.compile=true"],
-    [*TENSOR, "engine.gpus=2", "engine.sync_batchnorm=true"],
-    [*TENSOR, "engine.processes=2", "model.module={type: some_parts.Manual}"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.fused=true"],
     ["engine.precision=16-mixed", "engine.gpus=1", "engine.fused=true"],
     ["data.num_splits=3", "data.fold=3"],
