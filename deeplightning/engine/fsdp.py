@@ -122,6 +122,9 @@ class Fsdp(Sharded, ModelParallelStrategy):
     # ---- checkpoints
 
     def shares(self) -> dict[nn.Parameter, Share]:
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # it may still be gathered after a validation
         parameters = places(self.lightning_module)
         return {parameter: _share(parameter) for parameter in parameters if isinstance(parameter.data, DTensor)}
 
@@ -200,7 +203,8 @@ def _may_be_unit(module: nn.Module) -> bool:
 def _share(parameter: Any) -> Share:
     """Return this process's share of a sharded parameter: rows, as `torch.chunk` splits them."""
     rows, mesh = parameter.shape[0], parameter.device_mesh
-    first = min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
+    # A task's own `parallelize_module` adds a second dimension to the mesh, of size 1.
+    first = min(rows, -(-rows // mesh.size()) * mesh.get_local_rank(0))
     values = parameter.to_local().detach().view(-1)
     return Share(tuple(parameter.shape), first * (parameter.numel() // rows), values)
 

@@ -90,8 +90,12 @@ class Sharded(CountsOnce, ABC):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build the whole network on rank 0 only; others get shapes now and their part at sharding."""
-        with parameters_on_meta() if self.shares_parameters and self.global_rank > 0 else nullcontext():
+        """Build the whole network on rank 0 only; others get shapes now and their part at sharding.
+
+        A user's `configure_model` may load values or shard by itself, which every process has to do.
+        """
+        is_ours = type(self.lightning_module).configure_model.__module__.startswith("deeplightning.")
+        with parameters_on_meta() if is_ours and self.shares_parameters and self.global_rank > 0 else nullcontext():
             yield
 
     @contextmanager

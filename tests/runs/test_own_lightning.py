@@ -14,6 +14,7 @@ import torch
 from conftest import digest
 
 from deeplightning.callbacks.random_state import Generators
+from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.tracking.metrics_file import parted, read_series
 
@@ -26,6 +27,8 @@ import torch
 from pytorch_lightning.cli import OptimizerCallable
 from pytorch_lightning.loggers import Logger
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 
@@ -126,6 +129,19 @@ class Hooked(Line):
             {"scheduler": plateau, "monitor": "train_loss", "interval": "step"},
             {"scheduler": schedule, "interval": "step", "frequency": 2},
         ]
+
+
+class Meshed(Line):
+    def configure_model(self):
+        if isinstance(self.net, FSDPModule):
+            return
+        self.net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
+        for tensor in self.net.parameters():  # as if read from a file
+            nn.init.constant_(tensor, 0.25)
+        if self.device_mesh is not None:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
 class OfConfig(Line):
@@ -406,6 +422,24 @@ def test_a_run_resumes_without_the_objects_that_its_checkpoints_cannot_hold(engi
     assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
     warning = "checkpoints of this run leave out ScaledPoints['scale'], scale, of['scale']: only plain values"
     assert [line.count(warning) for line in half.err.splitlines() if "leave out" in line] == [1]
+
+
+def test_a_module_that_shards_itself_by_the_mesh_learns_what_it_learns_under_ddp(run, tmp_path):
+    """Lightning's manual: `configure_model` takes `self.device_mesh`, whose `tensor_parallel` has size 1. Its values
+    are kept, and the run resumes."""
+
+    def train(engine, *words):
+        settings = [
+            "model.module.type=own_line.Meshed",
+            "stages=[train]",
+            f"engine={{backend: {engine}, processes: 2}}",
+        ]
+        return run(*settings, *words, f"logger.params.tracking_uri={tmp_path / engine}", ranks=2)
+
+    train("fsdp", "train.num_epochs=2")
+    resumed, expected = train("fsdp", "train.resume_ckpt=auto"), train("ddp")
+    found, wanted = (read_checkpoint(outcome.folder / "last.ckpt")["state_dict"] for outcome in (resumed, expected))
+    torch.testing.assert_close(found, wanted)
 
 
 HOOKED = (
