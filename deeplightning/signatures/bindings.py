@@ -5,15 +5,12 @@ of `ast` rather than griffe's: those keep no function bodies, of several binding
 """
 
 import ast
-import contextlib
 import gc
 import importlib.util
-import operator
-import os
 import pkgutil
-import sys
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -237,7 +234,7 @@ class Scope:
 
     Attributes:
         exported: the parts of `__all__`; None among them: one that is not known.
-        patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`, and their values.
+        patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
         imports: what is certainly imported here, with the line.
         rebound: the names that are bound more than once.
     """
@@ -246,7 +243,7 @@ class Scope:
     names: Names = field(default_factory=dict)
     stars: list[Star] = field(default_factory=list)
     exported: list[ast.expr | None] = field(default_factory=list)
-    patched: dict[tuple[str, str], list[ast.expr]] = field(default_factory=dict)
+    patched: set[tuple[str, str]] = field(default_factory=set)
     imports: list[tuple[str, int]] = field(default_factory=list)
     rebound: set[str] = field(default_factory=set)
 
@@ -267,13 +264,8 @@ class Scope:
     @cached_property
     def makes_names(self) -> str | None:
         """Return what in this module may bind names that are not written down, if anything does."""
-        for node in ast.walk(self.module.tree):
-            match node:
-                case ast.Call(func=ast.Name(id="globals" | "vars" | "exec" | "locals" as word)):
-                    return f"{word}()"
-                case ast.Attribute(value=ast.Name(id="sys"), attr="modules"):
-                    return "sys.modules"
-        return None
+        found = re.search(rb"\b(globals|vars|exec|locals)\(|\bsys\.modules\b", self.module.text)
+        return found[0].decode().replace("(", "()") if found else None
 
 
 class _Reader:
@@ -377,7 +369,7 @@ class _Reader:
                     self.scope.exported[:] = [value if self.certain else None]
                 self.bind(name, Assigned, line, value)
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
-                self.scope.patched.setdefault((name, attribute), []).append(value)
+                self.scope.patched.add((name, attribute))
             case _:
                 self.opaque(target, "is bound to a part of another value")
 
@@ -387,7 +379,7 @@ class _Reader:
                 case ast.Name(id=name, ctx=ast.Store()):
                     self.bind(name, Opaque, node.lineno, what)
                 case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Store()):
-                    self.scope.patched.setdefault((name, attribute), [])
+                    self.scope.patched.add((name, attribute))
 
     def call(self, call: ast.Call) -> None:
         match call:
@@ -395,7 +387,7 @@ class _Reader:
                 value = ast.List(args, ast.Load()) if how == "append" else args[0] if how == "extend" and args else None
                 self.scope.exported.append(value if self.certain else None)
             case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), ast.Constant(value=str(word)), _]):
-                self.scope.patched.setdefault((name, word), [])
+                self.scope.patched.add((name, word))
 
     # ---- what may or may not be run
 
@@ -467,16 +459,6 @@ def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | 
             yield from ((absolute(node, module), None if a.name == "*" else a.name) for a in node.names)
 
 
-_FACTS: dict[str, Any] = {
-    "sys.version_info": tuple(sys.version_info), "sys.platform": sys.platform, "os.name": os.name,
-    "__name__": "imported",
-}  # fmt: skip
-_OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}  # fmt: skip
-
-
 def _is_true(test: ast.expr) -> bool | None:
     """Return whether a condition holds in this Python; None if that is not known."""
     match test:
@@ -488,7 +470,6 @@ def _is_true(test: ast.expr) -> bool | None:
             return None if (known := _is_true(inner)) is None else not known
         case ast.BoolOp(op=ast.And(), values=values) if False in map(_is_true, values):
             return False
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if ast.unparse(left) in _FACTS:
-            with contextlib.suppress(KeyError, ValueError, TypeError):
-                return _OPERATORS[type(op)](_FACTS[ast.unparse(left)], ast.literal_eval(right))
+        case ast.Compare(left=ast.Name(id="__name__"), ops=[ast.Eq()], comparators=[ast.Constant(value="__main__")]):
+            return False
     return None

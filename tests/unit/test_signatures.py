@@ -156,7 +156,6 @@ REEXPORTS = {
     "from ._parts import *": "own.Thing",
     "from .between import *": "own.Thing",
     "from . import _parts as p": "own.p.Thing",
-    "import sys\nif sys.version_info >= (3, 8):\n    from ._parts import Thing\nelse:\n    Thing = 1": "own.Thing",
     "try:\n    from ._parts import Thing\nexcept ImportError:\n    Thing = None": "own.Thing",
     "try:\n    from ._parts import Nothing as Thing\nexcept ImportError:\n    from ._parts import Thing": "own.Thing",
     "try:\n    from not_there import Thing\nexcept ImportError:\n    from ._parts import Thing": "own.Thing",
