@@ -2,13 +2,16 @@
 alone, or, with a module of the user's own, are those of Lightning's own Trainer."""
 
 import functools
+import itertools
 import math
 import random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import distributed
 from torch.utils.data import IterableDataset
@@ -169,7 +172,7 @@ def build_network(trainer: Trainer, task: LightningModule, stage: str) -> None:
 
 class Generators(Callback):
     """Save the states of each process' generators of Python, NumPy and torch in checkpoints, and restore them; also of
-    the `generator` that a training loader or its sampler has.
+    those that a training loader, its sampler and its data set have.
 
     So the numbers are those of `seed_everything` and `Trainer.fit`, and a run that resumes draws what an uninterrupted
     one does, whatever hooks draw before its first batch. Inside an epoch it iterates from the states before that epoch,
@@ -188,7 +191,9 @@ class Generators(Callback):
         build_network(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"now": self._validation or _states(self._trainer), "before": self._before}
+        # Lightning calls no hook behind a validation that has no batches.
+        validates = self._trainer is not None and self._trainer.validating
+        own = {"now": (validates and self._validation) or _states(self._trainer), "before": self._before}
         every: list[Any] = [own]
         if distributed.is_available() and distributed.is_initialized():
             every *= distributed.get_world_size()
@@ -250,16 +255,45 @@ class Generators(Callback):
             restart_epoch(trainer, skip=0, new_iterator=True)
 
 
-def _generators(trainer: Trainer) -> list[torch.Generator]:
-    """Return the generators of torch that the training loaders and their samplers have."""
-    found: dict[int, torch.Generator] = {}
-    for loader in training_loaders(trainer):
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for part in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[id(generator)] = generator
-    return list(found.values())
+def _generators(trainer: Trainer) -> list[Any]:
+    """Return the generators of torch, NumPy and Python that the training loaders hold, and their samplers and data
+    sets with their transforms. Of a list or dict the first hundred values are looked at: it may be the data."""
+    found, seen = list[Any](), set[int]()
+    queue: list[Any] = training_loaders(trainer)[::-1]
+    while queue and len(seen) < 10_000:
+        part = queue.pop()
+        if id(part) in seen or isinstance(part, type | ModuleType | LightningModule | LightningDataModule | Trainer):
+            continue
+        seen.add(id(part))
+        if isinstance(part, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+            found.append(part)
+        elif isinstance(part, list | tuple | dict):
+            queue += itertools.islice(part.values() if isinstance(part, dict) else part, 100)
+        elif not isinstance(part, torch.Tensor):
+            queue += getattr(part, "__dict__", {}).values()
+    return found
+
+
+def _state(generator: Any) -> Any:
+    """Return the state of a generator in plain values."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    is_new = isinstance(generator, np.random.Generator)
+    state = generator.bit_generator.state if is_new else generator.get_state(legacy=False)
+    return apply_to_collection(state, np.ndarray, np.ndarray.tolist)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def _states(trainer: Trainer | None) -> dict[str, Any]:
@@ -271,7 +305,7 @@ def _states(trainer: Trainer | None) -> dict[str, Any]:
         "numpy": [each.tolist() if isinstance(each, np.ndarray) else each for each in np.random.get_state()],
         "torch": torch.get_rng_state().tolist(),
         "device": [device.tolist() for device in devices],
-        "loaders": [generator.get_state().tolist() for generator in _generators(trainer)] if trainer else [],
+        "data": [*map(_state, _generators(trainer))] if trainer else [],
     }
 
 
@@ -288,7 +322,7 @@ def _set_states(trainer: Trainer, states: Any) -> None:
         if states["device"]:
             devices = [torch.tensor(device, dtype=torch.uint8) for device in states["device"]]
             _device_module().set_rng_state_all(devices)
-        for generator, state in zip(_generators(trainer), states.get("loaders", ()), strict=False):
-            generator.set_state(torch.tensor(state, dtype=torch.uint8))
+        for generator, state in zip(_generators(trainer), states.get("data", ()), strict=False):
+            _set_state(generator, state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{trainer.ckpt_path}: damaged: the states of generators: {error!r}") from error

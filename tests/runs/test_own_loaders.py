@@ -8,7 +8,9 @@ from tiny import digest
 
 MODULE = """\
 import itertools
+import random
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import CombinedLoader
@@ -27,6 +29,27 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         return sample(index)
+
+
+class Noise:
+    def __init__(self):
+        self.rng, self.state = np.random.default_rng(1), np.random.RandomState(2)
+
+    def __call__(self, x):
+        return x + self.rng.normal() + self.state.rand()
+
+
+class Noisy(Samples):
+    \"\"\"Draws from generators of its own and of its transforms.\"\"\"
+
+    def __init__(self):
+        self.random, self.transforms = random.Random(3), [Noise(), Noise()]
+
+    def __getitem__(self, index):
+        found = sample(index)
+        for transform in self.transforms:
+            found["x"] = transform(found["x"]) * self.random.random()
+        return found
 
 
 class Stream(IterableDataset):
@@ -97,6 +120,7 @@ def loader(kind):
         "collate": lambda: DataLoader(data, 8, collate_fn=collate),
         "dict": lambda: {"a": DataLoader(data, 8), "b": DataLoader(data, 8, sampler=Backwards())},
         "combined": lambda: CombinedLoader([DataLoader(data, 8), DataLoader(data, 4)], "max_size_cycle"),
+        "own generators": lambda: DataLoader(Noisy(), 8, shuffle=True),
         "workers": lambda: DataLoader(data, 8, num_workers=1, persistent_workers=True),
     }[kind]()
 
@@ -157,6 +181,7 @@ ROWS = {  # exact after an epoch, exact inside an epoch
     "collate": (True, True),
     "dict": (True, True),
     "combined": (True, True),
+    "own generators": (True, True),
     "workers": (True, True),
     "stream": (True, True),
 }
