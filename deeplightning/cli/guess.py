@@ -110,6 +110,12 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
             there = some(classes) or "none"
             within = f"; if they are in {top / classes[0]}, name that" if len(folders(top / classes[0])) > 1 else ""
             raise SetupError(f"{top} must hold a folder for each of two or more classes; it has: {there}{within}")
+        if {name.lower() for name in classes} <= {*find("deeplightning.data.splits.SET_NAMES")}:
+            labelled = f", or write {data / 'labels.csv'} with the columns file and labels" * (noun == "picture")
+            raise SetupError(
+                f"{top / classes[0]} holds {noun}s and no folders, so nothing says their classes. Put those of each "
+                f"class into a folder of the class's name{labelled}"
+            )
         paths, labels = found.find()["train" if sets else "all"]
     which, left_out = stages(data, sets, len(paths))
     below = {tuple(folders(top / name)) for name in classes}

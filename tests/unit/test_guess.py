@@ -358,6 +358,11 @@ MANY = "x,y\n" + "1,2\n" * 20
             "none of its columns (x, y) has classes",
         ),
         ("images", {}, "d holds no folder. Put the pictures of each class into a folder of the class's name"),
+        (
+            "images",
+            {"train/a.png": "", "test/b.png": ""},
+            "d/test holds pictures and no folders, so nothing says their",
+        ),
         ("images", {"cat/a.png": ""}, "d must hold a folder for each of two or more classes; it has: cat"),
         ("images", {"z/cat/a.png": "", "z/dog/a.png": ""}, "it has: z; if they are in d/z, name that"),
         ("images", {"annotations/a.json": "", "x/a.png": ""}, "d/annotations describes objects in pictures, as COCO"),
