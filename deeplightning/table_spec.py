@@ -304,7 +304,8 @@ class TableSpec:
         try:
             found = math.nan if self.format.is_missing(value) else self.format.number(value)
         except ValueError:
-            raise TableError(f"Column {column.name}: {_shown(value)} is not a number.") from None
+            written = ", nor a date such as 2024-02-29" * isinstance(value, str)
+            raise TableError(f"Column {column.name}: {_shown(value)} is not a number{written}.") from None
         if math.isnan(found):
             return self._gap(column)
         if math.isinf(found):
