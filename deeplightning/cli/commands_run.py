@@ -127,13 +127,12 @@ def ask(arguments: tuple[str, ...]) -> None:
 @click.option("--tracking-uri", help="The store, a folder or a URI; default: MLFLOW_TRACKING_URI, else mlruns.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5001, show_default=True, help="Port to listen on.")
-@click.option("--open/--no-open", "opens", default=None, help="Open a browser; default: on a terminal of this machine.")
-def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None) -> None:
+def monitor(tracking_uri: str | None, host: str, port: int) -> None:
     """Show the runs and their charts in the browser: MLflow's pages."""
     from deeplightning.tracking.monitor import monitor as show
 
     streams.outlive_reader()
-    show(tracking_uri, host, port, opens)
+    show(tracking_uri, host, port)
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)

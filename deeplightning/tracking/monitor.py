@@ -6,9 +6,6 @@ Imports neither torch nor Lightning. A port that is taken or a store that cannot
 import os
 import socket
 import sys
-import time
-import urllib.request
-import webbrowser
 from contextlib import suppress
 
 from deeplightning.faults import SetupError
@@ -21,11 +18,8 @@ EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that mean all of this machine's."""
 
 
-def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None = None) -> None:
+def monitor(tracking_uri: str | None, host: str, port: int) -> None:
     """Replace this process by the UI; return only if there is nothing to start.
-
-    Args:
-        opens: whether to open the page in a browser; None opens it for a person at this machine.
 
     Raises:
         SetupError: the port is taken, or the store cannot be opened.
@@ -38,22 +32,12 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
             open_client(store).search_experiments(max_results=1)
     for line in settle_quietly(store):
         say(line, err=True)
-    opens = has_browser() if opens is None else opens
     if is_server:
-        page = f"{store.shown.rstrip('/')}{_newest(store)}"
-        say(f"The store is a server with its own pages: {page}")
-        if opens:
-            webbrowser.open(page)
+        say(f"The store is a server with its own pages: {store.shown.rstrip('/')}{_newest(store)}")
         return
     server = f"http://{'127.0.0.1' if host in EVERYWHERE else f'[{host}]' if ':' in host else host}:{port}"
-    page = f"{server}{_newest(store)}"
-    say(f"MLflow shows {store.shown} at {page}")
+    say(f"MLflow shows {store.shown} at {server}{_newest(store)}")
     say("Ctrl-C ends it.")
-    if opens and os.fork() == 0:  # this process becomes the server
-        try:
-            _open_browser(server, page)
-        finally:
-            os._exit(0)
     # Without this MLflow starts ten processes with 1.9 GB (3.17, 2026).
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server tells what its own libraries deprecate
@@ -80,23 +64,6 @@ def _newest(store: Store) -> str:
         (run,) = client.search_runs(experiments, max_results=1, order_by=["attributes.start_time DESC"])
         return f"/{runs_page(run.info.experiment_id)}"
     return ""
-
-
-def _open_browser(server: str, page: str) -> None:
-    """Open a page as soon as its server answers; give up after a minute."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        with suppress(OSError):
-            urllib.request.urlopen(f"{server}/health", timeout=5).close()
-            webbrowser.open(page)
-            return
-        time.sleep(0.2)
-
-
-def has_browser() -> bool:
-    """Return whether a person at this machine reads the output and has a graphical browser."""
-    shows = sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
-    return sys.stdout.isatty() and shows and not os.environ.get("SSH_CONNECTION")
 
 
 def _check_free(host: str, port: int) -> None:

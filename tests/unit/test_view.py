@@ -9,7 +9,6 @@ from deeplightning.callbacks.describe import data_name, engine_in_words, network
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Target
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking import monitor
 from deeplightning.tracking.monitor import runs_page
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
@@ -24,27 +23,6 @@ def cfg(tmp_path, monkeypatch):
 def test_the_address_names_the_view_with_charts():
     """The view of trainings is a part of it, for pages that open otherwise."""
     assert runs_page("7") == "#/experiments/7/runs?workflowType=machine_learning&compareRunsMode=CHART"
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "variables", "expected"),
-    [
-        (True, {"DISPLAY": ":0"}, True),
-        (True, {"WAYLAND_DISPLAY": "w"}, True),
-        (True, {}, False),
-        (False, {"DISPLAY": ":0"}, False),
-        (True, {"DISPLAY": ":0", "SSH_CONNECTION": "1 2 3 4"}, False),
-    ],
-)
-def test_a_browser_is_opened_for_a_person_at_this_machine(is_terminal, variables, expected, monkeypatch):
-    """On a terminal, with a screen, and not over SSH."""
-    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    assert monitor.has_browser() is expected
 
 
 def test_a_run_is_named_by_what_it_is_about(cfg):

@@ -64,7 +64,7 @@ def monitor(folder: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "deeplightning", "monitor", "--port", str(port), "--no-open"]
+    command = [sys.executable, "-m", "deeplightning", "monitor", "--port", str(port)]
     with (folder / "monitor.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
     try:
