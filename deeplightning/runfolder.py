@@ -89,7 +89,6 @@ class RunFolder:
         self.model = self.path / "model"  # an MLflow model of the bundle
         self.predictions = self.path / "predictions.csv"
         self.places = self.path / "places.json"  # dotted key → the place in the config files that set it
-        self.curves = self.path / "curves"  # with .svg and .png
         self.report = self.path / "report.html"
         self.flops = self.path / "flops.txt"
 

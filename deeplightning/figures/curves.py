@@ -67,45 +67,26 @@ def curve(chart: Chart, best: int | None = None) -> style.Drawing:
     """
     ends = ", ".join(f"{_WORD.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
     name = style.label(chart.name)
-    return style.Drawing(lambda: _grid([chart], best, 1), f"{name} over the steps: {ends} at the end")
+    return style.Drawing(lambda: _drawn(chart, best), f"{name} over the steps: {ends} at the end")
 
 
-def curves(series: Series, best: int | None = None) -> style.Drawing | None:
-    """Draw all charts in one picture; None without any curve."""
-    found = charts(series)[:12]
-    if not found:
-        return None
-    names = ", ".join(style.label(chart.name) for chart in found)
-    return style.Drawing(lambda: _grid(found, best, min(2, len(found))), f"Curves of {names}")
-
-
-def _panels(number: int, columns: int, height: float) -> "tuple[Figure, Any]":
-    """Create a figure with axes, row by row, each so many inches high; the rest of the last row stays empty."""
-    rows = -(-number // columns)
-    made = style.figure(style.WIDTH * columns, height * rows)
-    grid = made.subplots(rows, columns, squeeze=False).flatten()
-    for axes in grid[number:]:
-        axes.set_axis_off()
-    return made, grid
-
-
-def _grid(found: Sequence[Chart], best: int | None, columns: int) -> "Figure":
-    made, grid = _panels(len(found), columns, 2.55)
-    for axes, chart in zip(grid, found, strict=False):
-        for stage, points in chart.curves.items():
-            steps, values = zip(*_thinned(points), strict=True)
-            marker = "o" if len(steps) <= 30 else None
-            colour = _COLOUR.get(stage, style.COLOURS[3])
-            axes.plot(steps, values, color=colour, label=_WORD.get(stage), marker=marker, markersize=2.5)
-        axes.set_title(style.label(chart.name, 40))
-        _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
-        axes.set_xlabel("step")
-        judged = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
-        if judged:  # a checkpoint counts the steps that are done, a series from 0
-            axes.axvline(max(judged), color=style.MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
-        if "" not in chart.curves:
-            axes.legend(loc="best", handlelength=1.4)
-        style.lines(axes)
+def _drawn(chart: Chart, best: int | None) -> "Figure":
+    made = style.figure(style.WIDTH, 2.55)
+    axes = made.subplots()
+    for stage, points in chart.curves.items():
+        steps, values = zip(*_thinned(points), strict=True)
+        marker = "o" if len(steps) <= 30 else None
+        colour = _COLOUR.get(stage, style.COLOURS[3])
+        axes.plot(steps, values, color=colour, label=_WORD.get(stage), marker=marker, markersize=2.5)
+    axes.set_title(style.label(chart.name, 40))
+    _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
+    axes.set_xlabel("step")
+    judged = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
+    if judged:  # a checkpoint counts the steps that are done, a series from 0
+        axes.axvline(max(judged), color=style.MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
+    if "" not in chart.curves:
+        axes.legend(loc="best", handlelength=1.4)
+    style.lines(axes)
     return made
 
 
@@ -132,7 +113,12 @@ def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Se
     parts = [f"{style.label(name)}: {word}" for name, word in zip(names, words, strict=False)]
 
     def draw() -> "Figure":
-        made, grid = _panels(len(parts), min(2, len(parts)), 3.9)
+        columns = min(2, len(parts))
+        rows = -(-len(parts) // columns)
+        made = style.figure(style.WIDTH * columns, 3.9 * rows)
+        grid = made.subplots(rows, columns, squeeze=False).flatten()
+        for axes in grid[len(parts) :]:
+            axes.set_axis_off()
         some = np.linspace(0, len(truth) - 1, min(len(truth), MOST_DOTS)).astype(int)
         alpha, is_dense = 0.8 if len(some) < 300 else 0.4, len(some) > 500
         for axes, name, word, x, y in zip(grid, names, words, truth[some].T, predicted[some].T, strict=False):

@@ -31,10 +31,8 @@ def report(run: Facts, into: Path | None = None) -> str:
     found = evaluate(run) or Evaluation("")
     drawings = found.drawings
     charts = [curves.curve(chart, run.best_step) for chart in curves.charts(run.series)]
-    if into is not None and (every := curves.curves(run.series, run.best_step)) is not None:
-        save(every, into / run.folder.curves.name)
     evaluations = [(stage, *item) for stage in STAGES for item in run.results.get(stage, {}).items()]
-    others, left_out = _other_pictures(run, {*drawings, run.folder.curves.name})
+    others, left_out = _other_pictures(run, {*drawings})
     placed, unplaced = _config(run)
     differs = ("started", "variables", "launch")  # between any two runs
     machine = dict(flat({name: value for name, value in run.environment.items() if name not in differs}))

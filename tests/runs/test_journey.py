@@ -32,7 +32,7 @@ def base(store, place):
 
 
 PICTURES = [
-    *("curves", "val_confusion_matrix", "val_classes", "val_predictions"),
+    *("val_confusion_matrix", "val_classes", "val_predictions"),
     *("test_confusion_matrix", "test_classes", "test_reliability"),
 ]
 

@@ -49,7 +49,7 @@ def run(command, place):
 def test_a_run_leaves_its_pictures_and_its_report(run):
     """Pictures as SVG and PNG, the mistakes with the names of their files, and the places of the config."""
     folder = RunFolder(run.folder)
-    names = ["curves", "val_confusion_matrix", "val_classes", "val_predictions"]
+    names = ["val_confusion_matrix", "val_classes", "val_predictions"]
     names += [f"test_{name}" for name in ("confusion_matrix", "classes", "reliability", "roc")]
     assert [n for n in names for ending in (".svg", ".png") if not (folder.path / f"{n}{ending}").is_file()] == []
     kept = json.loads(folder.mistakes("test").read_text())

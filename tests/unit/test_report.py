@@ -98,7 +98,7 @@ def test_a_report_has_what_the_folder_tells(tmp_path):
     assert f"deeplightning reproduce '{folder.path}'" in shown.text
     alts = [a["alt"] for tag, a in shown.tags if tag == "img"]
     assert [words for words in alts if words.startswith(("loss over", "acc over", "Confusion", "Reliability", "own"))]
-    drawn = {"curves", "test_confusion_matrix", "test_classes", "test_reliability"}
+    drawn = {"test_confusion_matrix", "test_classes", "test_reliability"}
     assert {p.stem for p in folder.path.glob("*.svg")} == drawn
     assert {p.stem for p in folder.path.glob("*.png")} == drawn | {"own_picture"}
     found = evaluate(facts(folder))
