@@ -13,6 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import distributed
 from torch.utils.data import IterableDataset
 
@@ -189,6 +190,12 @@ class Generators(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
         build_network(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask for the validation data before training draws, and apart from it, as Lightning's sanity check does."""
+        if trainer.enable_validation:
+            with isolate_rng():
+                trainer.fit_loop.epoch_loop.val_loop.setup_data()
 
     def state_dict(self) -> dict[str, Any]:
         # Lightning calls no hook behind a validation that has no batches.

@@ -224,6 +224,9 @@ class DataOfConfig(Points):
     def __init__(self, cfg):
         super().__init__(cfg.data.batch_size)
         self.save_hyperparameters()
+
+    def val_dataloader(self):
+        return DataLoader(random_split(self.val, [15, 5])[0], self.hparams.batch_size)
 """
 
 HEAD = """\
@@ -508,8 +511,8 @@ def plain_weights(project, tmp_path_factory):
 @pytest.mark.parametrize("name", OF_CONFIG)
 def test_modules_that_take_the_config_train_to_the_weights_of_plain_lightning(run, plain_weights, name):
     """A module of the user's with a data module of the user's or ours, and a task of ours with a data module of the
-    user's: bit for bit, with dropout, shuffled batches and a split that is drawn. Checkpoints hold what is plain of
-    `save_hyperparameters()` beside `cfg`, in both modules."""
+    user's: bit for bit, with dropout, shuffled batches, and a split that is drawn, part of it by `val_dataloader`.
+    Checkpoints hold what is plain of `save_hyperparameters()` beside `cfg`, in both modules."""
     done = run(*OF_CONFIG[name], config="of_config.yaml")
     assert_equal(done, plain_weights[name])
     if name == "lines":
