@@ -37,7 +37,7 @@ from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.private.mlflow import autologs
-from deeplightning.private.torch import non_persistent_buffers
+from deeplightning.private.torch import changes_in_place, non_persistent_buffers
 from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import Interrupted
@@ -397,7 +397,7 @@ def _outside(task: LightningModule) -> Iterator[tuple[str, tuple[weakref.ref[tor
         buffers = non_persistent_buffers(module)
         for key, value in {**vars(module), **buffers}.items():
             if isinstance(value, torch.Tensor) and not (value.requires_grad or value.is_inference()):
-                yield f"{name}.{key}".lstrip("."), (weakref.ref(value), value._version), key in buffers
+                yield f"{name}.{key}".lstrip("."), (weakref.ref(value), changes_in_place(value)), key in buffers
 
 
 def _freeze_again(task: LightningModule, frozen: Iterable[object]) -> None:

@@ -27,3 +27,8 @@ def apply(module: "nn.Module", function: "Callable[[Tensor], Tensor]") -> None:
 def non_persistent_buffers(module: "nn.Module") -> "dict[str, Tensor | None]":
     """Return the buffers of a module itself that its `state_dict` leaves out; `named_buffers` does not tell."""
     return {name: getattr(module, name, None) for name in module._non_persistent_buffers_set}
+
+
+def changes_in_place(tensor: "Tensor") -> int:
+    """Return a number that rises with each change of a tensor in place."""
+    return tensor._version

@@ -1,6 +1,5 @@
 """Entry points of installed packages, `deeplightning.config.plugins`: verbs, short names, launchers and sections."""
 
-import json
 import os
 import pickle
 import re
@@ -193,14 +192,9 @@ def test_an_installed_package_adds_a_section(installed, monkeypatch):
 
 
 def test_an_added_section_is_described(called):
-    """By `explain`, and by the JSON Schema; it replaces none of the core."""
+    """By `explain`."""
     code, out, _ = called("explain", str(BASE), "cards.people")
     assert (code, "who gets one" in out, "nothing; the default counts" in out) == (0, True, True)
-    code, out, _ = called("schema")
-    schema = json.loads(out)
-    assert schema["properties"]["cards"]["description"].startswith("cards that the run sends; null: none")
-    assert schema["$defs"]["Cards"]["properties"].keys() == {"people", "metric"}
-    assert "batch_size" in schema["$defs"]["Data"]["properties"]
 
 
 def test_two_packages_with_one_name_are_refused(installed, monkeypatch, tmp_path):
