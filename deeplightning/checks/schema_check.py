@@ -3,6 +3,7 @@
 What does not fit becomes a fault; its place is taken by the default or None, and reading continues.
 """
 
+import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
@@ -36,6 +37,9 @@ def read_config(report: Report) -> schema.Config | None:
     return config
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
     """Return an instance of a schema class."""
     if entry.value is None:
@@ -47,7 +51,7 @@ def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPat
     if cls is schema.Config:
         cls = plugins.config_class(entry.value)
     known = {f.name: f for f in schema.keys(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     prefix = f"{key}." if key else ""
     values: dict[str, object] = {}
     unknown = [name for name in entry.value if name not in known]
