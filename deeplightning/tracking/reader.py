@@ -101,7 +101,8 @@ class DatabaseReader:
     def _find(self, statement: str, *values: object) -> list[Any]:
         """Run a query; wait, within bounds, for a process that holds the database."""
         waited = Wait(f"the tracking database {self._database}", self._seconds)
-        if not self._database.exists():
+        # An empty one is being made: its tables may be there a moment later.
+        if not self._database.exists() or self._database.stat().st_size == 0:
             return []
         while True:
             try:
