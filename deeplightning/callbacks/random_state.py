@@ -194,8 +194,10 @@ class Generators(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask for the validation data before training draws, and apart from it, as Lightning's sanity check does."""
         if trainer.enable_validation:
+            trainer.validating = True  # by which loaders are divided among processes
             with isolate_rng():
                 trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
 
     def state_dict(self) -> dict[str, Any]:
         # Lightning calls no hook behind a validation that has no batches.

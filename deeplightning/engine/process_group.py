@@ -119,7 +119,7 @@ class CountsOnce:
     def process_dataloader(self, dataloader: object) -> object:
         """Make a validation or test loader that is split over the processes repeat no sample."""
         trainer: Any = self.lightning_module.trainer
-        is_eval = trainer.state.fn != "fit" or trainer.train_dataloader is not None
+        is_eval = trainer.state.fn != "fit" or trainer.validating
         if not is_eval or not isinstance(dataloader, DataLoader) or type(dataloader.batch_sampler) is not BatchSampler:
             return dataloader
         sampler: Any = dataloader.sampler
