@@ -15,13 +15,6 @@ def is_address(path: str | os.PathLike[str]) -> bool:
 
 
 def shown(address: str | os.PathLike[str]) -> str:
-    """Return an address for messages and records, without its query and fragment, which may hold a signature."""
-    return whole(address).partition("?")[0].partition("#")[0].replace("runs://", "runs:/")
-
-
-def whole(address: str | os.PathLike[str]) -> str:
-    """Return an address with the slashes that a Path has dropped."""
-    found = _ADDRESS.fullmatch(os.fspath(address))
-    assert found is not None, address
-    scheme, rest = found[1].lower(), found[2]
-    return f"{scheme}://{rest if scheme != 'file' else '/' + rest.lstrip('/')}"
+    """Return an address for messages: without its query and fragment, which may hold a signature, and without a user
+    and password."""
+    return re.sub(r"://[^/]*@", "://", _ADDRESS.sub(r"\1://\2", os.fspath(address))).partition("?")[0].partition("#")[0]

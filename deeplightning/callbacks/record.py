@@ -374,7 +374,7 @@ class Record(Callback):
         for name, seen, is_buffer in _outside(task):
             tensor, version = before.get(name, (lambda: None, -1))
             is_same = tensor() is seen[0]()
-            # What assigns an attribute anew may only keep its last output.
+            # A module that replaces the tensor of an attribute may only keep its last output there.
             if version != seen[1] if is_same else is_buffer:
                 self._lost.add(name)
             self._outside[name] = seen

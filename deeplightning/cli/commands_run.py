@@ -46,13 +46,13 @@ def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str
 @with_allow
 @with_code
 def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[str, ...], code: str | None) -> None:
-    """Write the answers of RUN's network to files as CSV; a FOLDER stands for its files, at any depth.
+    """Write the predictions of RUN for files, as CSV; a FOLDER means its files, at any depth.
 
-    Pictures; tables in .csv, .tsv, .json, .jsonl, .ndjson or .parquet; texts in .txt, one a line, .csv, .tsv, .json,
-    .jsonl or .ndjson; arrays and signals in .npy, .csv, .wav or .json: what RUN takes. Tables and texts by lines may be
-    compressed (.gz, .bz2, .zst). With --out into a file: CSV, or JSON lines, as its ending says; masks and pictures go
-    into a folder beside it. What cannot be read is named at the end, with exit code 3. Without files, RUN's test set is
-    answered: a row per sample in predictions.csv.
+    RUN takes one of: pictures; tables in .csv, .tsv, .json, .jsonl, .ndjson or .parquet; texts in .txt, one a line,
+    .csv, .tsv, .json, .jsonl or .ndjson; arrays and signals in .npy, .csv, .wav or .json. Tables and texts by lines may
+    be compressed (.gz, .bz2, .zst). --out writes CSV or JSON lines, by its ending, and masks and pictures into a folder
+    beside it. Files that cannot be read are named at the end, with exit code 3. Without files, predict answers the test
+    set of RUN, with a row per sample in predictions.csv.
     """
     if out is not None and not files:
         raise click.UsageError("--out requires files or folders; the test set's rows go to predictions.csv")
