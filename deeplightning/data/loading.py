@@ -12,7 +12,7 @@ import torch
 from torch import Generator
 from torch.utils.data import DataLoader
 
-from deeplightning.address import is_address
+from deeplightning.address import is_address, shown
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
@@ -129,7 +129,8 @@ class DataOfSets(pl.LightningDataModule):
             raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {content}.")
         if is_address(root):
             raise DataConfigError(
-                "data.root is a folder of this machine: copy the data first, for example with `aws s3 sync`."
+                f"data.root: {shown(root)} is an address. Copy the data to this machine first, for example with "
+                "`aws s3 sync`, and name the folder."
             )
         return Path(root).expanduser().absolute()
 

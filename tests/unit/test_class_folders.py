@@ -53,7 +53,7 @@ def test_a_class_may_be_called_train(tmp_path):
 
 def test_an_address_is_refused():
     """One error says what to do."""
-    with pytest.raises(DataConfigError, match=r"data\.root is a folder of this machine: copy the data first"):
+    with pytest.raises(DataConfigError, match=r"data\.root: .* is an address\. Copy the data to this machine first"):
         signals("s3://bucket/signals")
 
 
