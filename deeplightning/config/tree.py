@@ -117,11 +117,13 @@ def kind(entry: Entry) -> str:
 
 def nodes(entry: Entry, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Entry]]:
     """Yield every entry of a tree with its path, outer before inner."""
-    yield path, entry
-    if isinstance(entry.value, dict | list):
-        items = entry.value.items() if isinstance(entry.value, dict) else enumerate(entry.value)
-        for name, item in items:
-            yield from nodes(item, (*path, name))
+    waiting = [(path, entry)]
+    while waiting:
+        path, entry = waiting.pop()
+        yield path, entry
+        if isinstance(entry.value, dict | list):
+            items = entry.value.items() if isinstance(entry.value, dict) else enumerate(entry.value)
+            waiting += reversed([((*path, name), item) for name, item in items])
 
 
 def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:

@@ -94,6 +94,7 @@ class Module:
         wanted = ("Tensor", "Config", "PartConfig")
         return {a.asname or a.name: str(node.module) for node in imports for a in node.names if a.name in wanted}
 
+    @cached_property
     def submodules(self) -> list[str]:
         return [found.name for found in pkgutil.iter_modules(self.folders or ())]
 

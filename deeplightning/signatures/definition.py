@@ -89,7 +89,7 @@ def _find(parts: list[str], names: Names) -> Thing:
         except (Undecided, Absent) as error:
             owner, is_last = ".".join(parts[:depth]), depth == len(parts) - 1
             home = thing.module if thing.kind == "module" else None
-            modules = home.submodules() if home is not None else []
+            modules = home.submodules if home is not None else []
             if isinstance(error, Undecided):
                 # What has something behind it is a module or class. A module is a file: where one of nearly this name
                 # lies, and this name is written nowhere in the package's own file, it is that one misspelt.

@@ -244,7 +244,7 @@ class Names:
                 self.active.add(key)
                 names |= self.listed(source) or set(self.names_of(source))
                 self.active.discard(key)
-        return sorted(names | set(module.submodules()))
+        return sorted(names | set(module.submodules))
 
     def one_of(self, options: tuple[Binding, ...], name: str, frame: Frame) -> Thing:
         """Return what several possible bindings come to, if they come to one thing."""
