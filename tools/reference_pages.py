@@ -155,6 +155,7 @@ def settings_with_engines() -> str:
 def verbs() -> str:
     """Each verb with its usage, the first two sentences of its help, and its options."""
     parts = []
+    cli.import_rest()
     for name, command in cli.commands.items():
         if command.hidden:
             continue

@@ -18,7 +18,6 @@ from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
-from deeplightning.engine.restored import averages_at_end, check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation, resume_by_epochs, training_loaders
 from deeplightning.process.streams import Interrupted
@@ -102,6 +101,8 @@ class Checkpoints(LightningCheckpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._arriving is not None:
+            from deeplightning.engine.restored import check_optimizers
+
             check_optimizers(trainer, self._arriving)
             self._arriving = None
         # Whoever asks for `estimated_stepping_batches` in `configure_optimizers`, as a schedule with `auto` does, has
@@ -189,6 +190,8 @@ class Checkpoints(LightningCheckpoint):
             self._save_last(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        from deeplightning.engine.restored import averages_at_end
+
         lacks = self._saved_step != trainer.global_step or not self.record.folder.last.exists()
         lacks = lacks or (averages_at_end(trainer) and epoch_is_over(trainer))
         if trainer.strategy.broadcast(lacks):  # other machines may not see rank 0's files, and all save or none
@@ -225,6 +228,7 @@ class Checkpoints(LightningCheckpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
             from deeplightning.callbacks.average import refuse_without
+            from deeplightning.engine.restored import check_counters
 
             refuse_without(trainer.callbacks, checkpoint, trainer.ckpt_path)  # type: ignore[attr-defined]
             check_counters(trainer, checkpoint)

@@ -26,20 +26,19 @@ from torchmetrics import Metric
 from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
 from deeplightning.callbacks.provenance import Origin, keep_out
-from deeplightning.callbacks.resumption import Resumption
+from deeplightning.callbacks.resumption import Resumption, check_schedules
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
 from deeplightning.config.tree import dump, parse, plain
 from deeplightning.engine.plan import world_size
-from deeplightning.engine.restored import check_schedules
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.private.mlflow import autologs
 from deeplightning.private.torch import changes_in_place, non_persistent_buffers
-from deeplightning.process import ranks
-from deeplightning.process.identity import own_rank
+from deeplightning.process import member
+from deeplightning.process.identity import own_rank, restarts
 from deeplightning.process.streams import Interrupted
 from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, read_object, write_whole
@@ -167,7 +166,7 @@ class Record(Callback):
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if environment is None:
             return
-        if (group := ranks.here()) is not None:
+        if (group := member.here()) is not None:
             group.note_run(self._folder.path)
         self._origin = Origin(self.cfg, self._folder, self._tell_data)
         if self._folder.config.exists() and resumption.run_id is None:
@@ -271,7 +270,7 @@ class Record(Callback):
             "command": environment.get("command"),
             "host": environment.get("host"),
             "reproduces": os.environ.get(REPRODUCES),
-            "restarts": ranks.restarts() or None,
+            "restarts": restarts() or None,
             "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
             "training": f"none: {over}" if over else None,
             "fast": "true" if cfg.train.fast else None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deeplightning.faults import ConfigError, Fault
 from deeplightning.launch import hooks_here
 from deeplightning.runfolder import FolderLock
 
@@ -65,3 +66,22 @@ class Resumption:
         reasons = "; ".join(filter(None, [self.inexact, changed if self.threads not in (None, threads) else ""]))
         if reasons:
             log.warning("This run will not end bit for bit like an uninterrupted one: %s", reasons)
+
+
+def check_schedules(trainer: Any) -> None:
+    """Compare each schedule's length in steps with the training's; a resumed schedule keeps its first length.
+
+    Raises:
+        ConfigError: a schedule is shorter.
+    """
+    steps = trainer.estimated_stepping_batches
+    for config in trainer.lr_scheduler_configs:
+        length = getattr(config.scheduler, "total_steps", None)
+        if length is not None and config.interval == "step" and steps > length * config.frequency:
+            keeps = (
+                "a resumed run keeps the schedule that it began with, and so its train.num_epochs and data.batch_size. "
+                f"To train on, start a new run with model.init_from='{trainer.ckpt_path}'"
+            )
+            advice = keeps if trainer.ckpt_path else "set the length of the schedule to `auto`"
+            message = f"this schedule ends after {length} steps, the training takes {steps}; {advice}"
+            raise ConfigError(Fault(message, "model.scheduler"))

@@ -19,9 +19,8 @@ from deeplightning.callbacks.record import between_steps
 from deeplightning.launch import ProcessHooks
 from deeplightning.private.lightning import keep_signals
 from deeplightning.process import streams
-from deeplightning.process.failure import INTERRUPTED
 from deeplightning.process.identity import own_rank
-from deeplightning.process.streams import Interrupted
+from deeplightning.process.streams import INTERRUPTED, Interrupted
 
 
 class Signals(LightningCheckpoint):

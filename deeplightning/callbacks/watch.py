@@ -1,13 +1,18 @@
 """End a run without progress; and what callbacks ask of a batch: its loss, its number of rows."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning import Callback
 
-from deeplightning.process import ranks
+from deeplightning.process import member
+
+if TYPE_CHECKING:
+    from deeplightning.process.ranks import Ranks
 
 
 def has_loss(outputs: Any) -> bool:
@@ -50,11 +55,11 @@ class Watchdog(Callback):
     def _begin(self, *_: object, **__: object) -> None:
         if self._over is not None:  # a validation inside a training
             return
-        group = ranks.here() or ranks.begin(0, starts_others=True)  # a process by itself
+        group = member.here() or member.begin(0, starts_others=True)  # a process by itself
         self._over = threading.Event()
         threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
 
-    def _watch(self, group: ranks.Ranks, over: threading.Event) -> None:
+    def _watch(self, group: Ranks, over: threading.Event) -> None:
         # Looks are counted, not seconds: a machine that slept, or a process that was stopped, has missed them too.
         pause, looks, seen = min(1.0, self.seconds / 10), 0, self._progress
         while not over.wait(pause):

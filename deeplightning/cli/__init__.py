@@ -5,12 +5,19 @@ import sys
 
 import click
 
-from deeplightning.cli import commands_config, commands_run  # noqa: F401 (its verbs join the group, in the order of a journey)
+from deeplightning.cli import commands_config  # noqa: F401 (its verbs join the group)
 from deeplightning.cli.exit_codes import interrupted, run_verb
 from deeplightning.cli.group import cli
 from deeplightning.process import garbage, streams
 from deeplightning.process.identity import RANK_VARIABLES
 from deeplightning.runfolder import started_here
+
+
+def _import_rest() -> None:
+    from deeplightning.cli import commands_run  # noqa: F401
+
+
+cli.import_rest = _import_rest
 
 
 def main(verb: click.Command = cli) -> None:
@@ -22,9 +29,9 @@ def main(verb: click.Command = cli) -> None:
         # neighbour ran 9 to 23 times slower than one (November 2026).
         os.environ.setdefault("GOMP_SPINCOUNT", "0")
         if any(name in os.environ for name in RANK_VARIABLES):  # perhaps one of several processes
-            from deeplightning.process import ranks
+            from deeplightning.process import member
 
-            ranks.follow()
+            member.follow()
         with started_here():
             code = run_verb(verb)
     except KeyboardInterrupt:

@@ -66,7 +66,7 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
     """
     from deeplightning.config.target import needs
     from deeplightning.engine.gpus import unusable
-    from deeplightning.process import failure, ranks
+    from deeplightning.process import failure, member
 
     code = getattr(error, "exit_code", None)
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
@@ -90,7 +90,7 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
     if code is None:
         code, notes = failure.exit_code_of(error), [failure.reason_of(error)]
     rank = f" [rank {own_rank()}]" if own_rank() else ""
-    if (group := ranks.here()) is not None:
+    if (group := member.here()) is not None:
         cause, is_ours_to_tell = group.verdict(error, "; ".join(notes), code)
         if not is_ours_to_tell:
             return cause.exit_code

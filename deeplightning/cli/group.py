@@ -35,13 +35,23 @@ PLUGIN_VERBS = {
 
 
 class Verbs(click.Group):
-    """Verbs in the order of a user's journey. Those that installed packages add are looked for where none of these is
-    meant: `--help` does not pay for it."""
+    """Verbs in the order of a user's journey: those that take a CONFIG, then those that take a RUN, which are imported
+    when one is meant. Those that installed packages add are looked for where none of these is meant: `--help` does not
+    pay for it.
+
+    Attributes:
+        import_rest: imports the module whose verbs join the group later.
+    """
+
+    import_rest: Callable[[], object] = staticmethod(lambda: None)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        self.import_rest()
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.commands:
+            self.import_rest()
         if cmd_name in self.commands:  # an installed package replaces none of them
             return self.commands[cmd_name]
         from deeplightning.config.plugins import VERBS, load
@@ -57,7 +67,8 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write each verb with its whole first sentence, which click would cut."""
-        shown = [(name, one.get_short_help_str(1000)) for name, one in self.commands.items() if not one.hidden]
+        every = ((name, self.commands[name]) for name in self.list_commands(ctx))
+        shown = [(name, one.get_short_help_str(1000)) for name, one in every if not one.hidden]
         with formatter.section("Commands"):
             formatter.write_dl(shown)
 

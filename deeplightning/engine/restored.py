@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.callbacks import StochasticWeightAveraging
 
 from deeplightning.engine.checkpoint_io import described
-from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.faults import CheckpointError
 from deeplightning.words import first_line
 
 _RESTORES = "pytorch_lightning.trainer.connectors.checkpoint_connector"
@@ -59,25 +59,6 @@ def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> N
         if not isinstance(saved, list) or len(saved) != len(ours):
             found = len(saved) if isinstance(saved, list) else described(saved)
             raise _refusal(trainer.ckpt_path, f"`{key}` is {found}, and this run has {len(ours)}")
-
-
-def check_schedules(trainer: pl.Trainer) -> None:
-    """Compare each schedule's length in steps with the training's; a resumed schedule keeps its first length.
-
-    Raises:
-        ConfigError: a schedule is shorter.
-    """
-    steps = trainer.estimated_stepping_batches
-    for config in trainer.lr_scheduler_configs:
-        length = getattr(config.scheduler, "total_steps", None)
-        if length is not None and config.interval == "step" and steps > length * config.frequency:
-            keeps = (
-                "a resumed run keeps the schedule that it began with, and so its train.num_epochs and data.batch_size. "
-                f"To train on, start a new run with model.init_from='{trainer.ckpt_path}'"
-            )
-            advice = keeps if trainer.ckpt_path else "set the length of the schedule to `auto`"
-            message = f"this schedule ends after {length} steps, the training takes {steps}; {advice}"
-            raise ConfigError(Fault(message, "model.scheduler"))
 
 
 def of_checkpoint(error: Exception, trainer: pl.Trainer, resumed_at: int) -> CheckpointError | None:

@@ -21,7 +21,8 @@ from deeplightning.faults import SetupError
 from deeplightning.launch.job import Job, Start
 from deeplightning.launch.sealed import PREFIX, seal
 from deeplightning.own_code import SEALED
-from deeplightning.process import failure, ranks, shared_folder
+from deeplightning.process import failure, member, ranks, shared_folder
+from deeplightning.process.streams import INTERRUPTED
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.environment import git_state
@@ -110,14 +111,14 @@ class Local:
 
     def _supervise(self, job: Job) -> int:
         """Start the processes, again after one was lost, and wait for their end; return the exit code."""
-        before = {number: signal.signal(number, self._forward) for number in failure.INTERRUPTED}
+        before = {number: signal.signal(number, self._forward) for number in INTERRUPTED}
         try:
             while not self._forwarded:
                 self._start(job)
                 if (code := self._wait(job)) is not None:
                     return code
                 self._clean()
-            return failure.INTERRUPTED[self._forwarded[0]]
+            return INTERRUPTED[self._forwarded[0]]
         finally:
             self._clean()
             for number, handler in before.items():
@@ -160,8 +161,8 @@ class Local:
                 "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
                 "TORCHELASTIC_MAX_RESTARTS": str(job.cfg.engine.max_restarts),
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-                ranks.FOLDER: str(self._folder),
-                ranks.AGENT: str(os.getpid()),
+                member.FOLDER: str(self._folder),
+                member.AGENT: str(os.getpid()),
             }
             for rank in range(int(size)):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -195,7 +196,7 @@ class Local:
         restarts = job.cfg.engine.max_restarts
         if self._forwarded or not cause.lost or self._restarts == restarts:
             self._report(job, cause, rank_0_was_lost=(codes[0] or 0) < 0)
-            return failure.INTERRUPTED[self._forwarded[0]] if self._forwarded else cause.exit_code
+            return INTERRUPTED[self._forwarded[0]] if self._forwarded else cause.exit_code
         self._restarts += 1
         newest = failure.newest_of(self._note_run())
         how = f"resumes from {newest}" if newest else "starts again, there is no checkpoint yet"
@@ -220,7 +221,7 @@ class Local:
 
     def _end_late_ones(self, cause: failure.Cause) -> None:
         """Kill processes that exceed the time limit, except while a run saves after a signal."""
-        if self._until is None and cause.exit_code not in failure.INTERRUPTED.values():
+        if self._until is None and cause.exit_code not in INTERRUPTED.values():
             self._until = time.monotonic() + GRACE_SECONDS
         if self._until is not None and time.monotonic() > self._until:
             self._send(signal.SIGKILL)

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from deeplightning.faults import UserError
 from deeplightning.own_code import INSTALLED, OURS, is_theirs, short
+from deeplightning.process.streams import INTERRUPTED
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
 REPORTED = "reported"
 """The file in the launch folder that a process creates when it prints the failure cause; only one process does."""
-
-INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 # Messages of gloo, NCCL and torch's store when another process is gone or does not answer.
 _LOST = re.compile(

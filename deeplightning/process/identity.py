@@ -298,6 +298,12 @@ def first_host(text: str) -> str | None:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else None
 
 
+def restarts() -> int:
+    """Return how often the processes of this launch were started before."""
+    names = ("TORCHELASTIC_RESTART_COUNT", ATTEMPT, "SLURM_RESTART_COUNT")
+    return max((int(word) for name in names if (word := os.environ.get(name, "")).isdecimal()), default=0)
+
+
 # ---- values that one process chooses for the whole launch, and passes to the processes that it starts
 
 DECIDED = "DEEPLIGHTNING_DECIDED"

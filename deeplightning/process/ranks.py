@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -23,18 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from deeplightning.faults import SetupError
 from deeplightning.process import failure
-from deeplightning.process.failure import INTERRUPTED, Cause, RankError, is_lost
-from deeplightning.process.identity import ATTEMPT, identity
-from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, was_lost
-from deeplightning.process.streams import Interrupted, is_early
+from deeplightning.process.failure import Cause, RankError, is_lost
+from deeplightning.process.shared_folder import is_there, lock_folder, members, was_lost
+from deeplightning.process.streams import INTERRUPTED, Interrupted, is_early
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
-
-FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # set for the processes that a launch starts
-AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # set instead of PARENT by a process that starts all others and does not train
 
 POLL_SECONDS = 0.25
 EXIT_SECONDS = 3.0  # in which a process exits by itself after it lost another
@@ -56,6 +50,8 @@ class Ranks:
 
     Attributes:
         children: processes that this one started, in order of rank; the first has the next rank.
+        redact: removes secrets from messages.
+        end_run: ends a run whose main thread is blocked.
     """
 
     def __init__(
@@ -64,6 +60,8 @@ class Ranks:
         self.expected = expected
         self.folder, self.parent, self.parent_reports, self.pid = folder, parent, parent_reports, os.getpid()
         self.children: list[subprocess.Popen[bytes]] = []
+        self.redact: Callable[[str], str] = str
+        self.end_run: Callable[[BaseException], None] | None = None
         self._main = threading.main_thread().ident
         self._until: float | None = None  # when this process ends, unless its main thread ended it before
         self._ends = False  # whether the main thread is ending the process
@@ -94,7 +92,9 @@ class Ranks:
 
     def record_cause(self, cause: Cause) -> bool:
         """Record a failure cause as the first one, unless another process recorded one before."""
-        return failure.record_cause(self.folder, dataclasses.replace(cause, reason=_redact(cause.reason)), self.rank)
+        return failure.record_cause(
+            self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank
+        )
 
     def note_run(self, run: Path) -> None:
         """Write the run's folder for the process that started this one."""
@@ -243,8 +243,8 @@ class Ranks:
         self.end_children(0)
         if self._may_report(cause):
             word = f"error [{cause.whose}]" if cause.whose else "error"
-            say(f"{word}: {_redact(cause.reason)}", err=True)
-        thread = threading.Thread(target=_end, args=(ending(RankError(cause)),), daemon=True)
+            say(f"{word}: {self.redact(cause.reason)}", err=True)
+        thread = threading.Thread(target=self.end_run, args=(ending(RankError(cause)),), daemon=True)
         thread.start()
         thread.join(SHUTDOWN_SECONDS)
         self._exit(cause.exit_code)
@@ -315,81 +315,3 @@ def where_is(thread: int | None) -> str | None:
     waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
     waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
     return None if waits else failure.place_in(frames)
-
-
-# ---- this process's part in the supervision of its launch
-
-
-def restarts() -> int:
-    """Return how often the processes of this launch were started before."""
-    names = ("TORCHELASTIC_RESTART_COUNT", ATTEMPT, "SLURM_RESTART_COUNT")
-    return max((int(word) for name in names if (word := os.environ.get(name, "")).isdecimal()), default=0)
-
-
-def is_supervised() -> bool:
-    """Return whether `deeplightning.launch.Local` started this process; it may restart it and reports the end."""
-    return _here is not None and _here.parent_reports and "TORCHELASTIC_RESTART_COUNT" in os.environ
-
-
-_here: Ranks | None = None
-_end: Callable[[BaseException], None] | None = None
-_redact: Callable[[str], str] = str
-
-
-def prepare(redact: Callable[[str], str], end: Callable[[BaseException], None]) -> None:
-    """Set how secrets are removed from messages, and how a run is ended if its main thread is blocked."""
-    global _end, _redact
-    _end, _redact = end, redact
-
-
-def here() -> Ranks | None:
-    """Return this process's supervision; None if it is not one of several."""
-    return _here if _here is not None and _here.pid == os.getpid() else None
-
-
-def all_ended() -> None:
-    """Wait for the processes that this one started, once its own work is done.
-
-    Raises:
-        RankError: one of them failed after its last message.
-    """
-    if (group := here()) is not None and group.children:
-        group.end_children()
-        if (cause := group.failed_child()) is not None:
-            group.record_cause(cause)
-            raise RankError(group.first() or cause)
-
-
-def follow() -> None:
-    """Take part in the supervision if this process is one of several, and end with the launch that started it. Every
-    process calls it first."""
-    global _here
-    parent, agent = int(os.environ.get(PARENT, 0)), int(os.environ.get(AGENT, 0))
-    try:
-        found = identity()
-    except SetupError:  # the verb reports it, if it needs the others
-        return
-    if found is None:
-        return
-    started_by = agent or (parent if found.local_rank != 0 else 0)
-    if started_by and os.getppid() == started_by:
-        _here = Ranks(found.rank, Path(os.environ[FOLDER]), started_by, parent_reports=bool(agent))
-    elif started_by and not is_alive(started_by):
-        os._exit(5)
-    elif not agent and not parent and found.world > 1:
-        _here = Ranks(found.rank, enter(found.rank), expected=found.local_world)
-
-
-def begin(rank: int, starts_others: bool) -> Ranks:
-    """Take part with this rank, in processes that this one will start or that were started elsewhere."""
-    global _here
-    if (found := here()) is not None:
-        found.rank = rank
-        return found
-    if starts_others:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
-    else:
-        folder = enter(rank)
-    _here = Ranks(rank, folder)
-    return _here

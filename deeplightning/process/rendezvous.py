@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
 from deeplightning.private.messages import Sentence, says
-from deeplightning.process import ranks
+from deeplightning.process import member
 from deeplightning.process.identity import identity
+from deeplightning.process.ranks import ending
 from deeplightning.process.streams import Interrupted, Terminated
 from deeplightning.words import first_line
 
@@ -62,7 +63,7 @@ def connect(trainer: pl.Trainer, alike: Mapping[str, str]) -> None:
             rank = environment.node_rank() * self.num_processes + environment.local_rank()
             if (here := identity()) is not None and here.is_binding:
                 rank = here.rank  # machines may have different numbers of processes
-            group = ranks.begin(rank, starts_others and self.num_processes > 1)
+            group = member.begin(rank, starts_others and self.num_processes > 1)
             group.hear_signals()
             try:
                 environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -77,11 +78,11 @@ def connect(trainer: pl.Trainer, alike: Mapping[str, str]) -> None:
                 cause = group.cause_of(error)
                 if cause is error:
                     raise
-                raise ranks.ending(cause) from error
+                raise ending(cause) from error
 
         def start_others(self) -> None:
             """Start the other processes of this machine."""
-            group = ranks.here()
+            group = member.here()
             assert group is not None
             os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
             try:
@@ -134,8 +135,8 @@ def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
     alone = launches and nodes == 1  # a missing process has exited, which is noticed
     address, port = environment.main_address, _port(environment, alone)
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens and supervises
-    is_child = ranks.here().parent is not None  # type: ignore[union-attr]
-    if elastic and os.environ.get(_RESTARTS, "0") != "0" and ranks.AGENT not in os.environ:
+    is_child = member.here().parent is not None  # type: ignore[union-attr]
+    if elastic and os.environ.get(_RESTARTS, "0") != "0" and member.AGENT not in os.environ:
         return _anew(address, _port(environment, False), rank, processes * nodes)
     node, store = environment.node_rank(), None
     if rank == 0 and not elastic:
@@ -148,8 +149,8 @@ def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
         numbered: Any = PrefixStore(str(next(_numbers)), store)  # the same processes may meet for a second training
         values = {"engine.num_nodes": str(nodes), "engine.processes": str(processes), **alike}
         card = {"host": socket.gethostname(), "pid": os.getpid(), "node": node, "alike": values}
-        member = ("node", node, nodes) if launches else ("rank", rank, processes * nodes)
-        _follow_route(_gather(numbered, card, address, *member), node, address)
+        own = ("node", node, nodes) if launches else ("rank", rank, processes * nodes)
+        _follow_route(_gather(numbered, card, address, *own), node, address)
     elif nodes > 1 and not is_child:
         _go_by(interface(address), loopback=node != 0)
     if launches:

@@ -14,7 +14,9 @@ from typing import Any
 
 PIPE_CODE = 141
 """The exit code of a verb whose stdout was closed by its reader, as for a program that SIGPIPE ended."""
-TERMINATED_CODE = 143
+INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+"""The exit codes of a command that a signal ended."""
+TERMINATED_CODE = INTERRUPTED[signal.SIGTERM]
 
 heard: int | None = None
 """The signal that asked this process to end before a run handled signals."""

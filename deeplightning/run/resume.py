@@ -14,8 +14,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError
-from deeplightning.process.identity import decided, identity, own_rank
-from deeplightning.process.ranks import restarts
+from deeplightning.process.identity import decided, identity, own_rank, restarts
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking.build import refusal
 

@@ -21,14 +21,12 @@ from deeplightning.config.target import find
 from deeplightning.config.tree import line
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import CheckpointError, ConfigError, Fault, UserError
-from deeplightning.kinds import is_plain
 from deeplightning.launch import apply_environment
 from deeplightning.private.messages import Sentence, says
-from deeplightning.process import ranks
-from deeplightning.process.identity import own_rank
+from deeplightning.process import member
+from deeplightning.process.identity import identity, own_rank, restarts
 from deeplightning.process.terminal import say_path
 from deeplightning.run.assemble import init_module, init_trainer
-from deeplightning.run.resume import agreement, resumption
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import DATABASE
 from deeplightning.words import first_line
@@ -65,7 +63,7 @@ def launch(cfg: Config) -> RunFolder:
     apply_environment(cfg)
     to_terminal(cfg)
     one_line_warnings()
-    if own_rank() == 0 and ranks.restarts() == 0:
+    if own_rank() == 0 and restarts() == 0:
         if cfg.train.fast:
             log.info("%-10s one batch of each stage; no checkpoint and no bundle is written", "fast")
         for notice in cfg.notices or []:
@@ -78,7 +76,7 @@ def launch(cfg: Config) -> RunFolder:
     try:
         # First where it resolves `auto`: a checkpoint is compared with the resolved numbers.
         data = init_module(cfg, "data") if any(unfilled(cfg)) else None
-        resumed = resumption(cfg) if learns else None
+        resumed = _resumed(cfg) if learns else None
         if resumed is not None and resumed.checkpoint and resumed.over and cfg.stages == ["train"]:
             log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.over)
             return RunFolder(resumed.checkpoint.parent)
@@ -90,9 +88,10 @@ def launch(cfg: Config) -> RunFolder:
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
     record.resumption = resumed
-    ranks.prepare(cfg.redact_message, lambda error: _end(record, trainer, error))
+    member.prepare(cfg.redact_message, lambda error: _end(record, trainer, error))
     if world_size(cfg.engine) > 1:
         from deeplightning.process.rendezvous import connect
+        from deeplightning.run.resume import agreement
 
         connect(trainer, agreement(cfg, resumed))
     try:
@@ -106,7 +105,7 @@ def launch(cfg: Config) -> RunFolder:
                 run_stage(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
         if learns and cfg.train.export and not cfg.train.fast and trainer.is_global_zero:
             _export(task, data, record)
-        ranks.all_ended()
+        member.all_ended()
         if trainer.is_global_zero:
             if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
                 _report(record.folder)
@@ -119,6 +118,16 @@ def launch(cfg: Config) -> RunFolder:
         raise
     _end(record, trainer)
     return record.folder
+
+
+def _resumed(cfg: Config) -> Resumption:
+    """Return where training resumes from; nowhere unless the config says so or this launch was restarted."""
+    here = identity()
+    if cfg.train.resume_ckpt is None and not (here is not None and here.may_resume):
+        return Resumption()
+    from deeplightning.run.resume import resumption
+
+    return resumption(cfg)
 
 
 def _report(folder: RunFolder) -> None:
@@ -135,7 +144,7 @@ def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None
     """Set the final status of a run, print its folder and close it."""
     if error is not None:
         record.fail(error)
-    if record.opened and trainer.is_global_zero and not ranks.is_supervised():
+    if record.opened and trainer.is_global_zero and not member.is_supervised():
         say_path(record.folder.path, "Artifact storage path: ")
     record.close()
 
@@ -199,6 +208,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
 def _export(task: Any, data: object, record: Any) -> None:
     """Store some validation samples, then export the best weights if the task supports it."""
     from deeplightning.export.bundle import FormatError, NotExpressible, card_of
+    from deeplightning.kinds import is_plain
     from deeplightning.run.make_bundle import export_run, is_servable, keep_samples
 
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run was resumed

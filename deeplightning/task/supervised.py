@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from deeplightning.batches import by_name, structure
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
-from deeplightning.kinds import has_spec
-from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 from deeplightning.task.denominators import (
     CANNOT_WEIGH,
     can_weigh,
@@ -33,6 +31,8 @@ from deeplightning.transfer import Points
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import OptimizerLRScheduler
+
+    from deeplightning.task.compiled import Compiled
 
 log = logging.getLogger("deeplightning")
 
@@ -231,6 +231,8 @@ class Supervised(pl.LightningModule):
         Raises:
             MisfitError: the data module does not say how inputs are prepared.
         """
+        from deeplightning.kinds import has_spec
+
         if self.network is None or not has_spec(self):
             raise MisfitError(
                 "the data module gave no `image_spec`, `text_spec`, `table_spec` or `array_spec`: there is nothing to "
@@ -265,6 +267,8 @@ class Supervised(pl.LightningModule):
             if not any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters()):
                 self.try_out(network)
         if mode := self.cfg.engine.compile:
+            from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
+
             if self._computes_itself():
                 self._compiled = Compiled(mode)
                 self._compiled_step = self._compiled.compile(self._compute, self)
@@ -372,7 +376,7 @@ class Supervised(pl.LightningModule):
         return not last or index is None or bool((index >= 0).all())
 
     def _training_step_compiled(self, batch_idx: int, inputs: Tensor, truth: Tensor) -> Tensor:
-        compiled = cast(Compiled, self._compiled)
+        compiled = cast("Compiled", self._compiled)
         self.check_truth(self._outline(inputs), truth)
         compiled.begin_step(self, inputs.device, accumulates=batch_idx % self.trainer.accumulate_grad_batches > 0)
         outputs, parts, counts, loss = self._compiled_step(inputs, truth)

@@ -145,6 +145,7 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     verbs = set()
+    cli.import_rest()
     for verb, found in cli.commands.items():
         for param in found.params:
             if param.make_metavar(context := click.Context(found)) == "RUN":

@@ -29,6 +29,7 @@ def verbs() -> dict[str, list[str]]:
     """Return the options of each verb that is shown, by their longest names, those of plug-ins last; of a plug-in that
     is not installed as the file has them."""
     of_plugins = [name for name in chain(*faults.PLUGINS.values()) if name.isidentifier() and name.islower()]
+    cli.import_rest()
     found = dict(cli.commands) | {name: load(VERBS, name) for name in of_plugins}
     return {
         name: FROZEN["verbs"][name]

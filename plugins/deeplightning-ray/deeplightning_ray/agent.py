@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deeplightning.launch.sealed import PREFIX, seal
-from deeplightning.process import failure, ranks, shared_folder
+from deeplightning.process import failure, member, shared_folder
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code
 from deeplightning.version import __version__
@@ -116,7 +116,7 @@ class Agent:
         kept = {n: v for n, v in os.environ.items() if not n.startswith(_OF_OTHERS) and n not in _PLACES}
         self._folder = Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{folder_name}"
         self._rank = int(environment["RANK"])
-        kept |= {**environment, ranks.AGENT: str(os.getpid()), ranks.FOLDER: str(self._folder)}
+        kept |= {**environment, member.AGENT: str(os.getpid()), member.FOLDER: str(self._folder)}
         command = [sys.executable, *WORKER]
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -35,6 +35,7 @@ from deeplightning.launch import Job
 from deeplightning.own_code import SEALED
 from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
+from deeplightning.process.streams import INTERRUPTED
 from deeplightning.process.terminal import say, say_path
 from deeplightning.tracking.environment import git_state
 from deeplightning_ray.cluster import Connection
@@ -89,7 +90,7 @@ class Supervisor:
         """Start workers until the run has ended; return its exit code."""
         self._refuse_missing_gpus()
         of = self.cfg.engine.max_restarts
-        before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in failure.INTERRUPTED}
+        before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in INTERRUPTED}
         try:
             while True:
                 self._start_workers()
@@ -100,7 +101,7 @@ class Supervisor:
                     self.workers.release()
                     continue
                 if code == 0 or self.signals or cause is None:
-                    return failure.INTERRUPTED[signal.Signals(self.signals[0])] if self.signals and code else code
+                    return INTERRUPTED[signal.Signals(self.signals[0])] if self.signals and code else code
                 if cause.lost and self.restarts < of:
                     self.restarts += 1
                     resumes = "resumes from its latest complete checkpoint" if self.folder else "begins again"
@@ -110,7 +111,7 @@ class Supervisor:
                 self._log_cause(cause, reported)
                 return code
         except _Interrupted:
-            return failure.INTERRUPTED[signal.Signals(self.signals[0])]
+            return INTERRUPTED[signal.Signals(self.signals[0])]
         finally:
             self.workers.release()
             for number, handler in before.items():

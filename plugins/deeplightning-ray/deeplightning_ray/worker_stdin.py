@@ -21,7 +21,7 @@ from deeplightning.faults import SetupError, error_of
 from deeplightning.own_code import add_import_roots
 from deeplightning.private.lazy_imports import import_lazily
 from deeplightning.process.die_with_parent import end_with
-from deeplightning.process.ranks import AGENT
+from deeplightning.process.member import AGENT
 
 _STDIN = 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deeplightning.checks.trust import note_launched
 from deeplightning.faults import RunError, SetupError
-from deeplightning.process import failure
+from deeplightning.process.streams import INTERRUPTED
 from deeplightning.process.terminal import say
 from deeplightning_slurm.commands import state_of
 
@@ -120,7 +120,7 @@ class Follower:
         where = f"its logs are in {self.folder}"
         if state == "FAILED" and int(code):
             say(f"job {self.number} failed with exit code {code}; {where}", err=True)
-            killed = int(code) > 128 and int(code) not in failure.INTERRUPTED.values()
+            killed = int(code) > 128 and int(code) not in INTERRUPTED.values()
             return 5 if killed else int(code)
         why = f" (signal {number})" if number not in ("", "0", "15") else ""
         raise RunError(f"job {self.number} ended as {state}{why}, after {found.get('RunTime', 'some time')}; {where}")
