@@ -10,7 +10,7 @@ import importlib.util
 import pkgutil
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -176,20 +176,19 @@ class Binding:
     Attributes:
         order: position in the scope, later wins.
         line: where.
-        guards: imports that must succeed for it, `(module, name or None)`.
     """
 
     order: int
     line: int
-    guards: tuple[tuple[str, str | None], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Imported(Binding):
-    """`import module` or `from module import name`."""
+    """`import module` or `from module import name`; `is_tried`: in a `try` that may go on without it."""
 
     module: str
     name: str | None
+    is_tried: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +212,7 @@ class Opaque(Binding):
     what: str | None
 
 
-UNBOUND = Opaque(-1, 0, (), None)
+UNBOUND = Opaque(-1, 0, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,13 +275,13 @@ class _Reader:
         self.scope, self.names = scope, scope.names
         self.order = 0
         self.certain = True
-        self.guards: tuple[tuple[str, str | None], ...] = ()
+        self.is_tried = False
 
     def bind(self, name: str, kind: type[Binding], line: int, *more: object) -> None:
         self.order += 1
         if name in self.names:
             self.scope.rebound.add(name)
-        self.names[name] = (kind(self.order, line, self.guards, *more),)
+        self.names[name] = (kind(self.order, line, *more),)
 
     def run(self, body: list[ast.stmt]) -> bool:
         """Return whether it reaches its end."""
@@ -299,7 +298,7 @@ class _Reader:
                     self.imported(full, node.lineno)
                     if alias.asname is None:
                         full = own_code.full_name(bound)
-                    self.bind(alias.asname or bound, Imported, node.lineno, full, None)
+                    self.bind(alias.asname or bound, Imported, node.lineno, full, None, self.is_tried)
             case ast.ImportFrom():
                 self.import_from(node)
             case ast.Assign():
@@ -309,7 +308,7 @@ class _Reader:
                 self.assign(node.target, value, node.lineno)
             case ast.AnnAssign(target=ast.Name(id=name)) if name not in self.names:
                 self.order += 1
-                self.names[name] = (Opaque(-1, node.lineno, (), None),)  # an annotation binds nothing
+                self.names[name] = (Opaque(-1, node.lineno, None),)  # an annotation binds nothing
             case ast.AugAssign(target=ast.Name(id="__all__")):
                 self.scope.exported.append(node.value if self.certain else None)
             case ast.AugAssign():
@@ -349,7 +348,7 @@ class _Reader:
         return True
 
     def imported(self, module: str, line: int) -> None:
-        if self.certain and not self.guards:
+        if self.certain:
             self.scope.imports.append((module, line))
 
     def import_from(self, node: ast.ImportFrom) -> None:
@@ -359,9 +358,9 @@ class _Reader:
         for alias in node.names:
             if alias.name == "*":
                 self.order += 1
-                self.scope.stars.append(Star(self.order, node.lineno, module, self.certain and not self.guards))
+                self.scope.stars.append(Star(self.order, node.lineno, module, self.certain))
             else:
-                self.bind(alias.asname or alias.name, Imported, node.lineno, module, alias.name)
+                self.bind(alias.asname or alias.name, Imported, node.lineno, module, alias.name, self.is_tried)
 
     def assign(self, target: ast.expr, value: ast.expr, line: int) -> None:
         match target:
@@ -410,17 +409,12 @@ class _Reader:
         self.scope.names = names
 
     def attempt(self, node: ast.Try | ast.TryStar) -> bool:
-        """Read a `try`; where only a missing import makes the handlers run, look for the module when it is needed."""
-        wanted = tuple(_imports(node.body, self.scope.module))
-        before, was_certain, guards = self.names, self.certain, self.guards
-        self.names = dict(before)
-        if wanted:
-            self.guards = guards + wanted
-        else:
-            self.certain = False
+        """Read a `try`. Where it imports something, whether that is there is looked up when it is needed."""
+        before, was_certain, was_tried = self.names, self.certain, self.is_tried
+        self.names, self.certain, self.is_tried = dict(before), False, True
         reaches = self.run(node.body) and self.run(node.orelse)
         left = [self.names] if reaches else []
-        self.guards, self.certain = guards, False
+        self.is_tried = was_tried
         for handler in node.handlers:
             self.names = dict(before)
             if handler.name:
@@ -450,14 +444,6 @@ def absolute(node: ast.ImportFrom, module: Module) -> str:
     above = module.name.split(".")
     above = above[: len(above) - node.level + (module.folders is not None)] if node.level else []
     return ".".join([*above, *([node.module] if node.module else [])])
-
-
-def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | None]]:
-    for node in body:
-        if isinstance(node, ast.Import):
-            yield from ((own_code.full_name(alias.name), None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((absolute(node, module), None if a.name == "*" else a.name) for a in node.names)
 
 
 def _is_true(test: ast.expr) -> bool | None:

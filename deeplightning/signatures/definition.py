@@ -14,8 +14,6 @@ import keyword
 import pkgutil
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
@@ -29,7 +27,6 @@ from deeplightning.signatures.symbol import (
     Failing,
     Frame,
     Functions,
-    Kind,
     Lacking,
     Thing,
     first_argument,
@@ -64,7 +61,7 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
         words = f"failed: {error}" if isinstance(error, Broken) else str(error)
         kind = Missing if isinstance(error, Lacking) else ValueError
         raise kind(f"importing {'.'.join(parts[:-1])} (for `{name}`) {words}") from None
-    return Definition(name, thing.path, thing.kind, thing.file, thing, names)
+    return Definition(thing, names)
 
 
 def _names(text: bytes, word: str) -> bool:
@@ -109,23 +106,18 @@ def _find(parts: list[str], names: Names) -> Thing:
     return thing
 
 
-@dataclass(eq=False)
 class Definition:
     """What a dotted name means.
 
     Attributes:
-        name: as it was asked.
         path: where it is really defined, `torch.optim.sgd.SGD` of torch.optim.SGD.
         kind: "value" is anything that is no class, function or module.
         file: where its source is, if it has any.
     """
 
-    name: str
-    path: str
-    kind: Kind
-    file: Path | None
-    _thing: Thing = field(repr=False)
-    _names: Names = field(repr=False)
+    def __init__(self, thing: Thing, names: Names):
+        self.path, self.kind, self.file = thing.path, thing.kind, thing.file
+        self._thing, self._names = thing, names
 
     def bases(self) -> tuple[list[str], bool]:
         """Return the real paths of itself and its ancestors in Python's order, without `object`; False where an

@@ -183,7 +183,7 @@ class Names:
             if source is None or source.is_open:
                 doubt = f"{star.module}, whose names {scope.module.name} takes over, is not written in Python"
             elif source.may_bind(name) and (source.name, name) not in self.active and self.exports(source, name):
-                taken = Imported(star.order, star.line, (), star.module, name)
+                taken = Imported(star.order, star.line, star.module, name)
                 if star.certain:
                     return (taken,), None
                 options = (*options, taken)
@@ -229,7 +229,7 @@ class Names:
         imports = {alias.asname or alias.name: (node, alias.name) for node in nodes for alias in node.names}
         if name in imports:
             node, inside = imports[name]
-            option = Imported(0, node.lineno, (), bindings.absolute(node, module), inside)
+            option = Imported(0, node.lineno, bindings.absolute(node, module), inside)
             return self.imported(option, inside, Frame(module))
         if nearest(name, [*imports]):
             raise Absent(name, [*imports])
@@ -250,11 +250,16 @@ class Names:
         """Return what several possible bindings come to, if they come to one thing."""
         left = []
         for option in options:
-            if option.guards and not all(self.importable(m, n, frame) for m, n in option.guards):
+            if not (isinstance(option, Imported) and option.is_tried):
+                left.append(option)
                 continue
-            left.append(option)
-            if option.guards and not isinstance(option, bindings.Opaque):
-                break
+            with contextlib.suppress(Absent, Failing, Broken):
+                source = self.module(option.module)
+                if source is not None and not any(_missing_packages(source)):
+                    found = self.meant(option, name, frame)
+                    if not left:
+                        return found
+                    left.append(option)
         if not left:
             raise Undecided(f"what {frame.module.name} imports for `{name}` is not there")
         bound = [option for option in left if not is_unbound(option)]
@@ -265,19 +270,6 @@ class Names:
         if len(bound) > 1:
             raise Undecided(f"`{name}` of {frame.module.name} is one thing or another, depending on the machine")
         return self.meant(bound[0], name, frame)
-
-    def importable(self, module: str, name: str | None, frame: Frame) -> bool:
-        try:
-            found = self.module(module)
-            if found is None or (not found.is_open and any(_missing_packages(found))):
-                return False
-            if name is not None and not found.is_open:
-                self.name_in(found, name)
-        except Undecided:
-            return True
-        except (Absent, Failing, Broken):
-            return False
-        return True
 
     def meant(self, option: Binding, name: str, frame: Frame) -> Thing:
         prefix = f"{frame.line[0].name}." if frame.scope and frame.line else ""
