@@ -127,15 +127,11 @@ def train_here(words: Sequence[str]) -> int:
     "--dry-run", is_flag=True, help="Also pass one made-up batch through training and validation, on the CPU."
 )
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
-@click.option("--show-config", is_flag=True, help="Print the whole config if it has no fault.")
-def check(
-    config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str, show_config: bool
-) -> None:
+def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str) -> None:
     """Report every fault of CONFIG, before anything runs.
 
     Without options nothing is imported. `explain` prints what CONFIG means; `plan` what `train` would start.
     """
-    from deeplightning.config.tree import dump
     from deeplightning.faults import Fault
 
     with stdout_for_the_result():
@@ -154,13 +150,10 @@ def check(
             report.unchecked.append(Fault(message))
         say(json.dumps(report.to_dict(), indent=2))
         sys.exit(report.exit_code)
-    cfg = report.checked()
+    report.checked()
     show_notices(report)
-    if show_config:
-        show(dump(cfg.public()))
-    else:
-        more = "" if dry_run else "--dry-run builds everything and passes a batch; "
-        say(f"no faults; {more}--show-config prints the config")
+    more = "" if dry_run else "--dry-run builds everything and passes a batch; "
+    say(f"no faults; {more}explain prints the config")
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -186,28 +179,6 @@ def schema() -> None:
     from deeplightning.config.packages import HOME
 
     say((HOME / "configs" / "schema.json").read_text(encoding="utf-8").rstrip())
-
-
-@cli.command()
-@click.argument("name", required=False)
-@click.option("--to", metavar="PATH", type=click.Path(path_type=Path), help="Write it to a new file, or into a folder.")
-def configs(name: str | None, to: Path | None) -> None:
-    """List the configs that ship with Deep Lightning; print or copy the one of NAME.
-
-    They are used where they are as pkg://deeplightning/configs/NAME.yaml, also behind `_base_`. A copy of an example
-    has its own modules beside it. Nothing is overwritten.
-    """
-    from deeplightning.cli import shipped
-
-    if to is not None and name is None:
-        raise click.UsageError("--to requires the NAME of a config; without one they are listed")
-    if name is None:
-        say("\n".join(shipped.listing()))
-    elif to is None:
-        say(shipped.text_of(name, f"{Path(name).stem}.yaml").rstrip("\n"))
-    else:
-        for path in shipped.copy(name, to):
-            say(path)
 
 
 @cli.command()

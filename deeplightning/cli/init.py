@@ -18,7 +18,6 @@ from typing import Any
 
 from deeplightning.cli import guess_masks, guess_pictures, guess_signals, guess_tables
 from deeplightning.cli.guess import Columns, Guess
-from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.schema import literal_values
 from deeplightning.config.tree import line
@@ -175,24 +174,41 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
     content |= files | (found.files if found else {})
     content["README.md"] = _readme(values["project"], chosen.about, ask, modules, found.notes if found else [])
     content[".gitignore"] = (TEMPLATES / "gitignore").read_text()
+    paths = {folder / name: text for name, text in content.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SetupError(f"{folder} cannot be made: {error.strerror}") from None
-    paths = {folder / name: text for name, text in content.items()}
     write_new(paths)
     return (found.notes if found else []), [*paths]
+
+
+def write_new(content: dict[Path, str]) -> None:
+    """Write files that are not there yet; where one is there, none.
+
+    Raises:
+        SetupError: one is there already, or cannot be written.
+    """
+    there = [str(path) for path in content if path.exists() or path.is_symlink()]
+    if there:
+        raise SetupError(f"{', '.join(there)}: already there and not overwritten; remove it, or name another place")
+    try:
+        for path, text in content.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"{error.filename or path} cannot be written: {error.strerror}") from None
 
 
 def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]) -> dict[str, str]:
     """Return the content of the config and the modules, by name."""
     content = {}
+    schema = f"# yaml-language-server: $schema={(HOME / 'configs' / 'schema.json').as_uri()}\n"
     for path in sorted(templates.iterdir()):
         if path.suffix in (".yaml", ".py", ".json"):
             text = path.read_text()
             if path.suffix == ".yaml":
                 filled = Template(text).substitute(values)
-                text = re.sub("^(?!#)", lambda _: schema_line(), filled, count=1, flags=re.MULTILINE)
+                text = re.sub("^(?!#)", lambda _: schema, filled, count=1, flags=re.MULTILINE)
             content[path.name] = text
     for shipped in () if has_data else chosen.modules:
         content[Path(shipped).name] = (HOME / shipped).read_text()

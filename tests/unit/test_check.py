@@ -556,19 +556,18 @@ def test_an_abstract_class_is_found_by_importing():
 
 
 def test_check_says_what_only_a_dry_run_tries(command, here):
-    """A config without a fault is one line, which names the options that check and show more. The report for programs
+    """A config without a fault is one line, which names what checks and shows more. The report for programs
     calls constructors and batches unchecked, unless `--dry-run` tries them."""
     Path("c.yaml").write_text(GOOD)
     plain = command("check", "c.yaml", cwd=here)
     more = "--dry-run builds everything and passes a batch; "
-    assert (plain.out, plain.err) == (f"no faults; {more}--show-config prints the config\n", "")
+    assert (plain.out, plain.err) == (f"no faults; {more}explain prints the config\n", "")
     report = json.loads(command("check", "c.yaml", "--format", "json", cwd=here).out)
     assert [fault["message"][:32] for fault in report["unchecked"]] == ["what constructors and batches re"]
-    shown = command("check", "c.yaml", "--show-config", cwd=here)
-    assert yaml.safe_load(shown.out) == report["config"]
+    assert yaml.safe_load(command("explain", "c.yaml", cwd=here).out) == report["config"]
     assert "what constructors" not in command("check", "c.yaml", "--dry-run", "--format", "json", cwd=here).out
     tried = command("check", "c.yaml", "--dry-run", cwd=here)
-    assert (tried.code, tried.out) == (0, "no faults; --show-config prints the config\n"), tried
+    assert (tried.code, tried.out) == (0, "no faults; explain prints the config\n"), tried
 
 
 # ---- metrics that something waits for

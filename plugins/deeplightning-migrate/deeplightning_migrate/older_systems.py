@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.examine import check
-from deeplightning.cli.shipped import write_new
+from deeplightning.cli.init import write_new
 from deeplightning.config import other_tools
 from deeplightning.config.schema import VERSION
 from deeplightning.config.tree import dump, line, scalar
