@@ -4,14 +4,12 @@ Deep Lightning's own files are `pkg://deeplightning/configs/…` and `pkg://deep
 package these folders are inside it, in a clone beside it.
 """
 
+import importlib.util
 import os
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from deeplightning.faults import ConfigError, Fault, nearest
-from deeplightning.own_code import LIBRARIES
 
 PREFIX = "pkg://deeplightning/"
 SHIPPED = ("configs", "examples")
@@ -32,15 +30,8 @@ def is_address(path: str | Path) -> bool:
     return _ADDRESS.fullmatch(str(path)) is not None
 
 
-def locate(address: str | Path, beside: Path, key: str | None = None, place: str | None = None) -> Path:
-    """Return the file of a `pkg://` address.
-
-    A folder in `beside` or in the working directory takes precedence over the installed package of the same name, as
-    own modules do. The names in `deeplightning.own_code.LIBRARIES` always refer to the installed package.
-
-    Args:
-        beside: the folder of the file that has the address; of the command line, the working directory.
-        key, place: of the address, for notes.
+def locate(address: str | Path, key: str | None = None, place: str | None = None) -> Path:
+    """Return the file of a `pkg://` address; `key` and `place` are those of the address, for notes.
 
     Raises:
         ConfigError: there is no such package, or no such file in it.
@@ -52,45 +43,22 @@ def locate(address: str | Path, beside: Path, key: str | None = None, place: str
     if not package.isidentifier() or not inner.parts or inner.is_absolute() or ".." in inner.parts:
         message = f"{shown} is not pkg://PACKAGE/PATH, such as {PREFIX}configs/base.yaml; PATH has no `..`"
         raise ConfigError(Fault(message, key, place))
-    folders = [*_folders(package, beside, inner.parts[0])]
+    folders = _folders(package, inner.parts[0])
     if not folders:
         raise ConfigError(Fault(f"{shown}: there is no package `{package}` here. Install it", key, place))
     for folder in folders:
         if os.path.isfile(file := folder / inner):  # noqa: PTH113  (Path's fails for a name that is too long)
             return file
-    raise ConfigError(Fault(f"{shown}: the package `{package}` has no such file{_near(folders, inner)}", key, place))
+    near = nearest(inner.name, [path.name for folder in folders for path in (folder / inner.parent).glob("*.y*ml")])
+    raise ConfigError(Fault(f"{shown}: the package `{package}` has no such file{near and f'.{near}'}", key, place))
 
 
-def _folders(package: str, beside: Path, first: str) -> Iterator[Path]:
-    """Return the folders of a package in search order."""
+def _folders(package: str, first: str) -> list[Path]:
+    """Return the folders of a package."""
     if package == "deeplightning":
-        yield HOME if first in SHIPPED else _PACKAGE
-        return
-    if package not in LIBRARIES:
-        yield from dict.fromkeys(folder for top in (beside, Path.cwd()) if (folder := top / package).is_dir())
-    for finder in sys.meta_path:  # a top-level name is found without importing anything
-        spec = finder.find_spec(package, None) if hasattr(finder, "find_spec") else None
-        if spec is not None:
-            yield from map(Path, spec.submodule_search_locations or ())
-            return
-
-
-def _near(folders: list[Path], inner: PurePosixPath) -> str:
-    """Return `. Did you mean …?` with a file beside a missing one."""
-    names = [path.name for folder in folders for path in (folder / inner.parent).glob("*.y*ml")]
-    hint = nearest(inner.name, names)
-    return hint and f".{hint}"
-
-
-def address_of(path: Path) -> str | None:
-    """Return `pkg://deeplightning/…` for a shipped file of an installed Deep Lightning, or None for any other file."""
-    if HOME != _PACKAGE:
-        return None
-    try:
-        inner = Path(os.path.normpath(path)).relative_to(HOME)
-    except ValueError:
-        return None
-    return f"{PREFIX}{inner.as_posix()}" if inner.parts and inner.parts[0] in SHIPPED else None
+        return [HOME if first in SHIPPED else _PACKAGE]
+    spec = importlib.util.find_spec(package)  # of a top-level name, for which nothing is imported
+    return [*map(Path, (spec and spec.submodule_search_locations) or ())]
 
 
 def shipped_instead(path: str | Path) -> str:
@@ -100,9 +68,3 @@ def shipped_instead(path: str | Path) -> str:
     if not is_ours or len(str(inner)) > _LONGEST or not (HOME / inner).is_file():
         return ""
     return f"; the one that ships with Deep Lightning is {PREFIX}{inner}"
-
-
-def shipped() -> list[str]:
-    """List the addresses of the shipped configs, examples last, without the options in subfolders of `configs`."""
-    files = [*sorted((HOME / "configs").glob("*.yaml")), *sorted((HOME / "examples").glob("*/*.yaml"))]
-    return [f"{PREFIX}{path.relative_to(HOME).as_posix()}" for path in files]

@@ -168,7 +168,7 @@ def located(path: str | Path) -> Path:
     if is_address(path) and not os.path.exists(path):  # noqa: PTH110
         raise ConfigError(Fault(_ADDRESS, place=shown(path)))
     if packages.is_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
-        return packages.locate(path, Path.cwd())
+        return packages.locate(path)
     return Path(path)
 
 
@@ -308,10 +308,9 @@ def _folder(path: Path) -> Path:
 
 def _base(name: str, path: Path, place: str) -> Path:
     """Return the file that a `_base_` names in the file at this path."""
-    folder = path.parent
     if packages.is_address(name):
-        return packages.locate(name, folder, "_base_", place)
-    file = folder / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
+        return packages.locate(name, "_base_", place)
+    file = path.parent / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
     if not os.path.isfile(frozen(file)):  # noqa: PTH113  (Path's fails for a name that is too long)
         missing = f"there is no file {short(file)} to build on{packages.shipped_instead(name)}"
         message = f"{shown(name)}: {_ADDRESS}" if is_address(name) else missing
@@ -364,12 +363,9 @@ def text_of(path: Path) -> str:
 
 
 def short(path: Path) -> str:
-    """Return a path as the user would write it: relative where it is below the working directory; the address of a
-    file that ships with an installed Deep Lightning."""
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return packages.address_of(path) or str(path)
+    """Return a path as the user would write it: relative where it is below the working directory."""
+    absolute = path.absolute()
+    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else path)
 
 
 def _merge(base: Entry, top: Entry) -> Entry:

@@ -53,20 +53,14 @@ def test_no_package_is_imported():
     assert "trapped" not in sys.modules
 
 
-def test_a_folder_beside_the_config_goes_first(here):
-    """Then one in the working directory, then what is installed; Deep Lightning's own name is never another's."""
-    (here / "sub" / "trapped" / "conf").mkdir(parents=True)
-    (here / "sub" / "trapped" / "conf" / "a.yaml").write_text("a: beside\n")
-    (here / "sub" / "c.yaml").write_text("_base_: pkg://trapped/conf/a.yaml\n")
-    assert plain(read("sub/c.yaml").root) == {"a": "beside"}
+def test_an_address_means_what_is_installed(here):
+    """No folder of that name beside the config or in the working directory, and least of all Deep Lightning's."""
+    for package, folder in (("trapped", "conf"), ("deeplightning", "configs")):
+        (here / package / folder).mkdir(parents=True)
+        for name in ("a.yaml", "base.yaml"):
+            (here / package / folder / name).write_text("a: mine\n")
     (here / "c.yaml").write_text("_base_: pkg://trapped/conf/a.yaml\n")
     assert plain(read("c.yaml").root) == {"a": "installed", "b": 2}
-    (here / "trapped" / "conf").mkdir(parents=True)
-    assert plain(read("c.yaml").root)["a"] == "installed"  # the folder here has no such file
-    (here / "trapped" / "conf" / "a.yaml").write_text("a: here\n")
-    assert plain(read("c.yaml").root) == {"a": "here"}
-    (here / "deeplightning" / "configs").mkdir(parents=True)
-    (here / "deeplightning" / "configs" / "base.yaml").write_text("a: mine\n")
     assert "a" not in read("pkg://deeplightning/configs/base.yaml").root.value
 
 
