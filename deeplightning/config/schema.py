@@ -67,10 +67,7 @@ def keys(section: Any) -> Iterator[Field[object]]:
 
 
 class Section:
-    """What every section has from being a config: `cfg["model"]`, `cfg.get("test")`, `"test" in cfg`, `dict(cfg)`.
-
-    OmegaConf's functions take `cfg.to_omegaconf()`.
-    """
+    """What every section has from being a config: `cfg["model"]`, `cfg.get("test")`, `"test" in cfg`, `dict(cfg)`."""
 
     def __getitem__(self, name: str) -> object:
         if name not in self:
@@ -98,12 +95,6 @@ class Section:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
-
-    def to_omegaconf(self) -> object:
-        """Return a copy as OmegaConf's `DictConfig`, including params."""
-        from omegaconf import OmegaConf  # 0.1 CPU s
-
-        return OmegaConf.create(literal_values(plain(self)))
 
 
 @dataclass
