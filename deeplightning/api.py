@@ -6,8 +6,8 @@ run = dl.train("config.yaml", ["train.num_epochs=3"])
 run.metrics["val_loss"].plot()
 run.predict(["a.png", "b.png"])
 
-Training and serving happen in the same child processes that the command starts: several processes, launchers and GPUs
-work as they do there, and neither an error nor an interruption harms this process.
+A training happens in the same child processes that the command starts: several processes, launchers and GPUs work as
+they do there, and neither an error nor an interruption harms this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import RunError
 from deeplightning.kinds import KINDS
 from deeplightning.own_code import ROOTS, added_roots
-from deeplightning.process.child import Child
+from deeplightning.process.child import watch
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.words import printable
 
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 RUN_FOLDER = "Artifact storage path: "
 """Start of the last line that a training prints on stdout."""
 
-SERVING = "Serving "
-"""Start of the line that a server prints when it is ready."""
-
 MAX_PIXELS = 178_956_970
 """Largest width x height of a picture: what Pillow decodes without a warning. The file is the caller's own."""
 
@@ -61,8 +58,7 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
     second one ends it at once.
 
     Args:
-        config: a file, an address (`pkg://`, `https://` and others), a dict, an OmegaConf object, or what
-            `deeplightning.load_config` returned.
+        config: a file, a `pkg://` address, a dict, an OmegaConf object, or what `deeplightning.load_config` returned.
         overrides: as for the command: `key=value`, `~key`, `+list=[x]`.
 
     Returns:
@@ -78,8 +74,7 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
     with _as_file(config, overrides) as (words, environment):
         command = [sys.executable, "-P", "-m", "deeplightning", "train", *words]
         temporary = None if words[0] == str(config) else words[0]
-        with Child(command, environment, temporary, GIVEN) as child:
-            folder = child.watch(RUN_FOLDER)
+        folder = watch(command, environment, RUN_FOLDER, temporary, GIVEN)
     if folder is None:
         raise RunError("the command has printed no run folder; its lines above say why")
     return load_run(folder)
@@ -231,58 +226,8 @@ class Run:
             inputs = (_file_of(index, picture) for index, picture in enumerate(inputs))
         return answers(self._model, inputs, MAX_PIXELS, top_k)
 
-    def serve(self, port: int = 0, overrides: Sequence[str] = ()) -> Server:
-        """Start a server that answers HTTP from this run; it stops when its `with` block ends, or on `stop`.
-
-        Args:
-            port: 0 selects any free port.
-            overrides: keys of the config's section `serve`, such as `serve.max_batch=32`.
-
-        Raises:
-            ConfigError: an override is wrong.
-            CheckpointError: there are no weights, or the network cannot be exported.
-            SetupError: the server does not start.
-        """
-        from deeplightning.cli.deploy import command
-
-        given = [f"serve.port={port}", *overrides]
-        return Server(command(str(self.folder), given, self._allow))
-
     def __repr__(self) -> str:
         return f"Run({self.id or str(self.folder)!r}, {printable(self.status or 'status unknown')})"
-
-
-class Server:
-    """Run a server in a child process. Use it as a context manager; `url` is its address.
-
-    Args:
-        command: the command that starts it; a port of 0 becomes a free one.
-
-    Raises:
-        SetupError: it does not start.
-    """
-
-    def __init__(self, command: list[str]):
-        self._child = Child(command, {})
-        try:
-            line = self._child.first_line(SERVING)
-        except BaseException:
-            self.stop()
-            raise
-        self.url = next(word for word in line.split() if word.startswith("http://")).rstrip(":")
-
-    def stop(self) -> None:
-        """End the server after it has answered all accepted requests. A second call does nothing."""
-        self._child.stop()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        return f"Server({self.url!r})"
 
 
 def _file_of(index: int, picture: object) -> bytes:

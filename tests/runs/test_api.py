@@ -5,8 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 import deeplightning as dl
-from deeplightning.faults import CheckpointError, ConfigError, SetupError, UserError
+from deeplightning.faults import CheckpointError, ConfigError, UserError
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
 
@@ -129,27 +127,6 @@ def test_what_is_no_picture_is_named(run, inputs, kind, message):
     with pytest.raises(kind) as caught:
         run.predict(inputs)
     assert str(caught.value).startswith(message)
-
-
-def test_a_server_gives_the_same_answers_and_ends_with_its_block(run, digits):
-    """The answers are equal digit by digit; then nobody listens; a server that does not start says why."""
-    with run.serve(overrides=["serve.max_batch=4"]) as server:
-        port = int(server.url.rpartition(":")[2])
-        with pytest.raises(SetupError, match=str(port)):
-            run.serve(port)
-        answers = []
-        for pixels in digits[:20]:
-            request = urllib.request.Request(f"{server.url}/predict", png(pixels), {"Content-Type": "image/png"})
-            with urllib.request.urlopen(request, timeout=30) as response:
-                answers.append(yaml.safe_load(response.read()))
-    for one, other in zip(answers, run.predict(list(digits[:20])), strict=True):
-        assert one["label"] == other["label"]
-        assert float(one["predicted_probability"]) == pytest.approx(float(other["predicted_probability"]), abs=1e-6)
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"{server.url}/info", timeout=5)
-    server.stop()
-    with pytest.raises(ConfigError, match="max_bach"):
-        run.serve(overrides=["serve.max_bach=4"])
 
 
 def test_faults_are_exceptions(config, capfd, tmp_path):
