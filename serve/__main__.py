@@ -48,14 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_parser()
     parser.add_argument("folder", type=Path, help="a bundle, or a run folder that holds one")
     parser.add_argument("--precision", choices=["fp32", "int8", "fp16"], default="fp32", help="which of its models")
-    parser.add_argument("--tensorrt", action="store_true", help="compile the model by TensorRT, on a GPU")
     options = parser.parse_args(arguments)
 
     def open_model(device: Device) -> Bundle:
-        return Bundle.open_on(device, options.folder, options.precision, options.max_batch, options.tensorrt)
+        return Bundle.open_on(device, options.folder, options.precision)
 
     try:
-        options.device = settled_device(options.precision, options.device, options.tensorrt)
+        options.device = settled_device(options.precision, options.device)
         return serve(open_model, options, lambda: _files(options.folder), options.folder)
     except OptionError as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)

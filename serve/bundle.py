@@ -27,7 +27,7 @@ from serve.answers import DEFAULT_TOP_K, encoder
 from serve.device import CPU, Device, DeviceError
 from serve.model import Model, prepared
 from serve.private import is_out_of_memory, onnxruntime, refused_values
-from serve.session import open_session, tensorrt_options
+from serve.session import open_session
 
 TOLERANCES = {"fp32": 1e-4, "int8": 0.05, "fp16": 0.02}
 """Maximum difference between the answer to a golden sample and that at export, possibly on another machine, by
@@ -66,14 +66,7 @@ class Bundle(Model):
     session: onnxruntime.InferenceSession
 
     @classmethod
-    def open(
-        cls,
-        path: str | PathLike[str],
-        precision: str = "fp32",
-        device: Device = CPU,
-        max_batch: int = 16,
-        tensorrt: bool = False,
-    ) -> Self:
+    def open(cls, path: str | PathLike[str], precision: str = "fp32", device: Device = CPU) -> Self:
         """Read the bundle in `path` (a bundle, a run folder or an MLflow model), and replay its golden samples on
         `device`.
 
@@ -82,8 +75,6 @@ class Bundle(Model):
             precision: which of the bundle's models to load.
             device: device of the model. CUDA does not survive a fork, so a process that opens a bundle on a GPU must
                 serve it itself.
-            max_batch: the largest batch that TensorRT compiles for.
-            tensorrt: whether TensorRT compiles the model for the GPU.
 
         Raises:
             BundleError: it is missing, incomplete, changed since its export, unknown, or answers differently now.
@@ -111,10 +102,7 @@ class Bundle(Model):
         shape: tuple[int, ...] = ()  # the length of a text is free
         if kind.takes != "text":
             shape = (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
-        options = None
-        if tensorrt and kind.takes != "text":
-            options = tensorrt_options(kind.input, shape, max_batch, precision == "fp16")
-        session = _load(folder, precision, kind, shape, len(labels), device, options)
+        session = _load(folder, precision, kind, shape, len(labels), device)
         samples, examples = _input(folder, card["golden"], kind, spec)
         bundle = cls(
             folder=folder,
@@ -141,11 +129,9 @@ class Bundle(Model):
         return bundle
 
     @classmethod
-    def open_on(cls, device: Device, path: str | PathLike[str], precision: str, max_batch: int, tensorrt: bool) -> Self:
-        """Open a bundle; on the CPU, ignore the options for GPUs. `auto` may have fallen back to the CPU, where 16 bits
-        are slower than 32."""
-        precision = "fp32" if precision == "fp16" and not device.on_gpu else precision
-        return cls.open(path, precision, device, max_batch, tensorrt and device.on_gpu)
+    def open_on(cls, device: Device, path: str | PathLike[str], precision: str) -> Self:
+        """Open a bundle; on the CPU, to which `auto` may have fallen back, in fp32 for fp16, which is slower there."""
+        return cls.open(path, "fp32" if precision == "fp16" and not device.on_gpu else precision, device)
 
     def predict(self, inputs: np.ndarray) -> np.ndarray:
         kind = KINDS[self.task]
@@ -305,17 +291,11 @@ def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndar
 
 
 def _load(
-    folder: Path,
-    precision: str,
-    kind: Kind,
-    shape: tuple[int, ...],
-    num_labels: int,
-    device: Device,
-    tensorrt: dict[str, str] | None,
+    folder: Path, precision: str, kind: Kind, shape: tuple[int, ...], num_labels: int, device: Device
 ) -> onnxruntime.InferenceSession:
     """Load the model, and check its inputs and outputs. ONNX Runtime keeps it from reading files outside its folder."""
     try:
-        session = open_session(folder / _MODELS[precision], device, tensorrt)
+        session = open_session(folder / _MODELS[precision], device)
     except DeviceError:
         raise
     except Exception as error:  # onnxruntime's exceptions have no common class of their own

@@ -80,7 +80,7 @@ def is_device_word(text: str) -> bool:
     return _WORD.fullmatch(text) is not None
 
 
-def settled_device(precision: str, device: str, tensorrt: bool) -> str:
+def settled_device(precision: str, device: str) -> str:
     """Return the value of `serve.device` for a precision: int8 is served on the CPU.
 
     Raises:
@@ -88,11 +88,9 @@ def settled_device(precision: str, device: str, tensorrt: bool) -> str:
     """
     if precision == "int8" and not device.startswith("cuda"):
         device = "cpu"
-    for_gpu = precision == "fp16" or tensorrt
-    if (for_gpu and device == "cpu") or (precision == "int8" and device != "cpu"):
+    if (precision == "fp16" and device == "cpu") or (precision == "int8" and device != "cpu"):
         raise OptionError(
-            f"--precision {precision}{' --tensorrt' * tensorrt} cannot be combined with --device {device}: int8 is for "
-            "the CPU, fp16 and TensorRT are for GPUs."
+            f"--precision {precision} cannot be combined with --device {device}: int8 is for the CPU, fp16 for GPUs."
         )
     return device
 

@@ -41,9 +41,6 @@ CHECK_SECONDS = 1.0
 LOAD_SECONDS = 300.0
 """Time limit for a model to load and to answer its samples."""
 
-GPU_LOAD_SECONDS = 900.0
-"""The same on a GPU, where TensorRT may compile for minutes."""
-
 LOAD_MEMORY_SHARE = 0.9
 """Fraction of the free memory that loading a model may take."""
 
@@ -235,8 +232,8 @@ class WorkerPool:
     def _stop_overdue(self) -> None:
         """Kill workers that exceed the time limit while they load."""
         for worker in self._workers:
-            if not worker.reported and not worker.fault and time.monotonic() > worker.since + GPU_LOAD_SECONDS:
-                worker.fault = too_slow(self._setup.folder, GPU_LOAD_SECONDS)
+            if not worker.reported and not worker.fault and time.monotonic() > worker.since + LOAD_SECONDS:
+                worker.fault = too_slow(self._setup.folder, LOAD_SECONDS)
                 os.kill(worker.process, signal.SIGKILL)
 
     def _reap(self) -> None:

@@ -120,7 +120,7 @@ class Supervisor:
         self._seen = seen
         on_gpus = self._layout is not None and self._layout.devices[0].on_gpu
         # On GPUs, the worker pool enforces the limit for each worker itself.
-        seconds = pool.GPU_LOAD_SECONDS + 10 if on_gpus else pool.LOAD_SECONDS
+        seconds = pool.LOAD_SECONDS + 10 * on_gpus
         row, memory = MAX_WORKERS - self._row, pool.spare_memory()
         reading, writing = os.pipe()
         sys.stdout.flush()

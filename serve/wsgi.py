@@ -32,7 +32,6 @@ def create_app(
     *,
     precision: str = "fp32",
     device: str = "auto",
-    tensorrt: bool = False,
     api_key: str | None = None,
     allowed_hosts: Sequence[str] = (),
     **limits: float,
@@ -47,7 +46,6 @@ def create_app(
         run: a bundle, or a run folder or MLflow model that contains one.
         precision: which of the bundle's models answers: fp32, int8 or fp16.
         device: device of the model, as in `serve.device`; of several GPUs the first.
-        tensorrt: compile the model with TensorRT, on a GPU.
         api_key: key that clients must send as `Authorization: Bearer KEY` or `X-API-Key: KEY`; None: no key.
         allowed_hosts: host names that the server answers to, besides localhost; empty: every name.
         limits: fields of `serve.limits.Limits` that differ from their defaults, such as `max_batch=32`.
@@ -58,9 +56,9 @@ def create_app(
         OptionError, ValueError, TypeError: two options contradict each other, or a limit is out of range or unknown.
     """
     bounds = Limits.of(**limits)
-    device = settled_device(precision, device, tensorrt)
+    device = settled_device(precision, device)
     place = choose_devices(device, onnxruntime_lacks).devices[0]
-    model = Bundle.open_on(place, run, precision, bounds.max_batch, tensorrt)
+    model = Bundle.open_on(place, run, precision)
     if place.on_gpu:
         bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
     layout = on_gpus((place,)) if place.on_gpu else choose(model)

@@ -62,11 +62,9 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
         except FormatError as error:  # the server does without
             say(f"warning: {error}", err=True)
         except NotExpressible as error:
-            key = "serve.precision" if settings.precision in models else "serve.tensorrt" if settings.tensorrt else None
-            if key is not None:
-                what = "TensorRT" if key == "serve.tensorrt" else settings.precision
-                message = f"{what} is for bundles alone, and this run can have none: {error}"
-                raise ConfigError(Fault(message, key)) from error
+            if settings.precision in models:
+                message = f"{settings.precision} is for bundles alone, and this run can have none: {error}"
+                raise ConfigError(Fault(message, "serve.precision")) from error
             say(f"torch answers from the checkpoint, {COST}: {error}", err=True)
             allowed = [f"--allow={module}" for module in allow]
             return [sys.executable, "-P", "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]

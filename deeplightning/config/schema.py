@@ -481,7 +481,6 @@ class Serve(Section):
     precision: Literal["fp32", "int8", "fp16"] = key(
         "numbers that the model computes in; int8 is quicker on a CPU, fp16 on a GPU, and both round", "fp32"
     )
-    tensorrt: bool = key("compile the model by TensorRT, on a GPU; each start takes minutes longer", False)
     api_key_env: str | None = key(
         "environment variable that holds the key clients must send; null: they need none", None, example="SERVE_KEY"
     )

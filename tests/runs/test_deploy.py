@@ -170,7 +170,6 @@ def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
         ("serve.precision=int4", "serve.precision: must be one of fp32, int8, fp16, not the text 'int4'. Did you"),
         ("serve.device=gpu", "not the text 'gpu'. Did you mean cuda?"),
         ("serve.device=cuda:x", "not the text 'cuda:x'. Did you mean cuda"),
-        ("serve.tensorrt=2", "serve.tensorrt: must be true or false, not the number 2"),
         ("serve.max_wait=0", "serve.max_wait: must be at least 0.1, not 0"),
         ("--prot=5001", "unknown option, see --help"),
     ],
@@ -357,7 +356,6 @@ def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
     [
         (["--precision=int8"], 2, "serve.precision: int8 is for bundles alone, and this run can have none: The netw"),
         (["serve.precision=fp16"], 2, "serve.precision: fp16 is for bundles alone, and this run can have none"),
-        (["serve.tensorrt=true"], 2, "serve.tensorrt: TensorRT is for bundles alone, and this run can have none"),
         pytest.param(["--device=cuda:0"], 3, "serve.device is cuda:0: ", marks=pytest.mark.slow),
     ],
 )
@@ -371,10 +369,10 @@ def test_what_torch_cannot_serve_is_refused(forked, own, command, options, code,
 
 
 def test_fp16_is_made_where_it_is_asked_for(run, tmp_path):
-    """Once; the flags tell the server the precision, the device and TensorRT."""
+    """Once; the flags tell the server the precision and the device."""
     copy = copied(run, tmp_path / "copy")
-    told = ["serve.precision=fp16", "serve.device=cuda:1", "serve.tensorrt=true"]
-    assert flags(copy, told)[-3:] == ["--device=cuda:1", "--precision=fp16", "--tensorrt"]
+    told = ["serve.precision=fp16", "serve.device=cuda:1"]
+    assert flags(copy, told)[-2:] == ["--device=cuda:1", "--precision=fp16"]
     assert copy.bundle_fp16.is_file()
     made = copy.bundle_fp16.stat().st_ino
     command_of(str(copy.path), told)
@@ -383,6 +381,6 @@ def test_fp16_is_made_where_it_is_asked_for(run, tmp_path):
 
 def test_the_server_and_the_config_have_the_same_defaults():
     """What a config does not set need not be said to the server."""
-    options = vars(options_parser().parse_args([])) | {"precision": "fp32", "tensorrt": False}
+    options = vars(options_parser().parse_args([])) | {"precision": "fp32"}
     defaults = {field.name: getattr(Serve(), field.name) for field in keys(Serve)}
     assert options == defaults

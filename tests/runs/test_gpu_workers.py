@@ -31,7 +31,7 @@ folder = Path(sys.argv[1])
 opened = Bundle.open
 
 
-def open_pretended(path, precision="fp32", device=CPU, max_batch=16, tensorrt=False):
+def open_pretended(path, precision="fp32", device=CPU):
     fault = json.loads(fails.read_text()).get(str(device)) if fails.exists() else None
     if fault == "dies":
         os._exit(9)

@@ -11,7 +11,7 @@ from served import ROOT, Server, picture
 
 from serve import cuda
 from serve.device import CPU, PACKAGE, Device, DeviceError, choose_devices, is_device_word, onnxruntime_lacks
-from serve.session import providers, tensorrt_options
+from serve.session import providers
 
 ONE = {"name": "H100", "free": 80_000_000_000}
 TAKEN = {"name": "H100", "fault": "cuDevicePrimaryCtxRetain: device is busy"}
@@ -166,7 +166,7 @@ def test_the_probe_is_a_process_of_its_own(monkeypatch, tmp_path):
 
 
 def test_a_gpu_has_its_providers_in_order():
-    """TensorRT comes first, then CUDA, then the CPU; the free memory limits the arena, and fp32 is not TF32."""
+    """CUDA comes first, then the CPU; the free memory limits the arena, and fp32 is not TF32."""
     assert providers(CPU) == ["CPUExecutionProvider"]
     (name, options), last = providers(Device(1, "H100", 10_000_000_000))
     assert (name, last) == ("CUDAExecutionProvider", "CPUExecutionProvider")
@@ -177,18 +177,6 @@ def test_a_gpu_has_its_providers_in_order():
         "cudnn_conv_algo_search": "HEURISTIC",
         "use_tf32": "0",
     }
-    first, *others = providers(Device(1, "H100", 10_000_000_000), tensorrt_options("images", (3, 8, 8), 16, True))
-    assert others == [(name, options), last]
-    assert first == (
-        "TensorrtExecutionProvider",
-        {
-            "device_id": "1",
-            "trt_profile_min_shapes": "images:1x3x8x8",
-            "trt_profile_opt_shapes": "images:16x3x8x8",
-            "trt_profile_max_shapes": "images:16x3x8x8",
-            "trt_fp16_enable": "1",
-        },
-    )
 
 
 # ---- the process
@@ -219,7 +207,6 @@ def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
         (["gpu"], "gpu is not auto, cpu, cuda or cuda:N"),
         (["cuda:0", "--precision", "int8"], "--precision int8 cannot be combined with --device cuda:0"),
         (["cpu", "--precision", "fp16"], "--precision fp16 cannot be combined with --device cpu"),
-        (["cpu", "--tensorrt"], "--tensorrt cannot be combined with --device cpu"),
         (["cuda"], f"error: serve.device is cuda: {WITHOUT}.\n"),
         (["cuda:0"], f"error: serve.device is cuda:0: {WITHOUT}.\n"),
     ],
