@@ -81,12 +81,6 @@ def options_parser() -> argparse.ArgumentParser:
         help="where the model computes: on every GPU with a process each (cuda), on one of them (cuda:N), or on the "
         "CPU; auto: on GPUs if they can be used",
     )
-    parser.add_argument(
-        "--server",
-        choices=["fast", "flask"],
-        default="fast",
-        help="what answers predictions: the fast path, or Flask, as it does everything else",
-    )
     meanings = {
         "max_upload_mb": "largest request, in units of 1,000,000 bytes",
         "max_pixels": "largest image, width x height",
@@ -150,7 +144,7 @@ def serve(
 
         _return_memory()
         admission = Admission(key, Hosts(host, options.allowed_hosts))
-        setup = Setup(open_model, folder, listeners, limits, admission, options.server == "fast")
+        setup = Setup(open_model, folder, listeners, limits, admission)
         return Supervisor(setup, lambda: _signature(files()), announce, choice).run()
     except (AddressError, DeviceError, ModelError, OptionError) as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)

@@ -1,7 +1,7 @@
 """The prediction API as a Flask application. A refused request gets `{"ERROR": "what, and what to do"}`.
 
 `serve.wsgi` makes it a public WSGI application. In our own server, `serve.dispatch` answers predictions without Flask,
-with the same parser, limits and encoder (`serve.prediction`), unless `serve.server` is flask.
+with the same parser, limits and encoder (`serve.prediction`).
 """
 
 import base64
@@ -43,7 +43,7 @@ def application(service: Service) -> Flask:
         job = predictions.job(request.query_string, kind, accept, _body(), lambda _: done.set())
         service.batcher.submit(job)
         done.wait()
-        request.environ.setdefault(JOB, []).append(job)
+        request.environ[JOB] = job
         return _response(predictions.answer(job))
 
     @app.get("/health")

@@ -9,6 +9,7 @@ without losing a request.
 
 import asyncio
 import contextlib
+import functools
 import http
 import re
 import time
@@ -20,7 +21,8 @@ from urllib.parse import unquote_to_bytes
 
 import httptools
 
-from serve.dispatch import Dispatcher, Request, Response, refused
+from serve.answers import PROTECTION, Answer, refused
+from serve.dispatch import Dispatcher, Request
 from serve.limits import FAULT, Refusal
 from serve.log import log_event
 
@@ -363,20 +365,20 @@ class Connection(asyncio.Protocol):
         if self._dropped > REST_BYTES:
             self._transport.abort()
 
-    def _reply(self, request: Request, response: Response) -> bool:
+    def _reply(self, request: Request, answer: Answer) -> bool:
         """Write an answer. Return False if the client has disconnected."""
         self._answering = None
         if self._transport.is_closing():
             return False
         keep = request.keep and (bool(self._waiting) or not (self._all.ending or self._ended))
-        body = b"" if request.method == "HEAD" else response.body
+        body = b"" if request.method == "HEAD" else answer.body
         self._transport.write(
             b"%b%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n%b"
             % (
-                _STATUS_LINES[response.status],
+                _STATUS_LINES[answer.status],
                 self._all.date(),
-                response.head,
-                len(response.body),
+                _head(answer.kind, *answer.headers.items()),
+                len(answer.body),
                 request.name,
                 b"" if keep and request.version == "1.1" else _CONNECTION[keep],
                 body,
@@ -409,6 +411,12 @@ class Connection(asyncio.Protocol):
             return
         self._reading = "idle"
         self._reply(request, refused(refusal))
+
+
+@functools.lru_cache(64)  # few heads differ: by content type, and by the seconds of Retry-After
+def _head(kind: str, *headers: tuple[str, str]) -> bytes:
+    lines = {"content-type": kind} | {name.lower(): value for name, value in (*PROTECTION.items(), *headers)}
+    return "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1")
 
 
 def _check_coding(coding: bytes, request: Request) -> None:

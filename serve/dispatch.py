@@ -1,12 +1,10 @@
 """Route requests: predictions take the fast path to the model; Flask answers everything else, in a thread.
 
 The fast path saves the overhead of Flask: a complete prediction of a small network takes 0.3 ms of CPU on it, an empty
-Flask handler behind an ASGI server 0.9 to 1.1 ms (one core, November 2026). With `serve.server=flask`, Flask also
-answers predictions, each in a thread; processes, connections and limits stay the same.
+Flask handler behind an ASGI server 0.9 to 1.1 ms (one core, November 2026).
 """
 
 import asyncio
-import functools
 import io
 import json
 import threading
@@ -14,17 +12,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from wsgiref.util import setup_testing_defaults
 
 from deeplightning.words import printable
 from serve.admission import predicts, request_id
-from serve.answers import PROTECTION, Answer
-from serve.answers import refused as refused_answer
+from serve.answers import Answer, refused
 from serve.batching import Job
 from serve.limits import FAULT, Refusal
 from serve.log import Log, log_event
-from serve.prediction import JOB, Predictions, Service
+from serve.prediction import Predictions, Service
 
 if TYPE_CHECKING:  # a server that only predicts needs no Flask
     from wsgiref.types import WSGIEnvironment
@@ -38,8 +35,6 @@ MAX_PATH_LETTERS = 200
 """Maximum length of a path in a log line, in characters."""
 
 FLASK_THREADS = 8
-
-_PROTECTION = "".join(f"{name.lower()}: {value}\r\n" for name, value in PROTECTION.items())
 
 
 @dataclass(slots=True, eq=False)
@@ -69,16 +64,8 @@ class Request:
     name: bytes = b"-"
 
 
-class Response(NamedTuple):
-    """Status, header lines except those that every response has, and body."""
-
-    status: int
-    head: bytes
-    body: bytes
-
-
-Reply = Callable[[Request, Response], bool]
-"""Write a response, in the event loop. Return False if the client has disconnected."""
+Reply = Callable[[Request, Answer], bool]
+"""Write an answer, in the event loop. Return False if the client has disconnected."""
 
 
 class Dispatcher:
@@ -89,9 +76,7 @@ class Dispatcher:
         self._predictions = Predictions(service.model, service.limits)
         self._log = log or Log()
         self._flask: Flask | None = None
-        # If Flask answers predictions, each waiting one needs a thread; `max_queue` bounds their number.
-        threads = FLASK_THREADS if service.fast else FLASK_THREADS + service.limits.max_queue
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="flask")
+        self._threads = ThreadPoolExecutor(FLASK_THREADS, thread_name_prefix="flask")
         self._buffered_bytes = 0
 
     def admit(self, request: Request) -> None:
@@ -117,7 +102,7 @@ class Dispatcher:
     def answer(self, request: Request, reply: Reply) -> None:
         """Answer a request, possibly before this method returns."""
         try:
-            if self.service.fast and predicts(request.method, request.path):
+            if predicts(request.method, request.path):
                 self._predict(request, reply)
             else:
                 self._ask_flask(request, reply)
@@ -145,9 +130,9 @@ class Dispatcher:
         """Write the buffered log lines. Call this several times a second."""
         self._log.flush()
 
-    def _finish(self, request: Request, reply: Reply, response: Response, job: Job | None = None) -> None:
-        written = reply(request, response)
-        self.record(request, response.status if written else 499, job)
+    def _finish(self, request: Request, reply: Reply, answer: Answer, job: Job | None = None) -> None:
+        written = reply(request, answer)
+        self.record(request, answer.status if written else 499, job)
 
     def _predict(self, request: Request, reply: Reply) -> None:
         """Submit a prediction to the batcher.
@@ -159,18 +144,18 @@ class Dispatcher:
 
         def done(job: Job) -> None:  # in the thread that ended the job
             try:
-                response = _encoded(self._predictions.answer(job))
+                answer = self._predictions.answer(job)
             except Exception as error:
-                response = self._fault(request, error)
+                answer = self._fault(request, error)
             if threading.get_ident() == here:
-                self._finish(request, reply, response, job)
+                self._finish(request, reply, answer, job)
             else:
-                loop.call_soon_threadsafe(self._finish, request, reply, response, job)
+                loop.call_soon_threadsafe(self._finish, request, reply, answer, job)
 
         kind, accept = given.get(b"content-type", b""), given.get(b"accept", b"")
         self.service.batcher.submit(self._predictions.job(request.query, kind, accept, request.body, done))
 
-    def _fault(self, request: Request, error: Exception) -> Response:
+    def _fault(self, request: Request, error: Exception) -> Answer:
         log_event("fault", error, id=request.name.decode(), path=request.path)
         return refused(Refusal(500, FAULT))
 
@@ -179,16 +164,16 @@ class Dispatcher:
 
         def ask() -> None:
             try:
-                response, job = self._from_flask(request)
+                answer = self._from_flask(request)
             except Exception as error:
-                response, job = self._fault(request, error), None
-            loop.call_soon_threadsafe(self._finish, request, reply, response, job)
+                answer = self._fault(request, error)
+            loop.call_soon_threadsafe(self._finish, request, reply, answer)
 
         self._threads.submit(ask)
 
-    def _from_flask(self, request: Request) -> tuple[Response, Job | None]:
+    def _from_flask(self, request: Request) -> Answer:
         """Answer a request by the Flask application, through WSGI (PEP 3333)."""
-        from werkzeug.wrappers import Response as FlaskResponse
+        from werkzeug.wrappers import Response
 
         if self._flask is None:
             from serve.app import application  # imported lazily: a server that only predicts needs no Flask
@@ -209,25 +194,8 @@ class Dispatcher:
             "CONTENT_LENGTH": str(len(request.body)),
             "SERVER_PROTOCOL": f"HTTP/{request.version}",
             "wsgi.input": io.BytesIO(request.body),
-            JOB: (jobs := list[Job]()),
         }
         setup_testing_defaults(environ)  # what PEP 3333 wants besides
-        response = FlaskResponse.from_app(self._flask, environ, buffered=True)
-        lines = [f"{name}: {value}\r\n" for name, value in response.headers if name.lower() != "content-length"]
-        head = "".join(lines).encode("latin-1")
-        return Response(response.status_code, head, response.get_data()), jobs[0] if jobs else None
-
-
-def refused(refusal: Refusal) -> Response:
-    """Return the response for a refusal."""
-    return _encoded(refused_answer(refusal))
-
-
-def _encoded(answer: Answer) -> Response:
-    return Response(answer.status, _head(answer.kind, *answer.headers.items()), answer.body)
-
-
-@functools.lru_cache(64)  # few heads differ: by content type, and by the seconds of Retry-After
-def _head(kind: str, *headers: tuple[str, str]) -> bytes:
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
-    return f"content-type: {kind}\r\n{_PROTECTION}{lines}".encode("latin-1")
+        response = Response.from_app(self._flask, environ, buffered=True)
+        headers = {name: value for name, value in response.headers if name not in ("Content-Type", "Content-Length")}
+        return Answer(response.status_code, response.headers["Content-Type"], response.get_data(), headers)

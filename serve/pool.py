@@ -75,7 +75,6 @@ class Setup:
         listeners: sockets of one address, one for each possible worker; only those in use listen.
         limits: limits of a request.
         admission: checks the heads of requests.
-        fast: whether predictions take the fast path.
         metrics: counters of requests.
     """
 
@@ -84,7 +83,6 @@ class Setup:
     listeners: list[socket.socket]
     limits: Limits
     admission: Admission
-    fast: bool
     metrics: Metrics = field(default_factory=Metrics)
 
 
@@ -195,7 +193,7 @@ class WorkerPool:
         shown = {"processes": layout.processes, "lanes": layout.lanes, "device": str(device)}
         if device.on_gpu:
             shown["device_name"] = device.name
-        service = Service(model, limits, batcher, setup.metrics, shown, setup.admission, setup.fast, ready=False)
+        service = Service(model, limits, batcher, setup.metrics, shown, setup.admission, ready=False)
         work(setup.listeners[slot], service, partial(send_report, pipe, model=_describe(model), run=model.run))
 
     def _read_reports(self, workers: list[_Worker]) -> None:

@@ -20,7 +20,7 @@ from serve.model import Model
 T = TypeVar("T")
 
 JOB = "serve.job"
-"""Key of the WSGI environment for a list to which Flask adds a prediction's job, for the log and the metrics."""
+"""Key of the WSGI environment under which Flask puts a prediction's job, for the metrics."""
 
 _TOP_K, _SHOW = (re.compile(rb"(?:\A|&)%b(?:=([^&]*))?(?=&|\Z)" % name) for name in (b"top_k", b"show"))
 _COUNT = re.compile(rb"[0-9]{1,9}")
@@ -147,7 +147,6 @@ class Service:
         metrics: counters of requests.
         layout: processes, lanes and device, for `/info`.
         admission: checks the heads of requests.
-        fast: whether predictions take the fast path; otherwise Flask answers them too (`serve.server`).
         ready: whether the model is warm and the process is not shutting down.
         counting: lock for threads that count; our own server counts only in its event loop.
     """
@@ -158,7 +157,6 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     layout: dict[str, object] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
-    fast: bool = True
     ready: bool = True
     counting: threading.Lock = field(default_factory=threading.Lock)
 

@@ -88,10 +88,9 @@ def create_app(
     def count(response: Response) -> Response:
         environ = request.environ
         response.headers["X-Request-ID"] = environ["serve.id"]
-        jobs = environ.get(JOB)
         with service.counting:
             took = time.perf_counter() - environ["serve.begun"]
-            service.count(request.path, response.status_code, took, jobs and jobs[0])
+            service.count(request.path, response.status_code, took, environ.get(JOB))
         return response
 
     return app

@@ -462,9 +462,6 @@ class Serve(Section):
 
     host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
     port: int = key("port to listen on; 0: any that is free", 5000, low=0, high=65535)
-    server: Literal["fast", "flask"] = key(
-        "what answers predictions: the fast path, or Flask, as it does everything else", "fast"
-    )
     max_upload_mb: int = key("largest request body, in MB (1,000,000 bytes)", 16, low=1, high=10_000)
     max_pixels: int = key(
         "largest image, in pixels, checked before decoding", 24_000_000, low=1, high=178_956_970

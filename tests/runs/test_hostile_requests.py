@@ -1,5 +1,5 @@
 """Every line of `hostile/requests.tsv`, and of `hostile/requests_of_rows.tsv` by a server of rows, is answered as it
-says, by the fast path and by the Flask application alike: same status, same words, no fault, no hang."""
+says, by our server and by the application under gunicorn alike: same status, same words, no fault, no hang."""
 
 import concurrent.futures
 import json
@@ -90,20 +90,16 @@ def run(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(corpus, run, tmp_path_factory):
-    """What the fast path and the Flask application answer to each line, and their standard error."""
+    """What our server answers to each line, and its standard error."""
     kind = {"Content-Type": "application/json"} if corpus == "requests_of_rows.tsv" else {}
-    results = []
-    for way in ("fast", "flask"):
-        errors = tmp_path_factory.mktemp("server") / "errors"
-        server = Server(run, errors, "--max-wait", "60", "--server", way)
-        try:
-            with concurrent.futures.ThreadPoolExecutor(8) as threads:
-                answered = list(threads.map(partial(exchange, server.port), [made(line[2]) for line in lines(corpus)]))
-            alive = server.ask("POST", "/predict", GOOD[corpus], kind)
-        finally:
-            code = server.stop(signal.SIGTERM)
-        results.append((answered, alive, code, server.errors.read_text()))
-    return results
+    server = Server(run, tmp_path_factory.mktemp("server") / "errors", "--max-wait", "60")
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            answered = list(threads.map(partial(exchange, server.port), [made(line[2]) for line in lines(corpus)]))
+        alive = server.ask("POST", "/predict", GOOD[corpus], kind)
+    finally:
+        code = server.stop(signal.SIGTERM)
+    return answered, alive, code, server.errors.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -127,27 +123,26 @@ def under_gunicorn(corpus, run, tmp_path_factory):
 def test_every_hostile_request_is_answered_as_its_line_says(corpus, found):
     """None is answered by a fault (5xx other than the 501 of an unknown coding or method, and the 505 of an unknown
     version); the next client is answered."""
-    for answered, alive, code, errors in found:
-        wrong = {
-            name: (expected, statuses(one))
-            for (name, expected, _), one in zip(lines(corpus), answered, strict=True)
-            if statuses(one) != expected
-        }
-        assert wrong == {}
-        assert not re.search(r"\b5\d\d", " ".join(re.sub("50[15]", "", line[1]) for line in lines(corpus)))
-        assert (alive[0], code) == (200, 0)
-        events = {json.loads(line)["event"] for line in errors.splitlines() if line.startswith("{")}
-        assert events <= {"refused requests without a line"}
-        assert "TIFF" not in errors
-        assert "Traceback" not in errors
+    answered, alive, code, errors = found
+    wrong = {
+        name: (expected, statuses(one))
+        for (name, expected, _), one in zip(lines(corpus), answered, strict=True)
+        if statuses(one) != expected
+    }
+    assert wrong == {}
+    assert not re.search(r"\b5\d\d", " ".join(re.sub("50[15]", "", line[1]) for line in lines(corpus)))
+    assert (alive[0], code) == (200, 0)
+    events = {json.loads(line)["event"] for line in errors.splitlines() if line.startswith("{")}
+    assert events <= {"refused requests without a line"}
+    assert "TIFF" not in errors
+    assert "Traceback" not in errors
 
 
 def test_all_servers_agree(corpus, found, under_gunicorn):
-    """In status and in words: the fast path, Flask, and gunicorn for bodies and queries."""
+    """In status and in words: our server, and gunicorn for bodies and queries."""
     names = [line[0] for line in lines(corpus)]
     assert len(set(names)) == len(names) >= (400 if corpus == "requests.tsv" else 20)
-    fast, flask = (dict(zip(names, answered, strict=True)) for answered, *_ in found)
+    ours = dict(zip(names, found[0], strict=True))
     assert len(under_gunicorn) >= (140 if corpus == "requests.tsv" else 20)
-    for others in (flask, under_gunicorn):
-        different = {name: (fast[name], one) for name, one in others.items() if one != fast[name]}
-        assert not different, different
+    different = {name: (ours[name], one) for name, one in under_gunicorn.items() if one != ours[name]}
+    assert not different, different

@@ -19,9 +19,10 @@ from werkzeug.test import Client, encode_multipart
 
 from deeplightning.image_spec import ImageSpec
 from serve.admission import Admission, Hosts
+from serve.answers import PROTECTION, refused
 from serve.app import application
 from serve.bundle import Bundle
-from serve.dispatch import Dispatcher, Request, refused
+from serve.dispatch import Dispatcher, Request
 from serve.limits import Limits, Refusal
 from serve.log import Log, log_event
 from serve.prediction import Service
@@ -78,10 +79,10 @@ def through(dispatcher):
             dispatcher.answer(request, lambda request, response: done.set_result(response) or True)
             return await done
 
-        response = asyncio.run(answered())
-        lines = [line.split(": ", 1) for line in response.head.decode("latin-1").splitlines()]
-        start_response(f"{response.status} x", [*map(tuple, lines), ("X-Request-ID", request.name.decode())])
-        return [response.body]
+        answer = asyncio.run(answered())
+        headers = {"Content-Type": answer.kind, **PROTECTION, **answer.headers, "X-Request-ID": request.name.decode()}
+        start_response(f"{answer.status} x", [*headers.items()])
+        return [answer.body]
 
     return application
 
@@ -383,15 +384,12 @@ def test_without_the_key_there_is_no_answer(run_folder, path):
     assert [guarded.get(free).status_code for free in ("/", "/health", "/ready")] == [200] * 3
 
 
-@pytest.mark.parametrize("server", ["fast", "flask"])
-def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, server):
-    """Each request is counted by status, a prediction also by where its time went, on both servers. The log gets one
-    line of JSON for each, whatever its path contains, with the client's id if that is safe to log."""
-    service = Service(Bundle.open(run_folder.bundle), fast=server == "fast")
+def test_requests_are_counted_and_logged(run_folder, tmp_path):
+    """Each request is counted by status, a prediction also by where its time went. The log gets one line of JSON for
+    each, whatever its path contains, with the client's id if that is safe to log."""
+    service = Service(Bundle.open(run_folder.bundle))
     file = tmp_path / "log"
     dispatcher = Dispatcher(service, log=Log(os.open(file, os.O_WRONLY | os.O_CREAT)))
-    if server == "flask":
-        monkeypatch.setattr(dispatcher, "_predict", None)
     client = Client(through(dispatcher))
     client.post("/predict", **form(picture(), picture()), headers={"X-Request-ID": "two"})
     client.post("/predict", data=b"hello", headers={"X-Request-ID": "text"})
