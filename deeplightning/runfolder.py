@@ -84,7 +84,6 @@ class RunFolder:
         self.bundle_model = self.bundle / "model.onnx"
         self.bundle_int8 = self.bundle / "model.int8.onnx"
         self.bundle_fp16 = self.bundle / "model.fp16.onnx"
-        self.bundle_pt2 = self.bundle / "model.pt2"
         self.bundle_weights = self.bundle / "weights.safetensors"
         self.model = self.path / "model"  # an MLflow model of the bundle
         self.predictions = self.path / "predictions.csv"

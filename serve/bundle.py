@@ -197,7 +197,7 @@ def _read_card(folder: Path) -> Card:
 
 
 def _check_files(folder: Path, digests: object, precision: str) -> None:
-    """Check the digests of all files except models of other precisions and in formats of torch."""
+    """Check the digests of all files except models of other precisions."""
     listed = digests if isinstance(digests, dict) else {}
     needed = {_NAMES.bundle_model.name, _NAMES.bundle_weights.name}
     _expect(needed <= set(listed), f"does not list the digests of {' and '.join(sorted(needed))}", folder)
@@ -210,8 +210,8 @@ def _check_files(folder: Path, digests: object, precision: str) -> None:
     )
     for name, digest in listed.items():
         _expect(bool(_FILE.fullmatch(name)), f"lists {name!r:.80}, which is not a file name", folder)
-        if name == _NAMES.bundle_pt2.name or (name in _MODELS.values() and name != model):
-            continue  # for other programs, or of another precision
+        if name in _MODELS.values() and name != model:
+            continue  # of another precision
         with _opened(folder, name) as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         _expect(found == digest, f"is damaged: {name} is not the file that was exported (its SHA-256 differs)", folder)

@@ -73,22 +73,15 @@ def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[st
 
 @cli.command()
 @with_run
-@click.option(
-    "--format",
-    "formats",
-    multiple=True,
-    type=click.Choice(["onnx", "pt2"]),
-    help="Write the network in this format too; repeatable. ONNX is always written.",
-)
 @with_allow
 @with_code
-def export(run: str, formats: tuple[str, ...], allow: tuple[str, ...], code: str | None) -> None:
-    """Write the bundle of RUN that the server answers from, with the formats of its train.export."""
+def export(run: str, allow: tuple[str, ...], code: str | None) -> None:
+    """Write the bundle of RUN that the server answers from."""
     streams.outlive_reader()
     folder = folder_of(run, code, allow)
     from deeplightning.run.make_bundle import export_run
 
-    say_path(export_run(folder, allow, formats=formats))
+    say_path(export_run(folder, allow))
 
 
 @cli.command(context_settings=LOOSE, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")

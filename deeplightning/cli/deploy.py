@@ -53,14 +53,12 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     models = {"int8": folder.bundle_int8, "fp16": folder.bundle_fp16}
     if not whole or (settings.precision in models and not models[settings.precision].is_file()):
         import_lazily()
-        from deeplightning.export.bundle import FormatError, NotExpressible
+        from deeplightning.export.bundle import NotExpressible
         from deeplightning.run.make_bundle import export_run, quantize_run
 
         try:
             if not whole:
                 export_run(folder, allow, "serve")
-        except FormatError as error:  # the server does without
-            say(f"warning: {error}", err=True)
         except NotExpressible as error:
             if settings.precision in models:
                 message = f"{settings.precision} is for bundles alone, and this run can have none: {error}"

@@ -40,7 +40,6 @@ ServeDevice = Literal[
 
 Mode = Literal["min", "max"]
 BETTER = "whether less (`min`) or more (`max`) is better; null: what the metric's name says"
-ExportFormat = Literal["onnx", "pt2"]
 Stage = Literal["train", "validate", "test", "predict"]
 
 
@@ -385,12 +384,7 @@ class Train(Section):
         "`fast`",
         False,
     )
-    export: bool | list[ExportFormat] = key(
-        "write the bundle that `serve` answers from when training has ended; a list names the formats in it: `onnx`, "
-        "which is always there, and `pt2` for programs with torch",
-        True,
-        example="[onnx, pt2]",
-    )
+    export: bool = key("write the bundle that `serve` answers from when training has ended", True)
 
 
 @dataclass

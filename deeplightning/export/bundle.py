@@ -65,10 +65,6 @@ class NotExpressible(CheckpointError):
     """Raised if ONNX cannot express the network; torch can still run it."""
 
 
-class FormatError(CheckpointError):
-    """Raised if a format of torch cannot express the network; the bundle is complete without it."""
-
-
 class Exportable(Protocol):
     """Interface of a task that can be exported."""
 

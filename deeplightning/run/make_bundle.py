@@ -91,22 +91,19 @@ def is_servable(task: pl.LightningModule) -> bool:
     return is_plain(task) or (hasattr(task, "inference_model") and has_spec(task))
 
 
-def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export", formats: Sequence[str] = ()) -> Path:
-    """Write a run's bundle: its best weights as ONNX, verified against the checkpoint on real samples, and the further
-    formats of `train.export`; also an MLflow model, if the config requests one.
+def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export") -> Path:
+    """Write a run's bundle: its best weights as ONNX, verified against the checkpoint on real samples; also an MLflow
+    model, if the config requests one.
 
     Args:
         allow, verb: as in `trained_task`.
-        formats: names of `train.export`, in addition to those of the config.
 
     Raises:
         CheckpointError: there are no weights or no samples, the exported model answers differently, the task does
             not define how its inputs are prepared, or the run is foreign and its config names what may not be built.
         ConfigError: a user's module takes or returns anything but one tensor.
-        FormatError: a further format cannot express the network. The bundle exists without it.
     """
     from deeplightning.export.bundle import export
-    from deeplightning.export.formats import add_pt2
 
     task, cfg, path = trained_task(folder, allow, verb)
     if not is_servable(task):
@@ -133,9 +130,6 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
 
         model = write_model(folder)
         log.info("model      %s", model)
-    asked = [*(cfg.train.export if isinstance(cfg.train.export, list) else ()), *formats]
-    if "pt2" in asked:
-        log.info("bundle     %s", add_pt2(task, folder))
     return bundle
 
 

@@ -207,7 +207,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
 
 def _export(task: Any, data: object, record: Any) -> None:
     """Store some validation samples, then export the best weights if the task supports it."""
-    from deeplightning.export.bundle import FormatError, NotExpressible, card_of
+    from deeplightning.export.bundle import NotExpressible, card_of
     from deeplightning.kinds import is_plain
     from deeplightning.run.make_bundle import export_run, is_servable, keep_samples
 
@@ -220,8 +220,6 @@ def _export(task: Any, data: object, record: Any) -> None:
         keep_samples(task, data, record.folder)
         export_run(record.folder)
         record.log_model(card_of(record.folder)["task"])
-    except FormatError as error:
-        log.warning("bundle     %s", error)
     except NotExpressible as error:
         log.warning("bundle     none; `deeplightning serve` answers by torch, from the checkpoint: %s", error)
     except (CheckpointError, ConfigError) as error:

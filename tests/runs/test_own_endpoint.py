@@ -13,7 +13,6 @@ from tiny import write_pairs
 from torch import nn
 
 from deeplightning.export.bundle import export
-from deeplightning.export.formats import add_pt2
 from deeplightning.faults import ConfigError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.own_module import OwnModule, samples_of
@@ -236,7 +235,7 @@ def test_pictures_are_prepared_as_the_data_module_says(tmp_path):
 
 @pytest.mark.parametrize("batch", [(PIXELS, 0), (FLOATS, 0)], ids=["pictures", "arrays"])
 def test_a_bundle_is_served_as_pictures_or_arrays(tmp_path, batch):
-    """`/predict` answers with the module's numbers by name, `/openapi.json` describes it, and pt2 has it."""
+    """`/predict` answers with the module's numbers by name, and `/openapi.json` describes it."""
     folder, task = RunFolder(tmp_path), Linear(batch[0][0].numel())
     found, own = kept(folder, task, batch)
     samples = found.get("images", found.get("arrays"))
@@ -252,7 +251,6 @@ def test_a_bundle_is_served_as_pictures_or_arrays(tmp_path, batch):
     assert {one["name"]: one["value"] for one in answer["predictions"]} == pytest.approx(wanted, rel=1e-5)
     schemas = describe(bundle, Limits(), secured=False)["components"]["schemas"]
     assert "predicted_value" in json.dumps(schemas)
-    assert add_pt2(own, folder).is_file()
 
 
 def test_a_value_that_the_network_does_not_take_is_a_bad_request(tmp_path):

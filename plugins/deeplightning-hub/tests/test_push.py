@@ -19,7 +19,7 @@ from test_escapes import FORGED, is_clean
 from test_trust import BEYOND_PLAIN, BY_ALL, IMPORTED, _by_kind
 
 import deeplightning as dl
-from deeplightning.export.bundle import card_text
+from deeplightning.export.bundle import added, card_of, card_text
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.metrics_file import points_line
 from serve.bundle import Bundle
@@ -34,9 +34,12 @@ def run(train):
     """The folder of a run with a file of torch, which holds pickle, and a secret and a path in its config."""
     secret = "data.module={type: own.Guarded, params: {token: '${oc.env:PASSWORD}'}}"
     outcome = train(
-        secret, "train.num_epochs=1", "stages=[train, test]", "train.export=[pt2]", "serve.api_key_env=KEY",
+        secret, "train.num_epochs=1", "stages=[train, test]", "serve.api_key_env=KEY",
         "train.resume_ckpt=null", "data.root=/home/ada/pictures", PASSWORD="s3cr3t-Tq8Rw2Lk7",
     )  # fmt: skip
+    folder = RunFolder(outcome.folder)
+    with added(folder, card_of(folder), "model.pt2") as file:
+        file.write_bytes(b"pickle")
     return outcome.folder
 
 
