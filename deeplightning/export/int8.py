@@ -1,4 +1,4 @@
-"""Add an int8 model to a bundle: several times faster, and accepted only if its scores stay within limits.
+"""Add an int8 model to a bundle of classes: several times faster, and accepted only if it stays nearly as accurate.
 
 ONNX Runtime quantizes (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html): weights int8 per
 channel, activations uint8. Quantization is static, with activation ranges calibrated on the validation set; nodes
@@ -10,7 +10,7 @@ Weights use 7 of their 8 bits: processors without VNNI add two products in 16 bi
 silently, and a bundle may be served on any machine. That costs no speed; int8 activations instead of uint8 would cost
 nearly the whole gain. CPU-ms per picture of a resnet18 at 64 x 64, one thread, batch 1, 8 and 16, on a Xeon with VNNI
 (ONNX Runtime 1.31, November 2026): float32 5.4, 3.2, 3.0; this 1.1, 0.8, 0.7; with int8 activations 4.6, 2.9, 2.5. A
-network of a few small layers gains nothing. Letters: N samples, K classes, labels or targets.
+network of a few small layers gains nothing. Letters: N samples.
 """
 
 import contextlib
@@ -39,56 +39,49 @@ CALIBRATION_SAMPLES = 256
 """Number of validation samples, drawn uniformly, that calibrate the activation ranges."""
 
 MAX_FALL_POINTS = 0.2
-"""Maximum fall of the accuracy, or of a score of several labels, in percentage points."""
-
-MAX_RISE_PERCENT = 1.0
-"""Maximum rise of the root mean square error of a target, in percent."""
+"""Maximum fall of the accuracy, in percentage points."""
 
 BATCH_SIZE = 16
 
-SCORES = {"accuracy": "accuracy", "f1": "F1 score", "map": "mean average precision", "error": "root mean square error"}
-"""Names of the scores in messages."""
-
 Labelled = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 """Return a new iterator over the validation set at each call, in batches: prepared samples, uint8 (N, C, H, W), int64
-(N, L) or float32 (N, …), and the truth: class numbers (N,), labels (N, K) of 0 and 1, or targets (N, K)."""
+(N, L) or float32 (N, …), and the truth: class numbers (N,)."""
 
 
 def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     """Add `model.int8.onnx` to `folder.bundle`; on failure, leave the bundle as it was.
 
     `bundle.json` gets the file's digest, the answers of this model to the golden samples (`golden.int8`), and, under
-    `int8`, the scores of both models in ONNX Runtime, those of fp32 with the suffix `_fp32`: for classes `accuracy`;
-    for several labels `f1` and `map`, all in percent; for numbers `error`, the root mean square error of the target
-    whose error rises most. `images`, `texts`, `rows` or `arrays` is the number of samples, and `calibration_images` and
-    so on the number of samples for calibration.
+    `int8`, the accuracy of both models in ONNX Runtime in percent, `accuracy` and `accuracy_fp32`. `images`, `texts`,
+    `rows` or `arrays` is the number of samples, and `calibration_images` and so on the number of samples for
+    calibration.
 
     Returns:
         the content of `int8`.
 
     Raises:
-        CheckpointError: the bundle is damaged, answers with pictures or masks, has nothing to quantize, or a score
-            falls by more than `MAX_FALL_POINTS`, or an error rises by more than `MAX_RISE_PERCENT`.
+        CheckpointError: the bundle is damaged, does not answer with classes, has nothing to quantize, or its accuracy
+            falls by more than `MAX_FALL_POINTS`.
         SetupError: the folder cannot be written.
     """
     card = card_of(folder)
-    kind = KINDS[card["task"]]
-    if kind.gives not in _TERMS:
-        raise CheckpointError(
-            f"The bundle {folder.bundle} is for {card['task']}; the accuracy of int8 is judged by classes, "
-            f"labels or numbers, and this one answers with {kind.output} of each pixel; {SERVE_FP32}."
-        )
+    kind = judged_kind(folder, card)
     noun = kind.nouns
-    before, number = _scores(card, kind, session_of(folder.bundle_model), validation)
+    before, number = _accuracy(session_of(folder.bundle_model), validation)
     if not number:
         raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8; {SERVE_FP32}.")
     samples = None if kind.takes == "text" else _sample(validation, number)
     with added(folder, card, folder.bundle_int8.name) as model:
         _write_int8(folder.bundle_model, samples, model, kind.input)
         session = session_of(model)
-        after, _ = _scores(card, kind, session, validation)
-        figures = _compare_scores(folder, card, before, after, f"{number} validation {noun}")
-        figures[noun] = number
+        after, _ = _accuracy(session, validation)
+        least = before - MAX_FALL_POINTS
+        if after < least - 1e-9:
+            raise CheckpointError(
+                f"The bundle {folder.bundle} is not served in int8: its accuracy on {number} validation {noun} would "
+                f"be {after:.4g} instead of {before:.4g}, and the limit is {least:.4g}; {SERVE_FP32}."
+            )
+        figures: dict[str, Any] = {"accuracy": after, "accuracy_fp32": before, noun: number}
         if samples is not None:
             figures[f"calibration_{noun}"] = len(samples)
         card["golden"]["int8"] = packed(answers_of(session, golden_inputs(folder, card)[kind.input]))
@@ -96,31 +89,22 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     return figures
 
 
-def _compare_scores(
-    folder: RunFolder, card: Card, before: dict[str, np.ndarray], after: dict[str, np.ndarray], on: str
-) -> dict[str, Any]:
-    """Return the scores of both models.
+def judged_kind(folder: RunFolder, card: Card) -> Kind:
+    """Return the kind of a bundle's task; raise CheckpointError if it answers with something else than classes."""
+    kind = KINDS[card["task"]]
+    if kind.gives != "classification":
+        raise CheckpointError(
+            f"The bundle {folder.bundle} is for {card['task']}, and int8 is judged by the accuracy of classes; "
+            f"{SERVE_FP32}."
+        )
+    return kind
 
-    Raises:
-        CheckpointError: a score is worse than allowed.
-    """
-    figures: dict[str, Any] = {}
-    for name, scores in before.items():
-        ours, theirs = np.atleast_1d(scores), np.atleast_1d(after[name])
-        is_error = name == "error"
-        with np.errstate(divide="ignore", invalid="ignore"):
-            worse = (theirs / ours - 1) * 100 if is_error else ours - theirs
-        worst = int(np.where(ours == theirs, 0, np.nan_to_num(worse, nan=np.inf)).argmax())
-        old, new = float(ours[worst]), float(theirs[worst])
-        most = old * (1 + MAX_RISE_PERCENT / 100) if is_error else old - MAX_FALL_POINTS
-        if not (new <= most if is_error else new >= most - 1e-9):
-            of = f" of {card['labels'][worst]}" if is_error and len(ours) > 1 else ""
-            raise CheckpointError(
-                f"The bundle {folder.bundle} is not served in int8: its {SCORES[name]}{of} on {on} would be {new:.4g} "
-                f"instead of {old:.4g}, and the limit is {most:.4g}; {SERVE_FP32}."
-            )
-        figures |= {name: new, f"{name}_fp32": old}
-    return figures
+
+def _accuracy(session: onnxruntime.InferenceSession, validation: Labelled) -> tuple[float, int]:
+    """Return the accuracy of a model in percent, and the number of samples."""
+    right = [answers_of(session, inputs).argmax(1) == truth for inputs, truth in validation()]
+    found = np.concatenate([np.empty(0, bool), *right])
+    return (100 * float(found.mean()) if len(found) else 0.0), len(found)
 
 
 def _sample(validation: Labelled, number: int) -> list[np.ndarray]:
@@ -128,50 +112,6 @@ def _sample(validation: Labelled, number: int) -> list[np.ndarray]:
     chosen = {*np.random.default_rng(0).permutation(number)[:CALIBRATION_SAMPLES].tolist()}
     place = itertools.count()
     return [one.copy() for inputs, _ in validation() for one in inputs if next(place) in chosen]
-
-
-def _scores(
-    card: Card, kind: Kind, session: onnxruntime.InferenceSession, validation: Labelled
-) -> tuple[dict[str, np.ndarray], int]:
-    """Return the scores of a model by name, and the number of samples."""
-    terms, summary = _TERMS[kind.gives], _SUMMARIES[kind.gives]
-    found, number = [], 0
-    for inputs, truth in validation():
-        found.append(terms(answers_of(session, inputs), truth))
-        number += len(inputs)
-    return summary(np.concatenate(found), card.get("output", {})) if number else {}, number
-
-
-_TERMS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "classification": lambda answers, truth: answers.argmax(1) == truth,
-    "regression": lambda answers, truth: (answers.astype(np.float64) - truth.reshape(answers.shape)) ** 2,
-    "multilabel": lambda answers, truth: np.stack([answers, truth.astype(answers.dtype)], 1),
-}
-"""Terms of a batch's answers and truth from which the scores are computed: (N,), (N, K) or (N, 2, K)."""
-
-
-def _label_scores(kept: np.ndarray, output: dict[str, Any]) -> dict[str, Any]:
-    """Return scores as in `deeplightning.task.multilabel`, in percent: the mean of the labels' F1 scores at their
-    thresholds, and of the average precisions of the labels that occur.
-
-    Args:
-        kept: probabilities and labels, (N, 2, K).
-    """
-    from sklearn.metrics import average_precision_score, f1_score  # imported lazily: it takes a second
-
-    probabilities, truth = kept[:, 0], kept[:, 1] == 1
-    answered = probabilities >= np.array(output["thresholds"], probabilities.dtype)
-    f1 = [f1_score(true, given, zero_division=0) for true, given in zip(truth.T, answered.T, strict=True)]
-    occurring = np.flatnonzero(truth.any(0))
-    precisions = [average_precision_score(truth[:, k], probabilities[:, k]) for k in occurring]
-    return {"f1": 100 * np.mean(f1)} | ({"map": 100 * np.mean(precisions)} if precisions else {})
-
-
-_SUMMARIES: dict[str, Callable[[np.ndarray, dict[str, Any]], dict[str, Any]]] = {
-    "classification": lambda right, _: {"accuracy": 100 * right.mean()},
-    "regression": lambda squares, _: {"error": np.sqrt(squares.mean(0))},
-    "multilabel": _label_scores,
-}
 
 
 def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, name: str) -> None:

@@ -149,34 +149,27 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
         SetupError: the bundle cannot be written.
     """
     from deeplightning.export.bundle import card_of
-    from deeplightning.export.int8 import SCORES, quantize
+    from deeplightning.export.int8 import judged_kind, quantize
 
-    kind = KINDS[card_of(folder)["task"]]
+    kind = judged_kind(folder, card_of(folder))
     noun, name = kind.nouns, INPUT_OF[kind.takes]
     cfg = load_run(folder, TO_ANSWER, "serve", ("data.module",), allow)
     data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")
-    truths = ("target",) if kind.gives == "regression" else ("label", "target")  # columns of a table are targets
-    first = by_name(next(_batches(data.val_dataloader), {}), (name, truths[0])) or {}
-    truth = next((one for one in truths if one in first), None)
-    if truth is None or name not in first:
+    first = by_name(next(_batches(data.val_dataloader), {}), (name, "label")) or {}
+    if not {name, "label"} <= first.keys():
         raise CheckpointError(
-            f"{folder.path}: int8 is judged on validation batches with '{name}' and '{truths[0]}', and the data module "
-            f"gives {', '.join(first) or 'none'}; serve it with serve.precision=fp32"
+            f"{folder.path}: int8 is judged on validation batches with '{name}' and 'label', and the data module gives "
+            f"{', '.join(first) or 'none'}; serve it with serve.precision=fp32"
         )
 
     def validation() -> Iterator[tuple[Any, Any]]:
         for batch in _batches(data.val_dataloader):
-            columns: Mapping[str, Any] = by_name(batch, (name, truths[0])) or {}
+            columns: Mapping[str, Any] = by_name(batch, (name, "label")) or {}
             counts = columns["index"] >= 0 if "index" in columns else slice(None)  # the rest is padding
-            yield columns[name][counts].numpy(), columns[truth][counts].numpy()
+            yield columns[name][counts].numpy(), columns["label"][counts].numpy()
 
     figures = quantize(folder, validation)
-    shown = "{:.4g}" if kind.gives == "regression" else "{:.2f} %"
-    scores = [
-        f"{words} {shown.format(figures[one])}, in float32 {shown.format(figures[f'{one}_fp32'])}"
-        for one, words in SCORES.items()
-        if one in figures
-    ]
-    return f"int8: {'; '.join(scores)}, on {figures[noun]} validation {noun}; kept as {folder.bundle_int8}"
+    scores = f"accuracy {figures['accuracy']:.2f} %, in float32 {figures['accuracy_fp32']:.2f} %"
+    return f"int8: {scores}, on {figures[noun]} validation {noun}; kept as {folder.bundle_int8}"
