@@ -122,8 +122,6 @@ def _value(
         near = suggestion(key, value, options)
         if not near and isinstance(value, str):
             near = nearest(value, [str(word) for word in literals_of(options)])
-            if key == "engine.gpus" and value.startswith(("GPU-", "MIG-")):
-                near = f" Did you mean [{value}]?"
         _foreign(report, entry, key)
     report.wrong(allowed, found, key, entry.place, near)
     return _BAD
@@ -205,8 +203,8 @@ def _are_named(entry: Entry, cls: type) -> bool:
 def _contradictions(report: Report, config: schema.Config) -> None:
     """Report keys that are each right and wrong together."""
     train, gpus = config.train, config.engine.gpus
-    if isinstance(gpus, list):
-        _devices(report, gpus)
+    if isinstance(gpus, list) and len(set(gpus)) < len(gpus):
+        report.wrong("different indexes", gpus, "engine.gpus")
     if not config.stages:
         report.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
     if "train" in config.stages and train.num_epochs is None and train.max_steps is None:
@@ -224,14 +222,3 @@ def _contradictions(report: Report, config: schema.Config) -> None:
         if isinstance(part, float) and not 0 <= part <= 1:
             allowed = "a whole number of batches, or a fraction between 0 and 1"
             report.wrong(allowed, part, f"train.limit_batches.{name}")
-
-
-def _devices(report: Report, gpus: list[int | str]) -> None:
-    """Report what a list of GPUs says that no machine could have."""
-    ids = [entry for entry in gpus if isinstance(entry, str)]
-    if wrong := [entry for entry in ids if not entry.startswith(("GPU-", "MIG-"))]:
-        report.wrong("indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)", wrong[0], "engine.gpus")
-    elif len(set(gpus)) < len(gpus):
-        report.wrong("different device ids", gpus, "engine.gpus")
-    elif ids and len(ids) < len(gpus):
-        report.wrong("either indexes or ids, not both", gpus, "engine.gpus")

@@ -210,9 +210,9 @@ class Engine(Section):
         "how parameters, gradients and the optimizer's state are spread; null: one process", None
     )
     params: dict[str, Any] = key("keyword arguments of the backend's strategy", dict, example="{timeout: 600}")
-    gpus: int | list[int | str] | Literal["auto"] | None = key(
+    gpus: int | list[int] | Literal["auto"] | None = key(
         "null: CPU; auto: every GPU, or the CPU where there is none; a number; or a list of indexes, counted from 0 "
-        "among those that CUDA_VISIBLE_DEVICES shows, or of ids as `nvidia-smi -L` prints them (GPU-…, or one MIG-…)",
+        "among those that CUDA_VISIBLE_DEVICES shows",
         None,
         low=0,
     )

@@ -4,7 +4,6 @@
 description alone.
 """
 
-import contextlib
 import ctypes
 import importlib.util
 import os
@@ -98,17 +97,6 @@ def machine() -> Machine:
     parts = re.match(r"(\d+)\.(\d+)", release or "")
     built_for = (int(parts[1]), int(parts[2])) if parts else None
     return replace(found, visible=os.environ.get(VISIBLE), built_for=built_for)
-
-
-def has_begun() -> bool:
-    """Return whether this process has initialised CUDA, after which CUDA_VISIBLE_DEVICES has no effect.
-
-    The driver is asked: torch records only its own contexts, and `torch.cuda.is_available()` is enough to begin.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        return library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0  # 3 if not initialised
-    return False
 
 
 def _has_cuda() -> bool:

@@ -3,15 +3,13 @@
 Torch is not imported.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.config.schema import Engine
 from deeplightning.engine import devices
-from deeplightning.engine.devices import VISIBLE, Gpu, Machine
-from deeplightning.faults import Fault, SetupError
+from deeplightning.engine.devices import VISIBLE, Machine
 from deeplightning.words import first_line
 
 _CPU = "`engine.gpus=null` runs on the CPU"
@@ -19,10 +17,7 @@ _BUILD = f"{TORCH_BUILD} installs a build that fits"
 
 
 def settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> str | None:
-    """Resolve `engine.gpus` in place; return what the machine lacks, as text.
-
-    Ids (`GPU-…`, `MIG-…`) stay as they are; `show_gpus` sets CUDA_VISIBLE_DEVICES from them.
-    """
+    """Resolve `engine.gpus` in place; return what the machine lacks, as text."""
     if engine.gpus is None:
         return None
     here = devices.machine()
@@ -33,41 +28,6 @@ def settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> s
     if engine.gpus is None:
         return None
     return _not_there(engine.gpus, here) or _unsupported(here)
-
-
-def show_gpus(engine: Engine) -> None:
-    """Set CUDA_VISIBLE_DEVICES to the ids of a resolved engine, for this process and those that it starts.
-
-    Raises:
-        SetupError: CUDA has been initialised with other GPUs.
-    """
-    ids = [entry for entry in engine.gpus if isinstance(entry, str)] if isinstance(engine.gpus, list) else []
-    chosen = ",".join(gpu.uuid for gpu in chosen_of(ids, devices.machine())) if ids else ""
-    if not chosen or os.environ.get(VISIBLE) == chosen:  # none, as they are of other machines, or inherited
-        return
-    if devices.has_begun():
-        message = (
-            f"asks for {', '.join(ids)}, and code that was imported before has initialised CUDA "
-            f"(`torch.cuda.is_available()` is enough); start with {VISIBLE}={chosen} and engine.gpus={len(ids)}"
-        )
-        raise SetupError(Fault(message, "engine.gpus"))
-    os.environ[VISIBLE] = chosen
-
-
-def indexes(gpus: object) -> object:
-    """Return `engine.gpus` for Lightning: ids become their positions in CUDA_VISIBLE_DEVICES."""
-    if isinstance(gpus, list):
-        return [number if isinstance(entry, str) else entry for number, entry in enumerate(gpus)]
-    return gpus
-
-
-def chosen_of(asked: Any, here: Machine) -> list[Gpu]:
-    """Return the GPUs of this machine's processes, in order; those that exist, if some do not."""
-    shown = here.shown()
-    if isinstance(asked, int):
-        return shown[:asked]
-    found = [here.named(entry)[:1] if isinstance(entry, str) else shown[entry : entry + 1] for entry in asked or ()]
-    return [gpu for gpus in found for gpu in gpus]
 
 
 def _what_is_there(here: Machine) -> str:
@@ -82,15 +42,8 @@ def _what_is_there(here: Machine) -> str:
 
 def _not_there(asked: Any, here: Machine) -> str | None:
     """Return which of the requested GPUs do not exist or are hidden; None if all are there."""
-    shown, entries = here.shown(), asked if isinstance(asked, list) else []
-    for word in (entry for entry in entries if isinstance(entry, str)):
-        found = here.named(word)
-        if len(found) != 1:
-            fault = f"begins {len(found)} ids" if found else "this machine does not have"
-            return f"asks for {word}, which {fault}; `nvidia-smi -L` prints the ids; {_CPU}"
-        if found[0] in here.gpus and found[0] not in shown:
-            return f"asks for {word}, which {VISIBLE}={here.visible} hides; unset it"
-    beyond = [str(entry) for entry in entries if isinstance(entry, int) and not 0 <= entry < len(shown)]
+    shown = here.shown()
+    beyond = [str(n) for n in asked if not 0 <= n < len(shown)] if isinstance(asked, list) else []
     if beyond:
         wanted = f"GPU {'index' if len(beyond) == 1 else 'indexes'} {', '.join(beyond)}"
     elif isinstance(asked, int) and asked > len(shown):

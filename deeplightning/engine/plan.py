@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16
-from deeplightning.engine.gpus import indexes, settle_gpus
+from deeplightning.engine.gpus import settle_gpus
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
 from deeplightning.process.identity import Identity, identity, slurm_step
 
@@ -190,7 +190,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
     profiler = None if engine.profiler == "flops" else engine.profiler
     return {
         "accelerator": "cpu" if engine.gpus is None else "gpu",
-        "devices": engine.processes if engine.gpus is None else indexes(engine.gpus),
+        "devices": engine.processes if engine.gpus is None else engine.gpus,
         "num_nodes": engine.num_nodes,
         "strategy": _strategy(engine),
         "precision": _WORDS.get(engine.precision, engine.precision),

@@ -144,7 +144,7 @@ def test_editor_and_loader_agree_on_every_key(here):
         ("train.callbacks", [{"type": "pytorch_lightning.callbacks.Timer"}], set()),
         ("logger.log_every_n_steps", {"per_epoch": 0}, {"logger.log_every_n_steps.per_epoch"}),
         ("engine.env", {"A": 1}, {"engine.env.A"}),
-        ("engine.gpus", ["GPU-1", "MIG-2"], set()),
+        ("engine.gpus", [0, 2], set()),
         ("train.val_every_n_epoch", 2.0, set()),
         ("train.gradient_clip.norm_type", float("inf"), set()),
     ],

@@ -58,7 +58,7 @@ def note(*overrides: str, **how: Any) -> str:
         ("data.root=5", "data.root: must be a text or null, not the number 5"),
         ("stages=train", "stages: must be a list, not the text 'train'"),
         ("engine.env={A: 1}", "engine.env.A: must be a text, not the number 1"),
-        ("engine.gpus=[0, a]", "engine.gpus: must be indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)"),
+        ("engine.gpus=[0, a]", "engine.gpus.1: must be a whole number"),
         ("train=5", "train: must be a mapping of num_epochs, max_steps,"),
         ("model.network.params=5", "model.network.params: must be a mapping, not the number 5"),
         # not one of the words

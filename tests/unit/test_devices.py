@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deeplightning.engine import devices
 from deeplightning.engine.devices import Gpu, Machine, machine
 
 MIB = 2**20
@@ -163,13 +162,3 @@ def test_a_machine_without_the_driver_has_none(driver):
     driver(Driver(init=9))
     found = machine()
     assert (found.gpus, "NVML error 9" in found.trouble) == ((), True)
-
-
-@pytest.mark.parametrize(("code", "begun"), [(0, True), (3, False)])
-def test_whether_cuda_has_begun_is_known_by_the_driver(code, begun, monkeypatch):
-    """It answers with a count, or that it is not initialised; a process that has not loaded it has not begun."""
-    library = SimpleNamespace(cuDeviceGetCount=lambda count: code)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: library)
-    assert devices.has_begun() == begun
-    monkeypatch.undo()
-    assert not devices.has_begun() or torch.cuda.is_available()

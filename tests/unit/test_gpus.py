@@ -16,7 +16,6 @@ from deeplightning.checks.examine import load_config
 from deeplightning.cli.exit_codes import report
 from deeplightning.engine import devices, gpus
 from deeplightning.engine.devices import Gpu, Machine
-from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import trainer_arguments
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.task.networks import try_network
@@ -32,7 +31,6 @@ SOME = {"supports": (13, 0), "built_for": (13, 0)}
 def on(tiny, place, monkeypatch):
     """`on(machine, override, …)` is the config as it runs on a described machine."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "has_begun", lambda: False)
 
     def load(machine, *overrides):
         if machine.visible is not None:
@@ -42,7 +40,6 @@ def on(tiny, place, monkeypatch):
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         cfg = load_config(tiny, list(overrides))
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
-        show_gpus(cfg.engine)
         return cfg
 
     yield load
@@ -123,61 +120,11 @@ def test_a_variable_that_hides_all_gpus_is_named(value, refusal, on):
     assert f"CUDA_VISIBLE_DEVICES={value} shows none of this machine's 2" in cfg.notices[0].text
 
 
-# ---- ids
-
-
-def test_ids_are_shown_to_cuda_and_counted(on):
-    """They become CUDA_VISIBLE_DEVICES, which processes inherit; cfg.yaml keeps them. The beginning is enough."""
-    machine = machine_of(ONE, TWO, THREE)
-    cfg = on(machine, "engine.gpus=[GPU-33, GPU-1]")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-33,GPU-11"
-    assert cfg.public()["engine"]["gpus"] == ["GPU-33", "GPU-1"]
-    assert trainer_arguments(cfg)["devices"] == [0, 1]
-    again = on(machine, "engine.gpus=[GPU-33, GPU-1]")  # as a process that inherits it
-    assert again.engine.gpus == cfg.engine.gpus
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-33,GPU-11"
-
-
-def test_an_instance_of_a_gpu_in_mig_mode_is_taken_by_its_id(on):
-    """One; its index is 0."""
-    cfg = on(machine_of(ONE), "engine.gpus=[MIG-51]")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-51"
-    assert trainer_arguments(cfg)["devices"] == [0]
-
-
-@pytest.mark.parametrize(
-    ("asked", "about", "told"),
-    [
-        ("[GPU-9]", {}, "asks for GPU-9, which this machine does not have; `nvidia-smi -L` prints the ids;"),
-        ("[GPU-]", {}, "asks for GPU-, which begins 2 ids"),
-        ("[GPU-22]", {"visible": "0"}, "asks for GPU-22, which CUDA_VISIBLE_DEVICES=0 hides; unset it"),
-        ("[GPU-22]", {"begun": True}, "start with CUDA_VISIBLE_DEVICES=GPU-22 and engine.gpus=1"),
-    ],
-)
-def test_an_id_that_cannot_be_meant_is_refused(asked, about, told, refusal, monkeypatch):
-    """One that is not there, means several, is hidden, or comes after code of the config has begun with CUDA."""
-    has_begun = about.pop("begun", False)
-    monkeypatch.setattr(devices, "has_begun", lambda: has_begun)
-    message = refusal(machine_of(ONE, TWO, **about), f"engine.gpus={asked}")
-    assert told in message
-    assert message.startswith(told) or has_begun
-
-
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        ("GPU-1", "Did you mean [GPU-1]?"),
-        ("[cuda:0]", "must be indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`), not cuda:0"),
-        ("['0']", "must be indexes, or ids that begin with GPU- or MIG-"),
-        ("[0, GPU-1]", "must be either indexes or ids, not both"),
-        ("[GPU-1, GPU-1]", "must be different device ids"),
-    ],
-)
-def test_what_no_machine_has_is_a_fault_of_the_config(asked, told, on):
-    """Exit code 2, with what may stand there."""
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("asked", ["[0, 0]", "[GPU-1]"])
+def test_what_no_machine_has_is_a_fault_of_the_config(asked, on):
+    """Exit code 2: an index twice; and an id, which CUDA_VISIBLE_DEVICES takes."""
+    with pytest.raises(ConfigError, match=r"engine\.gpus"):
         on(machine_of(ONE), f"engine.gpus={asked}")
-    assert told in str(caught.value)
 
 
 # ---- drivers and builds

@@ -72,7 +72,6 @@ def plan_memory(cfg: Config, gpus: Gpus | None, nodes: int | None) -> tuple[Plan
 def setting_of(cfg: Config, gpus: Gpus | None, nodes: int | None) -> Setting:
     """Return where a run is planned for: what `--gpus` names, else what the config has on this machine."""
     from deeplightning.engine import devices
-    from deeplightning.engine.gpus import chosen_of
 
     many, engine = nodes or cfg.engine.num_nodes, cfg.engine
     tf32 = engine.matmul_precision not in (None, "highest")
@@ -81,7 +80,8 @@ def setting_of(cfg: Config, gpus: Gpus | None, nodes: int | None) -> Setting:
     local = local_size(engine)
     if engine.gpus is None:
         return Setting(local * many, local, None, psutil.virtual_memory().total // local, False)
-    chosen = chosen_of(engine.gpus, devices.machine())
+    first = engine.gpus[0] if isinstance(engine.gpus, list) else 0
+    chosen = devices.machine().shown()[first : first + 1]
     total = chosen[0].total if chosen else None
     card = card_of(chosen[0].name) if chosen else None
     return Setting(local * many, local, card, None if total is None else int(USABLE * total), True, tf32)

@@ -24,7 +24,6 @@ from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import Attempt, DeviceError
 from deeplightning.dry_run.isolation import on_one_cpu
 from deeplightning.dry_run.try_config import try_out
-from deeplightning.engine.gpus import indexes
 from deeplightning.engine.plan import local_size, world_size
 from deeplightning.faults import Fault
 from deeplightning_plan.compared_ranks import Event, Ranks, Reporter
@@ -113,7 +112,7 @@ def compute_on_gpu(cfg: Config, rank: int) -> FakeGpu:
 
     The user's own modules are imported anew, since some ask at import whether there is a GPU.
     """
-    gpus = indexes(cfg.engine.gpus)
+    gpus = cfg.engine.gpus
     numbers = gpus if isinstance(gpus, list) else range(max(local_size(cfg.engine), rank + 1))
     index = int(numbers[rank])
     mode = FakeGpu(torch.device("cuda", index), max(*map(int, numbers), 0) + 1, strict=True)
