@@ -1,22 +1,17 @@
 """How one process computes: threads, memory, memory formats and the compiler. Results do not change, except that
 `channels_last` and another number of threads round differently."""
 
-import contextlib
 import ctypes
-import hashlib
 import logging
 import os
-import platform
 import shutil
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from deeplightning.config.schema import Engine
-from deeplightning.engine.devices import CPU_INFO
 from deeplightning.faults import Fault, SetupError
 
 log = logging.getLogger("deeplightning")
@@ -81,50 +76,17 @@ def _channels_last(module: torch.nn.Module, inputs: tuple[object, ...]) -> tuple
     return pictures, *rest
 
 
-# ---- the compiler of `engine.compile`
-
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""torch's variable for the folder; it also contains Triton's kernels unless `TRITON_CACHE_DIR` is set (torch 2.15)."""
-
-
 def prepare_to_compile(engine: Engine) -> None:
-    """Find the compiler, and set a cache folder that outlives the run.
-
-    torch's default is the system's temporary folder, which a container or a cluster empties. A folder that the user set
-    in the environment or in `engine.env` stays. Files are named by content and renamed into place, so any number of
-    processes can share the folder.
+    """Find the compiler of `engine.compile`, where torch 2.15 (C++ for CPUs) and Triton 3.9 (C for GPUs) look for one.
 
     Raises:
-        SetupError: there is no compiler.
+        SetupError: there is none.
     """
     on_gpu = engine.gpus is not None
     if engine.compile == "graphs":  # by CUDA alone
         if not on_gpu:
             log.info("engine.compile=graphs records what a GPU computes: this run has none, and trains eagerly")
         return
-    _find_compiler(on_gpu)
-    with contextlib.suppress(OSError, RuntimeError):  # without a home, or room there, torch takes its own folder
-        top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        # Code for one torch, Python or kind of CPU may not run on another.
-        folder = top / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-{python}-{_cpu()}"
-        if FOLDER not in os.environ and " " not in str(folder):  # torch 2.15 calls compilers without quotes
-            folder.mkdir(parents=True, exist_ok=True)
-            os.environ[FOLDER] = str(folder)
-
-
-def _cpu() -> str:
-    """Return a short name for the machine's instruction set."""
-    try:
-        lines = CPU_INFO.read_text().splitlines()
-    except OSError:
-        lines = []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
-
-
-def _find_compiler(on_gpu: bool) -> None:
-    """Raise if no compiler is where torch 2.15 (C++ for CPUs) and Triton 3.9 (C for GPUs) look for one."""
     if sys.platform == "win32":
         return
     variable, language = ("CC", "C") if on_gpu else ("CXX", "C++")

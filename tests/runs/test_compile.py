@@ -5,7 +5,6 @@ On the CPU most tests take a backend that compiles nothing: what is asked of a c
 
 import contextlib
 import json
-import os
 import random
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from functorch.compile import make_boxed_func
 from test_text_classif import CONFIG as TEXT
 from test_text_classif import reviews
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
@@ -400,32 +398,11 @@ def test_a_wrong_label_in_the_first_batch_is_told_as_without_a_compiler(fit, bac
 
 
 @pytest.fixture
-def variables(monkeypatch, tmp_path):
-    """An environment in which nothing is said about compilers and folders; the user's cache folder is `tmp_path`."""
-    for name in (compute.FOLDER, "TRITON_CACHE_DIR", "CXX", "CC"):
+def variables(monkeypatch):
+    """An environment in which nothing is said about compilers."""
+    for name in ("CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return monkeypatch
-
-
-def test_what_is_compiled_is_kept_in_the_users_cache_folder(variables, tmp_path):
-    """In a folder for this torch, Python and CPU, with Triton's kernels; one that the user has set stays. Where none
-    can be written to, torch takes its own: also for a space, with which it would call the compiler of the CPU."""
-    for cache in ("a cache", "file"):
-        (tmp_path / "file").write_text("")
-        variables.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
-        compute.prepare_to_compile(Engine(compile=True))
-        assert compute.FOLDER not in os.environ
-    variables.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compute.prepare_to_compile(Engine(compile=True))
-    folder = os.environ[compute.FOLDER]
-    kept = tmp_path / "cache" / "deeplightning" / "compiled"
-    assert folder.startswith(str(kept / f"torch-{torch.__version__}-python-3"))
-    assert Path(folder).is_dir()
-    assert triton_cache_dir(0).startswith(folder)
-    variables.setenv(compute.FOLDER, "/elsewhere")
-    compute.prepare_to_compile(Engine(compile=True))
-    assert os.environ[compute.FOLDER] == "/elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -468,15 +445,14 @@ class Notes(pl.Callback):
 
 
 @pytest.fixture
-def compiled_run(tiny, tmp_path, monkeypatch):
+def compiled_run(tiny, tmp_path):
     """`compiled_run(override, …)` trains in a process of its own, with the compiler's cache in `tmp_path`; gives the
     outcome, and what the compiler did on rank 0."""
     (tmp_path / "notes.py").write_text(NOTES)
-    monkeypatch.delenv(compute.FOLDER, raising=False)
 
     def run(*overrides):
         words = ("train", tiny, "train.callbacks=[{type: notes.Notes}]", *overrides)
-        outcome = real(*words, cwd=tmp_path, limit=600, XDG_CACHE_HOME=str(tmp_path / "cache"), code=0)
+        outcome = real(*words, cwd=tmp_path, limit=600, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), code=0)
         return outcome, json.loads((tmp_path / "notes-0.json").read_text())
 
     return run

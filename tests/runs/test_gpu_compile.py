@@ -90,8 +90,9 @@ def learned(tiny, tmp_path):
 
     def run(*overrides):
         given = ["engine.gpus=1", "train.callbacks=[{type: notes.Notes}]", *overrides]
-        cache = str(tmp_path / "cache")
-        outcome = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST, XDG_CACHE_HOME=cache, code=0)
+        outcome = real(
+            "train", tiny, *given, cwd=tmp_path, limit=LONGEST, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), code=0
+        )
         return outcome, json.loads((tmp_path / "notes.json").read_text())
 
     return run
