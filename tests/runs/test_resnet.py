@@ -76,20 +76,6 @@ def test_the_stem_for_small_pictures_keeps_them_large():
     assert sides == [4, 1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0,), "num_classes must be a whole number of at least 1, not 0"),
-        ((10, 0), "num_channels must be a whole number of at least 1, not 0"),
-        ((10, 3, 1), "small_images must be true or false, not 1"),
-    ],
-)
-def test_impossible_arguments(arguments, words):
-    """Each impossible argument is a ValueError in words."""
-    with pytest.raises(ValueError, match=words):
-        resnet.ResNet18(*arguments)
-
-
 # ---- in a run
 
 SMALL = ["data.module.params.limit=40", "train.num_epochs=1"]

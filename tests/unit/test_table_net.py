@@ -1,7 +1,6 @@
 """The network for tables is a linear layer plus an ensemble: each row trains one member, and the answer has the mean of
 all."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -62,12 +61,3 @@ def test_one_member_is_a_single_network():
     net = network(members=1)
     torch.testing.assert_close(net(ROWS), net.eval()(ROWS))
     assert torch.equal(net.factors, torch.ones_like(net.factors))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"members": 0}, "members must be"), ({"depth": -1}, "depth must be"), ({"num_numbers": 0}, "must be a column")],
-)
-def test_sizes_that_make_no_network_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        TableNet(**({"num_numbers": 2, "num_outputs": 1} | options))

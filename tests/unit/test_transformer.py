@@ -64,22 +64,6 @@ def test_groups_without_decay_have_biases_and_norms():
     assert 0 < len(found) < len(kinds)
 
 
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"width": 15}, "width must be a multiple of 2 and of num_heads"),
-        ({"num_classes": 0}, "num_classes must be a whole number"),
-        ({"dropout": 1.5}, "dropout probability has to be between 0 and 1"),
-        ({"pooling": "first"}, "pooling must be mean or end"),
-        ({"padding": 50}, "padding must be a token, from 0 to 49"),
-    ],
-)
-def test_impossible_arguments_are_refused(params, words):
-    """In words, before anything is made."""
-    with pytest.raises(ValueError, match=words):
-        network(**params)
-
-
 def test_a_text_that_is_too_long_is_told():
     """With both numbers."""
     with pytest.raises(ValueError, match="a text has 9 tokens, and max_length is 8"):
