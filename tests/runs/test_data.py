@@ -393,18 +393,6 @@ def test_a_real_trainer(in_memory):
     assert seen["predict"]["index"].tolist() == list(range(179))
 
 
-def test_augmentation_must_keep_uint8():
-    """A module that gives floats is named."""
-
-    class ToFloat(nn.Module):
-        def forward(self, images):
-            return images / 255
-
-    module = on_rank(Digits(data_config(), augment=[ToFloat()]))
-    with pytest.raises(DataConfigError, match=r"must return uint8 images, not torch\.float32"):
-        module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
-
-
 # MNIST and CIFAR-10
 
 
@@ -419,12 +407,6 @@ def test_mnist_reads_idx_files(mnist_root):
     assert module.image_spec == ImageSpec(8, 8, "L", mean=(0.1307,), std=(0.3081,))
     assert module.class_names == list("0123456789")
     assert on_rank(MNIST(data_config(mnist_root, num_splits=4))).dataset("val").images.shape == (100, 1, 28, 28)
-
-
-def test_home_in_root(mnist_root, monkeypatch):
-    """`~` in data.root is the home folder."""
-    monkeypatch.setenv("HOME", str(mnist_root.parent))
-    assert len(on_rank(MNIST(data_config(f"~/{mnist_root.name}"))).dataset("test")) == 100
 
 
 @pytest.mark.parametrize("kind", [MNIST, CIFAR10])

@@ -3,8 +3,6 @@
 import csv
 import json
 import re
-import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,6 @@ import yaml
 from checks import write_mnist
 from commands import real
 from conftest import digest
-from PIL import Image
-from served import Server, encoded
 from sklearn.datasets import load_digits
 from tiny import SEED
 
@@ -124,106 +120,6 @@ def test_a_saved_config_trains_to_the_same_bits(base, command, place, tracked):
         assert (again.folder / name).read_bytes() == (base.folder / name).read_bytes()
 
 
-CLASSES = ["cross", "disc", "stripes"]
-
-
-def drawing(kind, generator):
-    """A picture of a random size and colour, uint8 (H, W, 3)."""
-    height, width = generator.integers(20, 60, 2)
-    y, x = np.mgrid[-1 : 1 : height * 1j, -1 : 1 : width * 1j]
-    shapes = {
-        "cross": (abs(x) < 0.2) | (abs(y) < 0.2),
-        "disc": x**2 + y**2 < 0.6,
-        "stripes": np.sin(12 * x) > 0,
-    }
-    front, back = generator.integers(0, 256, (2, 3))
-    noise = generator.integers(-20, 20, (height, width, 3))
-    return np.clip(np.where(shapes[kind][..., None], front, back) + noise, 0, 255).astype(np.uint8)
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Three classes of 60 JPEGs of different sizes each."""
-    root, generator = tmp_path_factory.mktemp("own pictures"), np.random.default_rng(0)
-    for kind in CLASSES:
-        (root / kind).mkdir()
-        for number in range(60):
-            Image.fromarray(drawing(kind, generator)).save(root / kind / f"{number}.jpg", quality=90)
-    return root
-
-
-FOLDER = [
-    "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 24, in_memory: false}}",
-    "model.network.params={num_classes: 3, num_channels: 3, image_size: 24}",
-    "data.module.params.augment=[{type: deeplightning.data.augment.RandomHorizontalFlip}]",
-    "~model.optimizer",
-    "model.optimizer={type: torch.optim.Adam, params: {lr: 0.003}}",
-    "train.num_epochs=3",
-]
-
-
-@pytest.fixture(scope="module")
-def own(train, pictures):
-    """A training on them from disk, exported."""
-    return train(*FOLDER, f"data.root='{pictures}'", "train.export=true")
-
-
-@contextmanager
-def served(folder, place):
-    """The real server on a run, at a free port; its address. What it says lies in `place`."""
-    server = Server(folder, place / "server")
-    try:
-        yield server.url
-    finally:
-        server.stop()
-
-
-@pytest.fixture(scope="module")
-def server(own, tmp_path_factory):
-    with served(own.folder, tmp_path_factory.mktemp("server")) as address:
-        yield address
-
-
-def ask(address, data, kind="image/jpeg"):
-    request = urllib.request.Request(f"{address}/predict", data, {"Content-Type": kind})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
-
-
-def assert_answers(answers, expected):
-    """Answers of the endpoint have the classes and labels of the rows of `predict`, and probabilities to 1e-5."""
-    for answer, row in zip(answers, expected, strict=True):
-        assert (answer["predicted_class"], answer["label"]) == (row["predicted_class"], row["predicted_label"])
-        assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
-
-
-@pytest.fixture(scope="module")
-def predict(command, place):
-    """`predict(run, files)` gives the rows that `deeplightning predict` prints."""
-
-    def run(folder, files):
-        predicted = command("predict", folder, *files, cwd=place, code=0)
-        return list(csv.DictReader(predicted.out.splitlines()))
-
-    return run
-
-
-def test_every_picture_is_answered_over_http_as_by_predict(own, server, pictures, predict):
-    """180 pictures by themselves, and 130 in one form and in one JSON: class, label and probability of the endpoint and
-    of `deeplightning predict` agree to 1e-5."""
-    files = sorted(pictures.glob("*/*.jpg"))
-    found = predict(own.folder, files)
-    assert [row["path"] for row in found] == [str(path) for path in files]
-    assert {row["predicted_label"] for row in found} <= set(CLASSES)
-    contents = [path.read_bytes() for path in files]
-    assert_answers([ask(server, content) for content in contents], found)
-    head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'
-    form = b"\r\n".join(head + content for content in contents[:130]) + b"\r\n--x--\r\n"
-    listed = json.dumps({"images": [encoded(content) for content in contents[:130]]}).encode()
-    for body, kind in ((form, "multipart/form-data; boundary=x"), (listed, "application/json")):
-        assert_answers(ask(server, body, kind)["predictions"], found[:130])
-
-
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
     """scikit-learn's digits as MNIST's four files, 28 x 28."""
@@ -249,7 +145,7 @@ def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, trac
 
 
 @pytest.mark.slow
-def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, store, tracked, tmp_path):
+def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, store, tracked, serving, tmp_path):
     """By DeepSpeed's stage 3 it trains to the loss of one process, resumes, is exported, and answers as `predict`."""
     (tmp_path / "seed.yaml").write_text(SEED)
     settings = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.export=false"]
@@ -267,5 +163,7 @@ def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, stor
     jobs("export", done.folder, cwd=place, code=0)
     picture = ROOT / "examples" / "digits" / "3.png"
     (predicted,) = csv.DictReader(jobs("predict", done.folder, picture, cwd=place).out.splitlines())
-    with served(done.folder, tmp_path) as address:
-        assert_answers([ask(address, picture.read_bytes(), "image/png")], [predicted])
+    answer = serving(done.folder).ask("POST", "/predict", picture.read_bytes())[1]
+    assert (answer["predicted_class"], answer["label"]) == (predicted["predicted_class"], predicted["predicted_label"])
+    expected = float(predicted["predicted_probability"])
+    assert float(answer["predicted_probability"]) == pytest.approx(expected, abs=1e-5)

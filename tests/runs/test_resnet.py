@@ -120,13 +120,6 @@ def test_a_pretrained_network_is_a_feature_extractor_or_fine_tuned(fit):
         assert {name for name, now in weights(after).items() if not torch.equal(before[name], now)} == learned
 
 
-def test_too_few_classes_are_named(train):
-    """UT-24: three outputs for labels 0 to 9 end the run with code 2, the labels and the key to set, before a step."""
-    run = train("model.network.params.num_classes=3", code=2)
-    assert "the data has 10 classes (labels 0 to 9), the network 3 outputs" in run.err
-    assert "model.network.params.num_classes=10" in run.err
-
-
 def test_missing_pretrained_weights_are_named(train, tmp_path):
     """UT-12: a folder that is not there, or holds no weights, is named with its key before a run begins."""
     (tmp_path / "empty").mkdir()

@@ -69,6 +69,11 @@ def note(*overrides: str, **how: Any) -> str:
         # out of range
         ("serve.port=70000", "serve.port: must be at most 65535, not 70000"),
         ("engine.gpus=-1", "engine.gpus: must be at least 0, not -1"),
+        ("engine.gpus=GPU-1", "Did you mean [GPU-1]?"),
+        ("engine.gpus=[cuda:0]", "must be indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`), not cuda:0"),
+        ("engine.gpus=['0']", "must be indexes, or ids that begin with GPU- or MIG-"),
+        ("engine.gpus=[0, GPU-1]", "must be either indexes or ids, not both"),
+        ("engine.gpus=[GPU-1, GPU-1]", "must be different device ids"),
         ("train.gradient_clip={value: .nan}", "train.gradient_clip.value: must be at least 0, not nan"),
         ("train.limit_batches={train: 1.5}", "whole number of batches, or a fraction between 0 and 1, not 1.5"),
         ("train.val_every_n_epoch=1.5", "must be a whole number of epochs, or a fraction between 0 and 1, not 1.5"),
