@@ -207,8 +207,7 @@ def test_datasets_of_pairs_get_an_index_for_a_task_of_ours_only(learn):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("classification", "segmentation"))) for k in TASKS],
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("classification", "segmentation"))) for k in TASKS]
 )
 def test_a_weight_counts_a_sample_as_often(learn, kind):
     """Whole weights train as if each sample came so often: the third part of a tuple, and the column `weight`."""

@@ -17,12 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 
 from deeplightning.config.schema import Target
 from deeplightning.data.data_errors import DataConfigError
-from deeplightning.data.samplers import (
-    BucketedDistributedSampler,
-    SampledBatches,
-    sort_values,
-    train_sampler,
-)
+from deeplightning.data.samplers import BucketedDistributedSampler, SampledBatches, sort_values, train_sampler
 
 SAMPLER = "deeplightning.data.samplers.BucketedDistributedSampler"
 BUCKETED = f"data.sampler={{type: {SAMPLER}, params: {{buckets: 2, sort_key: labels, min_samples_per_bucket: 60}}}}"

@@ -282,8 +282,7 @@ def test_memory_limit(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stage", "prepared"),
-    [("fit", ["train", "val"]), ("validate", ["val"]), ("test", ["test"]), ("predict", ["test"])],
+    ("stage", "prepared"), [("fit", ["train", "val"]), ("validate", ["val"]), ("test", ["test"]), ("predict", ["test"])]
 )
 def test_setup_prepares_what_the_stage_needs(stage, prepared):
     """Images that a stage does not look at are not decoded."""

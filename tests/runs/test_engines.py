@@ -213,8 +213,7 @@ def _distance(found, expected):
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [pytest.param(e, marks=[pytest.mark.slow] * (e not in ("fsdp", "deepspeed_stage_3"))) for e in SPREAD],
+    "engine", [pytest.param(e, marks=[pytest.mark.slow] * (e not in ("fsdp", "deepspeed_stage_3"))) for e in SPREAD]
 )
 def test_every_engine_exports_the_same_network(engine, learned, command, place):
     """`deeplightning export` of a run under each engine answers like that of one process, to 1e-5."""

@@ -60,11 +60,7 @@ EXAMPLES = {
     ),
     "segmentation": Example(
         "segmentation/segmentation.yaml",
-        [
-            "data.module.params.count=150",
-            "data.batch_size=8",
-            "train.num_epochs=6",
-        ],
+        ["data.module.params.count=150", "data.batch_size=8", "train.num_epochs=6"],
         {"test_iou": (0.3, 1), "test_acc": (0.8, 1)},
         ["val_segmentation.png"],
     ),

@@ -132,11 +132,7 @@ def test_a_bundle_is_complete(small):
     """A bundle has three files with the digests on the card, nothing of this machine, and the card describes the task.
     The digest of the card is the SHA-256 of canonical JSON of everything else, computed independently here."""
     _, folder = small
-    assert sorted(file.name for file in folder.bundle.iterdir()) == [
-        "bundle.json",
-        "model.onnx",
-        "weights.safetensors",
-    ]
+    assert sorted(file.name for file in folder.bundle.iterdir()) == ["bundle.json", "model.onnx", "weights.safetensors"]
     card = json.loads(folder.bundle_card.read_text())
     assert list(card) == ["format", "task", "input", "labels", "files", "run", "golden", "digest"]
     assert (card["format"], card["task"], card["run"]) == (2, "image_classification", RUN)

@@ -14,10 +14,7 @@ from exported import exported
 from served import GUNICORN, Server, WsgiServer, colour_run, picture
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
-RUNS = {
-    "requests.tsv": colour_run,
-    "requests_of_rows.tsv": lambda path: exported(path, "table_classification")[1],
-}
+RUNS = {"requests.tsv": colour_run, "requests_of_rows.tsv": lambda path: exported(path, "table_classification")[1]}
 GOOD = {"requests.tsv": picture("green"), "requests_of_rows.tsv": json.dumps({"row": {"age": 30, "city": "Bern"}})}
 
 ORDINARY = re.compile(

@@ -145,13 +145,7 @@ def _inherited(file: Path) -> set[tuple[str, str]]:
             if base == "subprocess_launcher()":
                 path = "pytorch_lightning.strategies.launchers.subprocess_script._SubprocessScriptLauncher"
             library = path.partition(".")[0]
-            if library not in (
-                "torch",
-                "pytorch_lightning",
-                "lightning_fabric",
-                "deepspeed",
-                "torchmetrics",
-            ):
+            if library not in ("torch", "pytorch_lightning", "lightning_fabric", "deepspeed", "torchmetrics"):
                 continue
             found |= {(path, name) for name in used if _is_private(name) and _has(_load(path), name)}
     return found

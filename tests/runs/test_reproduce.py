@@ -108,10 +108,7 @@ def gone(command, tmp_path_factory):
     write(tree, {"conf/beside.py": beside, "conf/c.yaml": CONFIG.replace("ROOT", str(root))})
     write_table(root)
     done = command(
-        *("train", "conf/c.yaml", f"logger.params.tracking_uri='{store}'"),
-        cwd=tree,
-        TABLE_PASSWORD=PASSWORD,
-        code=0,
+        *("train", "conf/c.yaml", f"logger.params.tracking_uri='{store}'"), cwd=tree, TABLE_PASSWORD=PASSWORD, code=0
     )
     shutil.rmtree(tree)
     return done, root, store

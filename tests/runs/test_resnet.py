@@ -133,8 +133,7 @@ ENGINES = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_s
 
 
 @pytest.mark.parametrize(
-    ("config", "engine"),
-    [("resnet18", "null"), *(("resnet18", engine) for engine in ENGINES), ("vit", "ddp")],
+    ("config", "engine"), [("resnet18", "null"), *(("resnet18", engine) for engine in ENGINES), ("vit", "ddp")]
 )
 def test_one_file_for_seven_engines(config, engine):
     """ST-63: CIFAR-10 checks without a fault under each engine, by one override; the Vision Transformer's file too."""

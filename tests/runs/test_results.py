@@ -28,11 +28,7 @@ def faults(report) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("monitor", "mode", "why"),
-    [
-        ("val_acc", "max", "by the name val_acc"),
-        ("val_loss", "min", "by the name val_loss"),
-    ],
+    ("monitor", "mode", "why"), [("val_acc", "max", "by the name val_acc"), ("val_loss", "min", "by the name val_loss")]
 )
 @pytest.mark.parametrize("importing", [False, True])
 def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny):

@@ -164,10 +164,7 @@ def test_own_code_finds_its_config_its_place_and_what_it_saved(gone_on):
     right without any launcher. A resumed run restores the state of a user's task and of a user's callback."""
     _, notes, _ = gone_on
     begins = {"config": True, "place": [0, 0, 1]}
-    assert notes == [
-        begins | {"epochs": 0, "samples": 0, "step": 0},
-        begins | {"epochs": 1, "samples": 134, "step": 9},
-    ]
+    assert notes == [begins | {"epochs": 0, "samples": 0, "step": 0}, begins | {"epochs": 1, "samples": 134, "step": 9}]
 
 
 def test_further_checkpoints_have_names_of_ones_own(gone_on):

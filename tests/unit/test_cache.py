@@ -174,8 +174,7 @@ SPEC = {"height": 8, "width": 8, "mode": "RGB", "resize": "crop"}
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"width": 9}, {"mode": "L"}, {"resize": "pad"}, {"max_pixels": 9}, "Pillow", "decoder", "code"],
+    "change", [{"width": 9}, {"mode": "L"}, {"resize": "pad"}, {"max_pixels": 9}, "Pillow", "decoder", "code"]
 )
 def test_another_rule_has_another_folder(tmp_path, monkeypatch, change):
     """Whatever decides what a file's content becomes is part of the folder's name; mean and deviation are not."""

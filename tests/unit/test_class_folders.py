@@ -60,10 +60,7 @@ def test_an_address_is_refused():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda root: shutil.rmtree(root / "val" / "dog"),
-            r"val must have the same classes as .* they differ in dog",
-        ),
+        (lambda root: shutil.rmtree(root / "val" / "dog"), r"val must have the same classes as .* they differ in dog"),
         (lambda root: (root / "val" / "emu").mkdir(), r"same classes .* they differ in emu"),
         (lambda root: (root / "train" / "emu").mkdir(), r"train/emu holds no signal \(\.npy, \.csv, \.wav\)"),
         (lambda root: (root / "train" / "\udcffcat").mkdir(), r"the folder '\\udcffcat' is not UTF-8. Rename it"),

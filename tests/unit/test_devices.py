@@ -140,12 +140,7 @@ CUDA_13 = "cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"
 
 @pytest.mark.parametrize(
     ("libraries", "version"),
-    [
-        ((), "cuda = None\nhip: Optional[str] = '6.2'\n"),
-        ((), "x = 1\n"),
-        ((), None),
-        (("libcuda.so.1",), CUDA_13),
-    ],
+    [((), "cuda = None\nhip: Optional[str] = '6.2'\n"), ((), "x = 1\n"), ((), None), (("libcuda.so.1",), CUDA_13)],
 )
 def test_a_build_of_another_kind_is_asked_itself(libraries, version, driver, monkeypatch):
     """ROCm, a file that says nothing, or CUDA without NVML, as on a Jetson: torch counts."""

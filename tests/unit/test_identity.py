@@ -227,6 +227,6 @@ def test_a_single_task_may_start_processes_itself():
 def test_short_forms_are_spread():
     """The first machine of Slurm's node list and the tasks of each node are read from their short forms."""
     assert [first_host(text) for text in ("gpu[03-05,9]-a,login", "n[7,9]x[01-02]", "login,n1", "")] == [
-        *("gpu03-a", "n7x01", "login", None),
+        *("gpu03-a", "n7x01", "login", None)
     ]
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]

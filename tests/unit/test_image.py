@@ -441,14 +441,7 @@ def test_messages_of_decoders_are_not_written(capfd, data):
 def test_spec_travels_as_json():
     """A spec survives its dictionary, which holds plain types only."""
     spec = ImageSpec(8, 9, "RGB", "pad", (0.1, 0.2, 0.3), (1, 2, 3))
-    as_dict = {
-        "height": 8,
-        "width": 9,
-        "mode": "RGB",
-        "resize": "pad",
-        "mean": [0.1, 0.2, 0.3],
-        "std": [1.0, 2.0, 3.0],
-    }
+    as_dict = {"height": 8, "width": 9, "mode": "RGB", "resize": "pad", "mean": [0.1, 0.2, 0.3], "std": [1.0, 2.0, 3.0]}
     assert as_dict == spec.to_dict()
     assert spec == ImageSpec.from_dict(as_dict)
     assert {"mean": [0.0], "std": [1.0]}.items() <= ImageSpec(1, 1, "L").to_dict().items()

@@ -69,14 +69,7 @@ def ready(root, in_memory, stage=None, *, train="orders.csv", target="kind", col
     if "only" not in params:
         columns = {"customer": "ignore", "part": "ignore", "day": "ignore"} | (columns or {})
     config = data_config(root, **{"seed": 1, "batch_size": 256} | of_data)
-    module = TableData(
-        config,
-        train,
-        target,
-        missing=params.pop("missing", "fill"),
-        columns=columns or {},
-        **params,
-    )
+    module = TableData(config, train, target, missing=params.pop("missing", "fill"), columns=columns or {}, **params)
     with pytest.MonkeyPatch.context() as patch:
         if in_memory:
             patch.setenv("DEEPLIGHTNING_CACHE", "off")

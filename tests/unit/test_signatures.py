@@ -351,8 +351,7 @@ def test_what_a_target_takes(own, text, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("normal", ["self!", "a!"]), ("of_class", ["a!"]), ("static", ["a!"]), ("inherited", ["b!"])],
+    ("name", "expected"), [("normal", ["self!", "a!"]), ("of_class", ["a!"]), ("static", ["a!"]), ("inherited", ["b!"])]
 )
 def test_what_a_method_takes(own, name, expected):
     """As it is called on the class: `self` is given, `cls` is not."""
@@ -580,7 +579,7 @@ def test_a_default_is_a_plain_value(own):
         own_thing="""
         SIZE = 3
         def Thing(a=1, b=-0.5, c="x", d=None, e=True, f=SIZE, g=(1, 2), h=[], i=make()): ...
-        """,
+        """
     )
     values = [p.default for p in look_up("own_thing.Thing").signature().parameters]
     assert values == [1, -0.5, "x", None, True, UNKNOWN, [1, 2], [], UNKNOWN]

@@ -263,10 +263,7 @@ def test_a_vocabulary_may_be_a_file(tmp_path):
     assert from_lines("b\r\na\r\n") == from_lines("\n".join([*SPECIAL, "b", "a"])) == "\n".join([*SPECIAL, "b", "a\n"])
     (tmp_path / "again.txt").write_text(data.text_spec.content)
     assert on_rank(TextData(data_config(tmp_path), "train", vocabulary="again.txt")).text_spec == data.text_spec
-    for lines, words in (
-        ("film\nfilm\n", "word 2 is empty or a duplicate: 'film'"),
-        ("b\n\na\n", "word 2 is"),
-    ):
+    for lines, words in (("film\nfilm\n", "word 2 is empty or a duplicate: 'film'"), ("b\n\na\n", "word 2 is")):
         (tmp_path / "bad.txt").write_text(lines)
         with pytest.raises(DataError, match=rf"bad\.txt: {words}"):
             TextData(data_config(tmp_path), "train", vocabulary="bad.txt").setup()

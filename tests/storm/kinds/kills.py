@@ -42,10 +42,7 @@ def case(draw: random.Random, place: Place) -> str:
     (variant,) = draw.choices(list(VARIANTS), [weight for weight, _, _ in VARIANTS.values()])
     _, processes, _ = VARIANTS[variant]
     whole = undisturbed(
-        place,
-        EXPERIMENT,
-        lambda folder: [_start(place, _prepare(place, folder), variant).end()],
-        f"whole-{variant}",
+        place, EXPERIMENT, lambda folder: [_start(place, _prepare(place, folder), variant).end()], f"whole-{variant}"
     )
     events = [(whole.folder / f"events.{rank}").read_text().splitlines() for rank in range(processes)]
     config = _prepare(place, place.folder)

@@ -39,9 +39,7 @@ KINDS = ("files", "size", "memory", "disk", "disk", "tmp", "home", "closed home"
 def case(draw: random.Random, place: Place) -> str:
     """One limit, at one moment."""
     whole = undisturbed(
-        place,
-        EXPERIMENT,
-        lambda folder: [place.run("train", place.config(folder=folder), *SETTINGS, cwd=folder)],
+        place, EXPERIMENT, lambda folder: [place.run("train", place.config(folder=folder), *SETTINGS, cwd=folder)]
     )
     what = draw.choice(KINDS)
     if what in ("disk", "tmp", "closed home") and not _can_mount(place.folder / "probe"):

@@ -33,9 +33,7 @@ def environment() -> dict[str, str]:
 def case(draw: random.Random, place: Place) -> str:
     """One call of one run, and the states after it."""
     whole = undisturbed(
-        place,
-        EXPERIMENT,
-        lambda folder: [place.run("train", place.config(folder=folder), *COMMON, cwd=folder)],
+        place, EXPERIMENT, lambda folder: [place.run("train", place.config(folder=folder), *COMMON, cwd=folder)]
     )
     config, store = place.config(), place.folder / "mlruns"
     store.mkdir()
