@@ -3,6 +3,7 @@
 The tests share them through `conftest`, and the storm (`tests/storm`) uses them without pytest.
 """
 
+import csv
 import hashlib
 import subprocess
 from pathlib import Path
@@ -458,6 +459,12 @@ def digest(checkpoint: Path) -> str:
         values = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)  # NumPy has no bfloat16
         total.update(name.encode() + values.numpy().tobytes())
     return total.hexdigest()
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file by the names in its header."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def git(folder: Path, *arguments: str) -> None:

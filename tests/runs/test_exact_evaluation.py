@@ -5,7 +5,6 @@ with none. Each number of processes is one job, which goes through all the sizes
 """
 
 import copy
-import csv
 import json
 import sys
 import warnings
@@ -17,6 +16,7 @@ import sklearn.metrics
 import torch
 from conftest import weights
 from sklearn.datasets import load_digits
+from tiny import csv_rows
 
 from deeplightning.data.digits import MEAN, STD
 from deeplightning.model.cnn import SimpleCNN
@@ -104,15 +104,10 @@ def expected(checkpoint):
     return probabilities.numpy(), digits.target[: max(SIZES)]
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def values(path: Path) -> list[dict[str, float]]:
     """What a training tracked, point by point."""
     kept = [
-        {n: float(v) for n, v in row.items() if v and n not in ("train_auroc", "train_macro")} for row in rows(path)
+        {n: float(v) for n, v in row.items() if v and n not in ("train_auroc", "train_macro")} for row in csv_rows(path)
     ]
     assert any("train_loss_epoch" in row for row in kept)
     assert any("train_loss" in row for row in kept)
@@ -146,7 +141,7 @@ def test_predictions_are_in_data_order_and_the_same_for_any_number_of_processes(
     """Each sample once, with the class and the probability that the whole set in one piece gives."""
     made = folders(sizes)
     for size in sizes:
-        found = rows(made[1] / str(size) / "version_0" / name)
+        found = csv_rows(made[1] / str(size) / "version_0" / name)
         assert [int(row["index"]) for row in found] == list(range(size))
         assert [int(row["label"]) for row in found] == expected[1][:size].tolist()
         assert [int(row["predicted_class"]) for row in found] == expected[0][:size].argmax(1).tolist()

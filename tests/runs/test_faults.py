@@ -1,10 +1,10 @@
 """What a config asks for in good faith works, or is refused in one note, with the remedy."""
 
-import csv
 import urllib.error
 
 import pytest
 import torch
+from tiny import csv_rows
 
 from deeplightning.checks.examine import examine
 from deeplightning.config.schema import Target
@@ -221,8 +221,7 @@ def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_pat
     )
     search = "tune={metric: val_acc, mode: max, num_trials: 1, space: {train.max_steps: {int: [1, 2]}}}"
     outcome = command("tune", tiny, "data.module.type=own_data.Raises", search, cwd=tmp_path)
-    with (outcome.folder / "trials.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
+    (row,) = csv_rows(outcome.folder / "trials.csv")
     assert (row["state"], "no batches" in row["failure"]) == ("failed", True)
     found = tracked(outcome.folder).client.get_run(row["run"])
     assert found.info.status == "FAILED"

@@ -12,7 +12,7 @@ from checks import write_mnist
 from commands import real
 from conftest import digest
 from sklearn.datasets import load_digits
-from tiny import SEED
+from tiny import SEED, csv_rows
 
 from deeplightning.config.tree import parse, plain
 
@@ -31,11 +31,6 @@ PICTURES = [
     *("val_confusion_matrix", "val_classes", "val_predictions"),
     *("test_confusion_matrix", "test_classes", "test_reliability"),
 ]
-
-
-def rows(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store):
@@ -70,7 +65,7 @@ def test_the_start_the_epochs_and_the_end_are_told(base):
 
 def test_predictions_are_in_data_order_and_agree_with_the_results(base):
     """There is a row per test sample, in data order, and their share of right ones is `test_acc`."""
-    found = rows(base.folder / "test_predictions.csv")
+    found = csv_rows(base.folder / "test_predictions.csv")
     assert [int(row["index"]) for row in found] == list(range(179))
     right = sum(row["label"] == row["predicted_class"] for row in found)
     results = json.loads((base.folder / "test_results.json").read_text())

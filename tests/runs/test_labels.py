@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
+from tiny import csv_rows
 
 from deeplightning.model.cnn import SimpleCNN
 from deeplightning.runfolder import card_digest, golden_digest
@@ -105,8 +106,7 @@ def weights_of(run):
 
 
 def predictions(run):
-    with (run.folder / "predictions.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(run.folder / "predictions.csv")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ of processes, in any number of accumulated batches.
 References are plain torch: the loss of all samples of a step at once.
 """
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import weights
+from tiny import csv_rows
 from torch import nn
 
 MINE = '''
@@ -222,8 +222,7 @@ def assert_that_of_torch(folder: Path, cases: list[tuple[str, int]], order: dict
         start = own["Net"](**CASES[name][3]).state_dict()
         assert max((expected[n] - start[n]).abs().max() for n in start) > 0.001, name
         off = max((found[f"network.{n}"].double() - expected[n]).abs().max().item() for n in expected)
-        with (run / "metrics.csv").open(newline="") as file:
-            last = [float(row["val_loss"]) for row in csv.DictReader(file) if row.get("val_loss")][-1]
+        last = [float(row["val_loss"]) for row in csv_rows(run / "metrics.csv") if row.get("val_loss")][-1]
         assert (off, last) == (pytest.approx(0, abs=1e-6), pytest.approx(value, rel=1e-6, abs=1e-6)), (name, factor)
 
 

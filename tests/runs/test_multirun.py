@@ -1,9 +1,9 @@
 """`train CONFIG key=a,b --multirun`: a run for each point of a grid, one table, and the same command continues."""
 
-import csv
 from pathlib import Path
 
 import pytest
+from tiny import csv_rows
 
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
@@ -71,8 +71,7 @@ def first(command, words, place):
 
 
 def rows(outcome) -> list[dict[str, str]]:
-    with (outcome.folder / "runs.csv").open() as file:
-        return list(csv.DictReader(file))
+    return csv_rows(outcome.folder / "runs.csv")
 
 
 def test_each_point_is_a_run_and_a_row(first):

@@ -1,12 +1,12 @@
 """Regression, and data modules that a function of the config makes: scikit-learn's numbers on one and two processes."""
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from sklearn.metrics import mean_squared_error, root_mean_squared_error
+from tiny import csv_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "linear_regression" / "linear_regression.yaml"
@@ -94,8 +94,7 @@ def tested(regress):
 
 
 def predicted(folder):
-    with (folder / "test_predictions.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(folder / "test_predictions.csv")
     columns = {name: [float(row[name]) for row in rows] for name in rows[0]}
     pick = lambda name: list(zip(columns[f"{name}_0"], columns[f"{name}_1"], strict=True))  # noqa: E731
     return columns["index"], pick("target"), pick("prediction")

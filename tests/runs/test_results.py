@@ -1,6 +1,5 @@
 """A result is not wrong in silence: what is kept, what is learned with, and what is on record."""
 
-import csv
 import json
 import shutil
 import signal
@@ -11,6 +10,7 @@ import pytest
 import torch
 import yaml
 from conftest import digest
+from tiny import csv_rows
 
 from deeplightning.checks.examine import examine
 from deeplightning.checks.explain import explain
@@ -300,8 +300,7 @@ def test_a_finished_search_leaves_nothing_to_clean_and_shows_its_best(command, t
     store = tmp_path / "mlruns"
     words = ("tune", tiny, f"tune={SEARCH}", f"logger.params.tracking_uri={store}")
     searched = command(*words, cwd=place, code=0)
-    with (searched.folder / "trials.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(searched.folder / "trials.csv")
     assert sorted(row["state"] for row in rows) == ["finished", "finished", "pruned"]
     best = max(float(row["val_acc"]) for row in rows if row["state"] == "finished")
     runs = listed(store)

@@ -1,12 +1,12 @@
 """One launch: stages together and alone, how a run ends in each case, several processes, and what must not be told."""
 
-import csv
 import json
 import re
 import signal
 
 import pytest
 from conftest import OWN, digest, weights
+from tiny import csv_rows
 
 from deeplightning.runfolder import RunFolder
 
@@ -27,11 +27,6 @@ def trained(train):
 def whole(train):
     """Two epochs without interruption."""
     return train()
-
-
-def rows(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def count_runs(store):
@@ -65,9 +60,9 @@ def test_all_stages_follow_a_training_in_the_same_run(train, tracked, store):
     folder = RunFolder(done.folder)
     best = json.loads(folder.best_score.read_text())
     assert json.loads(folder.results("validate").read_text())["val_acc"] == best["value"]
-    assert [int(row["index"]) for row in rows(folder.predictions)] == list(range(150))
-    assert len(rows(folder.stage_predictions("validate"))) == 16
-    tested, predicted = rows(folder.stage_predictions("test")), rows(folder.predictions)
+    assert [int(row["index"]) for row in csv_rows(folder.predictions)] == list(range(150))
+    assert len(csv_rows(folder.stage_predictions("validate"))) == 16
+    tested, predicted = csv_rows(folder.stage_predictions("test")), csv_rows(folder.predictions)
     assert [r["predicted_class"] for r in tested] == [r["predicted_class"] for r in predicted]
     assert tracked(done.folder).metrics["test_acc"] == json.loads(folder.results("test").read_text())["test_acc"]
     run = tracked(done.folder)
@@ -146,7 +141,7 @@ def test_test_and_predict_of_a_run_write_into_it_and_leave_its_config(command, p
     run = tracked(trained.folder)
     assert run.status == "FINISHED"
     assert run.metrics["test_acc"] == json.loads((trained.folder / "test_results.json").read_text())["test_acc"]
-    assert len(rows(trained.folder / "predictions.csv")) == 150
+    assert len(csv_rows(trained.folder / "predictions.csv")) == 150
     assert [len(run.series()[name]) for name in ("test_acc", "test_loss")] == [1, 1]  # the same values again
 
 
@@ -240,7 +235,7 @@ def test_another_logger_takes_the_run_whole(train, tmp_path):
     assert done.folder == tmp_path / "lightning_logs" / "version_0"
     left = {path.name for path in done.folder.iterdir()}
     assert {"cfg.yaml", "last.ckpt", "metrics.csv", "test_results.json", "bundle", "val_confusion_matrix.png"} <= left
-    found = rows(done.folder / "metrics.csv")
+    found = csv_rows(done.folder / "metrics.csv")
     assert next(row["step"] for row in found if row["train_loss"]) == "0"
     assert len([row for row in found if row["val_acc"]]) == 2
 
@@ -256,7 +251,7 @@ def test_lightnings_mlflow_logger_and_an_extra_logger(train, tracked, store, tmp
     assert run.status == "FINISHED"
     assert run.params["model/optimizer/params/lr"] == "0.05"
     assert [step for step, _ in run.series()["train_loss"]] == [0, 4, 8, 12, 16]
-    found = rows(tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
+    found = csv_rows(tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
     assert [int(row["step"]) for row in found if row["train_loss"]] == [0, 4, 8, 12, 16]
     assert (done.folder / "last.ckpt").is_file()
 

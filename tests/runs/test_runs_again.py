@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+from tiny import csv_rows
 
 from deeplightning.checks.trust import note_own
 from deeplightning.cli import cli, deploy
@@ -183,8 +184,7 @@ def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
     outcome = command("predict", gone.folder, album, "--out", "a.csv", cwd=tmp_path)
     assert (outcome.code, outcome.out) == (3, ""), outcome
     assert outcome.err.splitlines()[-1].startswith(f"error: {album / 'damaged.jpg'}: "), outcome
-    with (tmp_path / "a.csv").open(newline="") as table:
-        assert sorted(csv.DictReader(table), key=lambda row: row["path"]) == rows
+    assert sorted(csv_rows(tmp_path / "a.csv"), key=lambda row: row["path"]) == rows
     (album / "damaged.jpg").unlink()
 
     outcome = command("predict", gone.folder, "album", "--out", "a.jsonl", cwd=tmp_path)

@@ -1,6 +1,5 @@
 """`train CONFIG --seeds N`: runs that differ by the seed under one parent, means and intervals; and `compare A B`."""
 
-import csv
 import json
 import signal
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from scipy import stats
+from tiny import csv_rows
 
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.client import Client
@@ -19,8 +19,7 @@ SHORT = ["train.num_epochs=1", "stages=[train,test]"]
 
 
 def rows(folder: Path, file: str = "runs.csv") -> list[dict[str, str]]:
-    with (folder / file).open() as opened:
-        return list(csv.DictReader(opened))
+    return csv_rows(folder / file)
 
 
 def tracked(store: Path, run_id: str):

@@ -1,7 +1,6 @@
 """Segmentation: masks that fit their pictures, metrics that are those of all pixels, and a run from end to end."""
 
 import base64
-import csv
 import io
 import json
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from conftest import weights
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
+from tiny import csv_rows
 from torch import nn
 
 import deeplightning as dl
@@ -378,8 +378,7 @@ def test_a_run_learns_and_shows(run):
     with Image.open(run.folder / "val_segmentation.png") as shown:
         assert shown.width > 500
     assert (run.folder / "val_segmentation.svg").read_text().count("<image") == 3 * 2
-    with (run.folder / "test_predictions.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(run.folder / "test_predictions.csv")
     assert len(rows) == 2
     shares = [sum(float(row[f"share_{name}"]) for name in CLASSES) for row in rows]
     assert shares == pytest.approx([1, 1], abs=1e-5)

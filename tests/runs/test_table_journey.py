@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from served import Server, logged_answers
+from tiny import csv_rows
 
 import deeplightning as dl
 from deeplightning.runfolder import RunFolder
@@ -163,8 +164,7 @@ def own_network(folder, outputs):
 def test_answers_to_rows_are_those_of_the_network(server, place):
     """200 rows in JSON and in CSV get the probabilities of plain torch, to 1e-5; gaps are filled, and an unknown
     category is the one word that stands for all others."""
-    with (place / "orders.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))[:200]
+    rows = csv_rows(place / "orders.csv")[:200]
     rows[1] |= {"city": "Rome"}
     expected = own_network(server.folder, 2)(torch.from_numpy(own_rows(server.folder, rows))).softmax(1)
     status, said = ask(server, {"rows": rows}, path="/predict?top_k=2")
@@ -231,8 +231,7 @@ def test_the_server_describes_its_rows(server):
 def test_predicted_numbers_are_in_the_unit_of_the_data(server, place, priced_orders):
     """200 prices equal plain torch's, brought back by mean and deviation of the training prices; the interval is the
     prediction ± the 0.9 quantile of the absolute errors on the validation rows."""
-    with (place / "orders.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))[:200]
+    rows = csv_rows(place / "orders.csv")[:200]
     status, said = ask(server, {"rows": rows})
     assert status == 200, said
     model = load_file(server.folder / "bundle" / "weights.safetensors")
@@ -248,8 +247,7 @@ def test_predicted_numbers_are_in_the_unit_of_the_data(server, place, priced_ord
     first = said["predictions"][0]["predictions"][0]
     assert first["name"] == "price"
     assert first["value"] - first["low"] == pytest.approx(first["high"] - first["value"])
-    with (server.folder / "test_predictions.csv").open(newline="") as file:
-        tested = list(csv.DictReader(file))
+    tested = csv_rows(server.folder / "test_predictions.csv")
     errors = [abs(float(row["prediction"]) - float(row["target"])) for row in tested]
     half = first["high"] - first["value"]
     assert np.mean([error <= half for error in errors]) > 0.7  # 40 rows, for 0.9 of which it is made

@@ -1,6 +1,5 @@
 """Text classification in whole runs: what is learned, measured, written, kept and refused."""
 
-import csv
 import json
 import shutil
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
+from tiny import csv_rows
 
 from deeplightning.export.bundle import export
 from deeplightning.model.transformer import TextTransformer
@@ -81,17 +81,12 @@ def trained(command, text_config, place):
     return command("train", text_config, "stages=[train, validate, test]", cwd=place, code=0)
 
 
-def table(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_it_learns_and_leaves_what_every_run_leaves(trained, root):
     """Accuracy in the results is that of the predictions, which have the rows of the file in its order; there is a
     picture of the confusion matrix."""
     for stage, name in (("val", "dev"), ("test", "test")):
         results = json.loads((trained.folder / f"{stage}_results.json").read_text())
-        rows = table(trained.folder / f"{stage}_predictions.csv")
+        rows = csv_rows(trained.folder / f"{stage}_predictions.csv")
         labels = [line.split("\t")[1] for line in (root / f"{name}.tsv").read_text().splitlines()[1:]]
         assert [row["index"] for row in rows] == [str(n) for n in range(len(labels))]
         assert [row["label"] for row in rows] == labels
@@ -124,7 +119,7 @@ def test_texts_without_labels_are_predicted(trained, command, text_config, place
     best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
     bare = ["data.module.params.test=bare.tsv", best]
     outcome = command("train", text_config, "stages=[predict]", *bare, cwd=place, code=0)
-    rows, known = (table(outcome.folder / "predictions.csv"), table(trained.folder / "test_predictions.csv"))
+    rows, known = (csv_rows(outcome.folder / "predictions.csv"), csv_rows(trained.folder / "test_predictions.csv"))
     assert "label" not in rows[0]
     assert [row["predicted_class"] for row in rows] == [row["predicted_class"] for row in known]
     refused = command("train", text_config, "stages=[test]", *bare, cwd=place, code=3)
