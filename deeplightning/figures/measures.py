@@ -1,4 +1,4 @@
-"""Judge answers per class and by confidence, with numpy, which imports at once; `tests/unit/test_measures.py` compares
+"""Judge answers per class and by confidence, with numpy, which imports at once; `tests/unit/test_figures.py` compares
 the numbers with those of scikit-learn and torchmetrics.
 
 N samples, K classes, M bins.

@@ -2,7 +2,7 @@
 
 `tests/runs/test_configs.py` takes one step with each config of `examples/`; here they learn something. Those of GANs,
 reconstruction, a line, folds, an own loop and own callbacks learn in test_gan, test_img_recon, test_regression,
-test_kfold, test_own_loop and test_watch.
+test_seeds, test_own_loop and test_watch.
 """
 
 import json

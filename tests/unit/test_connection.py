@@ -5,6 +5,8 @@ import asyncio
 import json
 import os
 import re
+import socket
+import sys
 import time
 
 import pytest
@@ -19,6 +21,7 @@ from serve.dispatch import Dispatcher
 from serve.limits import Limits, Refusal
 from serve.log import Log
 from serve.prediction import Service
+from serve.supervisor import _drop_new_connections
 
 
 class Transport:
@@ -379,3 +382,32 @@ def test_a_slow_client_is_cut_off(dispatcher, parts, seconds, status):
     before, transport = asyncio.run(told())
     assert (before, transport.ended) == (None, "closed")
     assert [found for found, _, _ in transport.answers()] == ([status] if status else [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux filters the packets of a listening socket")
+def test_before_a_port_closes_no_connection_opens_that_nobody_would_accept():
+    """Open connections stay; a later client gets no answer, and retries when the port is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address) as early:
+            _drop_new_connections(listener)
+            accepted, _ = listener.accept()
+            with accepted:
+                early.sendall(b"asked")
+                assert accepted.recv(5) == b"asked"
+                accepted.sendall(b"answered")
+                assert early.recv(8) == b"answered"
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, timeout=0.2)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=5)
+
+
+def test_a_socket_that_is_closed_already_is_no_fault():
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.close()
+    _drop_new_connections(listener)
+    assert listener.fileno() == -1
