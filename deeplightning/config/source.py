@@ -22,7 +22,6 @@ from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name
 from deeplightning.config.schema import Logger
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.section_kinds import role_of
-from deeplightning.config.short_names import LAUNCHER, full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine
 from deeplightning.own_code import frozen
@@ -85,6 +84,8 @@ class Source:
 
     def _in_full(self, path: KeyPath, entry: Entry) -> None:
         """Put the full name in the place of a short one, `type: Adam`."""
+        from deeplightning.config.short_names import LAUNCHER, full_name
+
         key = ".".join(map(str, path[:-1]))
         role = key if key == LAUNCHER else role_of(key)
         if role is None or not 2 <= len(path) <= 4 or "params" in path:
