@@ -29,7 +29,7 @@ import numpy as np
 from deeplightning.cli.listing import newest
 from deeplightning.config.schema import Config
 from deeplightning.config.source import GIVEN, Given, compose, read
-from deeplightning.config.tree import as_written, dump
+from deeplightning.config.tree import dump, plain
 from deeplightning.faults import RunError
 from deeplightning.kinds import KINDS
 from deeplightning.own_code import ROOTS, added_roots
@@ -129,7 +129,7 @@ class Run:
         """
         from omegaconf import OmegaConf
 
-        return OmegaConf.create(as_written(read(self._past.source).root))
+        return OmegaConf.create(plain(read(self._past.source).root, written=True))
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -274,7 +274,7 @@ def _as_file(
         secrets = config.secrets.variables() if config.secrets else {}
     else:
         source = compose(config)  # the files that it builds on are relative to this directory
-        content, folders = as_written(source.root), source.folders
+        content, folders = plain(source.root, written=True), source.folders
     roots = dict.fromkeys([*added_roots(), *map(str, folders)])
     with tempfile.TemporaryDirectory(prefix="deeplightning-") as folder:  # only its owner can enter it
         file = Path(folder) / "config.yaml"

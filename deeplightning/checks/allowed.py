@@ -45,10 +45,6 @@ def suggestion(key: str, given: Any, options: list[object]) -> str:
     return f" Did you mean {found}?" if found else ""
 
 
-def literals_of(options: list[object]) -> list[object]:
-    return [word for o in options if typing.get_origin(o) is typing.Literal for word in typing.get_args(o)]
-
-
 def _words(option: Any) -> str:
     """Return what a type allows, in words."""
     origin, simple = typing.get_origin(option), SIMPLE | {type(None): "null"}

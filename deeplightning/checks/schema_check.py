@@ -10,7 +10,7 @@ from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, literals_of, options_of, suggestion
+from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, options_of, suggestion
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import is_kind_of
 from deeplightning.checks.targets import note_inside, note_target
@@ -121,7 +121,8 @@ def _value(
     else:
         near = suggestion(key, value, options)
         if not near and isinstance(value, str):
-            near = nearest(value, [str(word) for word in literals_of(options)])
+            literals = [option for option in options if typing.get_origin(option) is typing.Literal]
+            near = nearest(value, [str(word) for option in literals for word in typing.get_args(option)])
         _foreign(report, entry, key)
     report.wrong(allowed, found, key, entry.place, near)
     return _BAD

@@ -237,7 +237,7 @@ def runs(
     """
     from deeplightning.cli import listing as of
     from deeplightning.tracking.store import locate
-    from deeplightning.tracking.unsent import settle_quietly
+    from deeplightning.tracking.unsent import SILENT_SECONDS, settle, settle_quietly
 
     statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (clean and not status)
     if delete and not clean:
@@ -249,7 +249,7 @@ def runs(
 
     if sync:
         line = ""
-        for line in of.sync(tracking_uri):
+        for line in settle(locate(tracking_uri), silent=SILENT_SECONDS):
             say(line)
         if not line:
             say("nothing was left unsent")

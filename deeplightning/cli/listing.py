@@ -1,4 +1,4 @@
-"""List runs, remove unfinished ones, and send what a killed run has left unsent."""
+"""List runs, and remove unfinished ones."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Run
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explained, local_path, locate, remove_files
-from deeplightning.tracking.unsent import SILENT_SECONDS, settle, unsent_runs
+from deeplightning.tracking.unsent import unsent_runs
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")
@@ -140,15 +140,6 @@ def remove(
             if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
                 say(f"{folder.parent}: left as it is: {why}")
     return gone
-
-
-def sync(tracking_uri: str | None) -> Iterator[str]:
-    """Send what ended processes have left for a store; yield a line for each run, as it is sent.
-
-    Raises:
-        SetupError: the store cannot be used, or does not answer; what is not sent stays.
-    """
-    yield from settle(locate(tracking_uri), silent=SILENT_SECONDS)
 
 
 @contextlib.contextmanager

@@ -167,11 +167,6 @@ def dotted(path: Sequence[Any]) -> str:
     return ".".join(key if isinstance(key, str) else line(key) for key in path)
 
 
-def as_written(entry: Entry) -> Any:
-    """Return a tree as plain values, with references as written."""
-    return plain(entry, written=True)
-
-
 # ---- text
 
 

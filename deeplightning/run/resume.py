@@ -12,7 +12,7 @@ from deeplightning.callbacks.resumption import Resumption
 from deeplightning.checks.trust import run_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
-from deeplightning.config.tree import as_written, dump
+from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError
 from deeplightning.process.identity import decided, identity, own_rank, restarts
 from deeplightning.runfolder import RunFolder, read_object
@@ -320,7 +320,7 @@ def _is_point(point: object) -> bool:
 
 def _is_same(cfg: Config, folder: RunFolder) -> bool:
     """Return whether a run was started with the same config, apart from its stages and what it resumes from."""
-    theirs, ours = as_written(read(run_config(folder)).root), cfg.public()
+    theirs, ours = plain(read(run_config(folder)).root, written=True), cfg.public()
     if theirs["train"]["resume_ckpt"] is not None:
         return False
     ours["train"]["resume_ckpt"] = None

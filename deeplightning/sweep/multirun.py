@@ -28,7 +28,7 @@ from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import is_file, read
-from deeplightning.config.tree import as_written, dump, line, scalar
+from deeplightning.config.tree import dump, line, plain, scalar
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, apply_environment, array_of
 from deeplightning.process.identity import DECIDED, refuse_several
@@ -139,7 +139,7 @@ class Grid:
         self._began: dict[int, float] = {}
 
     def _point(self, words: list[str]) -> Point:
-        tree = as_written(read(self.path, words).root)
+        tree = plain(read(self.path, words).root, written=True)
         config = self.cfg.redact(dump(tree))
         name = hashlib.sha256(config.encode()).hexdigest()[:16]
         swept = [self.cfg.redact(word) for word in words if word.partition("=")[0] in self.keys]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
-from deeplightning.config.tree import as_written, dump
+from deeplightning.config.tree import dump, plain
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.launch import apply_environment
 from deeplightning.process.identity import refuse_several
@@ -63,7 +63,7 @@ def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train,
     """
     refuse_several("a group of seeds")
     assert cfg.train.seeds is not None
-    tree = as_written(read(path, [*overrides]).root)
+    tree = plain(read(path, [*overrides]).root, written=True)
     first = cfg.seed if tree.get("seed", cfg.seed) is not None else 0
     assert first is not None, "load_config draws one"
     last = first + cfg.train.seeds - 1
@@ -84,7 +84,7 @@ class Seeds(Grid):
     def __init__(
         self, cfg: Config, path: Path, overrides: Sequence[str], seeds: Sequence[int], train: Train, jobs: int
     ):
-        tree = as_written(read(path, [*overrides, "train.seeds=null"]).root)
+        tree = plain(read(path, [*overrides, "train.seeds=null"]).root, written=True)
         tree.pop("seed", None)
         content = json.dumps([cfg.redact(dump(tree)), sorted(own_code().items())])
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]

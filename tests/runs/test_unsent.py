@@ -20,7 +20,7 @@ from commands import answer_of, environment, free_port, python
 from conftest import OWN
 from mlflow.tracking import MlflowClient
 
-from deeplightning.cli.listing import listing, sync
+from deeplightning.cli.listing import listing
 from deeplightning.faults import SetupError
 from deeplightning.tracking import MLflowLogger, monitor
 from deeplightning.tracking.client import Client
@@ -29,9 +29,14 @@ from deeplightning.tracking.entities import Dataset
 from deeplightning.tracking.metrics_file import points_line, read_lines, sent_position
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import Claim, _machine, claims, folder_of, is_elsewhere
+from deeplightning.tracking.unsent import SILENT_SECONDS, Claim, _machine, claims, folder_of, is_elsewhere, settle
 
 pytestmark = pytest.mark.usefixtures("own_state")
+
+
+def sync(store):
+    """What `runs --sync` sends."""
+    return settle(locate(store), silent=SILENT_SECONDS)
 
 
 @pytest.fixture(scope="module")

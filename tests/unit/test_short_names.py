@@ -9,7 +9,7 @@ from deeplightning.checks.explain import explain
 from deeplightning.checks.trust import run_config
 from deeplightning.config.short_names import MODULES
 from deeplightning.config.source import read
-from deeplightning.config.tree import as_written, plain
+from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder
 
@@ -53,7 +53,7 @@ def test_explain_has_both_names():
     assert report.checked().public()["model"]["optimizer"]["type"] == "torch.optim.SGD"
     assert "type: torch.optim.SGD" in explain(report)
     assert "override model.optimizer.type=SGD, from SGD" in explain(report)
-    assert as_written(read(BASE, ["model.optimizer.type=SGD"]).root)["model"]["optimizer"]["type"] == "SGD"
+    assert plain(read(BASE, ["model.optimizer.type=SGD"]).root, written=True)["model"]["optimizer"]["type"] == "SGD"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 from deeplightning.checks.trust import run_config
 from deeplightning.config.secret_scan import BLOT, conceal
 from deeplightning.config.source import read
-from deeplightning.config.tree import as_written, dump
+from deeplightning.config.tree import dump, plain
 from deeplightning.faults import count
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder, read_object
@@ -54,7 +54,7 @@ def public_config(folder: RunFolder) -> str:
     Raises:
         ConfigError: it cannot be read.
     """
-    tree = _without_paths(as_written(read(run_config(folder)).root))
+    tree = _without_paths(plain(read(run_config(folder)).root, written=True))
     params = (tree.get("logger") or {}).get("params") or {}
     params.pop("tracking_uri", None)
     text, _ = conceal(dump(tree), folder.config.name)
@@ -93,7 +93,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
     if kind in PIPELINES:
         front["pipeline_tag"] = PIPELINES[kind]
     config = public_config(folder)
-    tree = as_written(read(run_config(folder)).root)
+    tree = plain(read(run_config(folder)).root, written=True)
     dataset = str(tree["data"]["module"]["type"]).rpartition(".")[2]
     if metrics:
         words = {"type": PIPELINES.get(kind, kind.replace("_", "-"))}

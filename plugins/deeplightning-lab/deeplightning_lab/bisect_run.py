@@ -17,7 +17,7 @@ from typing import Any
 
 from deeplightning.address import is_address
 from deeplightning.config.source import read
-from deeplightning.config.tree import as_written, dump, line
+from deeplightning.config.tree import dump, line, plain
 from deeplightning.reproduce.again import resolve_data_root
 from deeplightning.reproduce.differences import PROGRAM, between, differences, shown, size_of
 from deeplightning.reproduce.past import PastRun
@@ -94,7 +94,7 @@ class Difference:
 
 def parts_of(run: PastRun, python: str) -> Parts:
     """Return config, code and environment of a finished run that kept its code."""
-    tree = as_written(read(run.source).root)
+    tree = plain(read(run.source).root, written=True)
     data = tree.get("data")
     root = data.get("root") if isinstance(data, dict) else None
     if isinstance(root, str) and "${" not in root and not is_address(root):

@@ -23,7 +23,7 @@ from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.target import import_again
-from deeplightning.config.tree import as_written, dump
+from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, apply_environment, array_of
 from deeplightning.process.identity import DECIDED, refuse_several
@@ -237,7 +237,7 @@ class _Search:
 
     def _frozen(self) -> str:
         """Return the config from which all trials start: files and overrides merged, references unresolved."""
-        tree = as_written(read(self.path, list(self.overrides)).root)
+        tree = plain(read(self.path, list(self.overrides)).root, written=True)
         tree["seed"] = self.cfg.seed
         tree["tune"] = {**tree["tune"], "name": self.name}
         return dump(tree)
@@ -342,7 +342,7 @@ class _Search:
         # An export can take longer than a trial; `deeplightning export` makes the bundle of the chosen run.
         own = ["train.export=false", "train.seeds=null", *more] if is_trial else []
         # A reference to the environment in a choice is written as it was.
-        return self.cfg.redact(dump(as_written(read(self.config, ["~tune", *values, *own]).root)))
+        return self.cfg.redact(dump(plain(read(self.config, ["~tune", *values, *own]).root, written=True)))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, object]:
         """Answer a message of a trial: the folder of its run, its metric, or that there is no such metric."""

@@ -77,10 +77,11 @@ def _one(place: Place, proxy: Proxy, weather: list[tuple[str, float]], points: i
 
 
 def _synced(address: str) -> bool:
-    from deeplightning.cli.listing import sync
+    from deeplightning.tracking.store import locate
+    from deeplightning.tracking.unsent import SILENT_SECONDS, settle
 
     try:
-        list(sync(address))
+        list(settle(locate(address), silent=SILENT_SECONDS))
     except Exception as error:
         expect(getattr(error, "exit_code", None) == 3, f"--sync fails with {type(error).__name__}: {error}")
         return False
