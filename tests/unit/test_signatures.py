@@ -15,8 +15,6 @@ from deeplightning.config.target import find
 from deeplightning.signatures.definition import look_up
 from deeplightning.signatures.signature import UNKNOWN, Built, Factory, ListOf, Undecided, of_object
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def own(tmp_path, tmp_path_factory, monkeypatch):
@@ -323,6 +321,12 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
 # ---- what is taken
 
 
+METHODS = (
+    "class Base:\n    @classmethod\n    def inherited(cls, b): ...\nclass Own(Base):\n    def normal(self, a): ...\n"
+    "    @classmethod\n    def of_class(cls, a): ...\n    @staticmethod\n    def static(a): ..."
+)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -342,33 +346,17 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
         ("import functools\n@functools.cache\ndef Thing(a): ...", ["a!"]),
         ("import contextlib\n@contextlib.contextmanager\ndef Thing(a):\n    yield", ["a!"]),
         ("import torch\n@torch.no_grad()\ndef Thing(a): ...", ["a!"]),
+        # methods, called on the class: `self` is given, `cls` is not
+        (f"{METHODS}\nThing = Own.normal", ["self!", "a!"]),
+        (f"{METHODS}\nThing = Own.of_class", ["a!"]),
+        (f"{METHODS}\nThing = Own.static", ["a!"]),
+        (f"{METHODS}\nThing = Own.inherited", ["b!"]),
     ],
 )  # fmt: skip
 def test_what_a_target_takes(own, text, expected):
-    """Functions, classes with their own, an inherited or a generated constructor, decorated or not."""
+    """Functions, classes with their own, an inherited or a generated constructor, decorated or not; and methods."""
     own(own_thing=text)
     assert taken("own_thing.Thing") == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("normal", ["self!", "a!"]), ("of_class", ["a!"]), ("static", ["a!"]), ("inherited", ["b!"])]
-)
-def test_what_a_method_takes(own, name, expected):
-    """As it is called on the class: `self` is given, `cls` is not."""
-    own(
-        own_thing="""
-        class Base:
-            @classmethod
-            def inherited(cls, b): ...
-        class Thing(Base):
-            def normal(self, a): ...
-            @classmethod
-            def of_class(cls, a): ...
-            @staticmethod
-            def static(a): ...
-        """
-    )
-    assert taken(f"own_thing.Thing.{name}") == expected
 
 
 UNDECIDED = {
