@@ -264,30 +264,40 @@ def test_a_constructor_that_takes_anything_gets_the_config_only_where_it_hands_i
 
 
 NOTES = {
-    "{type: own_module.Plain, params: {widht: 3}}": "own_module.Plain has no param `widht`. Did you mean width?",
-    "{type: own_module.Plain}": "model.module.params: own_module.Plain needs width",
-    "{type: own_module.Plain, params: {width: wide}}": "takes a whole number here, not the text 'wide'",
-    "{type: own_module.Bare, params: {width: 3, lr: fast}}": "takes a number here, not the text 'fast'",
-    "{type: own_module.Nested, params: {net: {type: own_module.Net}, optimizer: {type: torch.optim.SGD, params: "
-    "{lrr: 1}}}}": "model.module.params.optimizer.params.lrr: torch.optim.SGD has no param `lrr`. Did you mean lr?",
-    "{type: own_module.Nested, params: {net: {type: own_module.Net}, scheduler: {type: "
+    "model.module={type: own_module.Plain, params: {widht: 3}}": (
+        "own_module.Plain has no param `widht`. Did you mean width?"
+    ),
+    "model.module={type: own_module.Plain}": "model.module.params: own_module.Plain needs width",
+    "model.module={type: own_module.Plain, params: {width: wide}}": "takes a whole number here, not the text 'wide'",
+    "model.module={type: own_module.Bare, params: {width: 3, lr: fast}}": "takes a number here, not the text 'fast'",
+    "model.module={type: own_module.Nested, params: {net: {type: own_module.Net}, optimizer: {type: "
+    "torch.optim.SGD, params: {lrr: 1}}}}": (
+        "model.module.params.optimizer.params.lrr: torch.optim.SGD has no param `lrr`. Did you mean lr?"
+    ),
+    "model.module={type: own_module.Nested, params: {net: {type: own_module.Net}, scheduler: {type: "
     "torch.optim.lr_scheduler.ExponentialLR}}}": "torch.optim.lr_scheduler.ExponentialLR needs gamma",
-    "{type: own_module.Nested, params: {net: {type: own_module.Net}, best: {type: torch.optim.SGD, params: {params: "
-    "[1]}}}}": "torch.optim.SGD: `params` is set by Deep Lightning",
-    "{type: own_module.Second, params: {width: 3}}": (
+    "model.module={type: own_module.Nested, params: {net: {type: own_module.Net}, best: {type: torch.optim.SGD, "
+    "params: {params: [1]}}}}": "torch.optim.SGD: `params` is set by Deep Lightning",
+    "model.module={type: own_module.Second, params: {width: 3}}": (
         "own_module.Second needs cfg. The config is passed to the first parameter alone, if that is named `cfg`"
     ),
-    "{type: own_module.Net}": (
+    "model.module={type: own_module.Net}": (
         "own_module.Net is not a LightningModule; a network (torch.nn.Module) belongs to model.network"
     ),
+    "model.module.type=own_modul.Plain": "model.module.type: there is no module own_modul to import",
+    "data.module.type=deeplightning.data.digits.Digitz": "data.digits has no `Digitz`. Did you mean",
+    "model.module={typ: own_module.Plain}": "model.module.typ: unknown key. Did you mean type?",
+    "model={modul: {type: own_module.Plain}}": "model.modul: unknown key. Did you mean module?",
+    "data.module=3": "data.module: must be a target",
 }
 
 
-@pytest.mark.parametrize("module", NOTES)
-def test_what_a_module_cannot_be_given_is_one_note(module):
-    """Misspelt, missing, of another type, at any depth; and what no param can give."""
-    (note,) = faults(f"model.module={module}")
-    assert NOTES[module] in note
+@pytest.mark.parametrize("override", NOTES)
+def test_what_a_module_cannot_be_given_is_one_note(override):
+    """Misspelt, missing, of another type, at any depth; and what no param can give. Whether a module takes the config,
+    and so needs an optimizer or a batch size, is known once its name is right."""
+    (note,) = faults(override)
+    assert NOTES[override] in note
 
 
 def test_nested_targets_become_objects_and_callables():
@@ -392,22 +402,6 @@ def test_a_module_that_takes_the_config_needs_what_it_reads():
     ]
     cfg = config("model.module={type: own_module.Named, params: {width: 1}}", "model.optimizer=null")
     assert cfg.model.optimizer is None
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("model.module.type=own_modul.Plain", "model.module.type: there is no module own_modul to import"),
-        ("data.module.type=deeplightning.data.digits.Digitz", "data.digits has no `Digitz`. Did you mean"),
-        ("model.module={typ: own_module.Plain}", "model.module.typ: unknown key. Did you mean type?"),
-        ("model={modul: {type: own_module.Plain}}", "model.modul: unknown key. Did you mean module?"),
-        ("data.module=3", "data.module: must be a target"),
-    ],
-)
-def test_a_module_that_is_not_known_needs_nothing_else(override, words):
-    """Whether it takes the config, and so needs an optimizer or a batch size, is known once its name is right."""
-    (note,) = faults(override)
-    assert words in note
 
 
 # ---- runs of others
