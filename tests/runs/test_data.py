@@ -209,16 +209,6 @@ def test_drop_last(drop_last, batches):
     assert len(gathered(module.test_dataloader())["index"]) == 147
 
 
-def test_ranks_share_the_work():
-    """Two ranks have disjoint parts of every set, together all of it, and equally many batches."""
-    modules = [on_rank(Digits(data_config(batch_size=20)), rank, 2) for rank in range(2)]
-    for name, size in (("train", 1439), ("val", 179), ("test", 179)):
-        parts = [list(getattr(module, f"{name}_dataloader")()) for module in modules]
-        assert len(parts[0]) == len(parts[1])
-        index = torch.cat([batch["index"] for part in parts for batch in part])
-        assert torch.equal(torch.arange(size), index.sort()[0])
-
-
 def test_loading_leaves_the_random_state_alone():
     """No random number of torch, numpy or Python is used up by dividing or loading."""
     module = Digits(data_config())
