@@ -432,11 +432,6 @@ class NoNumber(nn.Module):
 def half(number):
     """A resolver."""
     return number // 2
-
-
-def shouted(text):
-    """Another."""
-    return text.upper()
 '''
 
 
