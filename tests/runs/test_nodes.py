@@ -93,11 +93,7 @@ ABSENT = "MASTER_ADDR=127.0.0.1, MASTER_PORT=1: rank 0 does not answer there aft
         pytest.param([0], TWO, (), {"wait": "1"}, ["waiting for node 1: 1 of 2 did not come in 1 s"], id="no second"),
         pytest.param([1], TWO, (), {"wait": "1", "MASTER_PORT": "1"}, [ABSENT], id="no first", marks=pytest.mark.slow),
         pytest.param(
-            [0, 1],
-            THREE,
-            (),
-            {"wait": "2"},
-            ["waiting for node 2: 1 of 3 did not come"],
+            *([0, 1], THREE, (), {"wait": "2"}, ["waiting for node 2: 1 of 3 did not come"]),
             id="no third",
             marks=pytest.mark.slow,
         ),
