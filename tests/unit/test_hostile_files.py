@@ -262,15 +262,10 @@ def right_checkpoint() -> dict[str, Any]:
         "state_dict": {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.zeros(2)},
         "epoch": 1,
         "global_step": 20,
-        "loops": {},
-        "callbacks": {},
-        "optimizer_states": [],
-        "lr_schedulers": [],
         "config": {"data": {}, "model": {}, "train": {}},
         "run": {"id": "0" * 32},
-        "engine": {},
-        "versions": {},
-        "points": [],
+        **{name: {} for name in ("loops", "callbacks", "engine", "versions")},
+        **{name: [] for name in ("optimizer_states", "lr_schedulers", "points")},
     }
 
 
