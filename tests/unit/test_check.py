@@ -382,7 +382,7 @@ def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
         ("task=img", "unknown key. Here it is called model.module.type."),
         ("total_batch_size=3", "unknown key. Here it is called data.batch_size (it counts per process)."),
         ("model.~metrics=null", "model.~metrics: there is no such key to remove: nothing below this file sets"),
-        ("engine.gpus=[96, 96]", "engine.gpus: must be different device ids, not [96, 96]"),
+        ("engine.gpus=[96, 96]", "engine.gpus: must be different indexes, not [96, 96]"),
         ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: auto}}",
          "model.scheduler.params.gamma: `auto` is known for total_steps, steps_per_epoch, epochs, T_max; give `gamma`"),
         ("model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 1.0, tota_steps: auto}}",
