@@ -6,6 +6,7 @@ N samples, C channels, T steps of a signal; the shape of one array is any, (C, â
 """
 
 import math
+import mmap
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,10 +47,21 @@ class Arrays(Divisible):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __reduce__(self) -> Any:  # a loader worker maps the file again; numpy would send it all numbers
+        found: Any = self.inputs
+        if isinstance(found, np.memmap) and isinstance(found.base, mmap.mmap):  # not a part of a mapped array
+            order = "C" if found.flags.c_contiguous else "F"
+            found = (found.filename, found.dtype, "r", found.offset, found.shape, order)
+        return _arrays, (found, self.rows, self.targets, self.labels)
+
     def load(self, positions: np.ndarray | slice) -> np.ndarray:
         """Return some inputs in memory, (n, C, â€¦)."""
         found: np.ndarray = self.inputs[self.rows[positions]]
         return found
+
+
+def _arrays(inputs: Any, *columns: np.ndarray) -> Arrays:
+    return Arrays(np.memmap(*inputs) if isinstance(inputs, tuple) else inputs, *columns)
 
 
 def _scaled(spec: ArraySpec, samples: Arrays, positions: np.ndarray) -> Batch:

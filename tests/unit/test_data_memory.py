@@ -2,13 +2,16 @@
 GPU, and a test says how much of it is left."""
 
 import logging
+import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from modules import data_config
 
 from deeplightning.data import datasets
+from deeplightning.data.arrays import Arrays, mapped
 from deeplightning.data.datasets import InMemory, move_where_there_is_room
 from deeplightning.data.digits import Digits
 from deeplightning.data.images import ImageData
@@ -68,3 +71,17 @@ def test_a_data_module_moves_after_the_first_step(in_memory, moves, monkeypatch)
         assert module.transfer_batch_to_device(batch, meta, 0) is batch
         assert bool(module.dataset("train").on_device) is (moves and step > 40)
     assert bool(module.dataset("val").on_device) is moves
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_loader_worker_maps_arrays_again(tmp_path, order):
+    """What goes to it has the place of the file and no number of it; of a part of a mapped array, the part."""
+    values = np.asarray(np.random.default_rng(0).normal(size=(500, 3, 40)), order=order)
+    np.savez(tmp_path / "own.npz", x=values)
+    inputs = mapped(tmp_path / "own.npz", "x")
+    every = np.arange(500)
+    sent = pickle.dumps(Arrays(inputs, every, every, every))
+    assert len(sent) < 20_000 < values.nbytes
+    np.testing.assert_array_equal(pickle.loads(sent).load(every), values)
+    part = pickle.loads(pickle.dumps(Arrays(inputs[100:], every[:400], every[:400], every[:400])))
+    np.testing.assert_array_equal(part.load(every[:400]), values[100:])
