@@ -263,18 +263,14 @@ def _is_installed(file: str) -> bool:
 def without_secrets(
     content: bytes, redact: Callable[[str], str], name: str, found: set[str] | None = None
 ) -> tuple[bytes, list[int]]:
-    """Return a file's content without secrets, and the lines of secrets that cannot be restored. Content that is not
-    UTF-8 is read as Latin-1.
+    """Return a file's content without secrets, and the lines of secrets that cannot be restored. Bytes that are not
+    UTF-8 stay.
 
     Args:
         found: takes up what was blotted out, see `conceal`.
     """
-    for encoding in ("utf-8", "latin-1"):
-        with suppress(UnicodeError):
-            text = content.decode(encoding)
-            clean, lines = conceal(redact(text), name, found)
-            return (content if clean == text else clean.encode(encoding, "backslashreplace")), lines
-    raise AssertionError("every byte is a character of Latin-1")
+    clean, lines = conceal(redact(content.decode("utf-8", "surrogateescape")), name, found)
+    return clean.encode("utf-8", "surrogateescape"), lines
 
 
 def _imported_by(source: bytes) -> set[str]:
