@@ -34,7 +34,7 @@ def run(train):
     """The folder of a run with a file of torch, which holds pickle, and a secret and a path in its config."""
     secret = "data.module={type: own.Guarded, params: {token: '${oc.env:PASSWORD}'}}"
     outcome = train(
-        secret, "train.num_epochs=1", "stages=[train, test]", "serve.api_key_env=KEY",
+        secret, "train.num_epochs=1", "stages=[train, test]", "train.export=true", "serve.api_key_env=KEY",
         "train.resume_ckpt=null", "data.root=/home/ada/pictures", PASSWORD="s3cr3t-Tq8Rw2Lk7",
     )  # fmt: skip
     folder = RunFolder(outcome.folder)
