@@ -63,14 +63,16 @@ class Sender:
         self._held: list[Line] = []  # that the disk has not taken
         self._is_reported = False  # that it does not
         self._change = threading.Condition()
-        self._thread: threading.Thread | None = None  # set under the lock: a line never goes to one that is leaving
-        self._is_opening = delivery.client is None
-        self._pause = QUIET_SECONDS if self._is_opening else FLUSH_SECONDS
+        self._is_ready = delivery.client is not None
+        self._is_opening = not self._is_ready
         self._stopping = False
+        self._stops = 0  # calls of `stop` that wait: what another thread logs meanwhile does not call them off
+        self._ended = True  # set under the lock, so a line never goes to a thread that is just leaving
         self._due = math.inf  # when to send what waits; inf: nothing does
         self._failures = 0
         self._in_vain = False  # whether the store was waited for, and nothing was sent since
-        self._sampled_at = self._sample_at = 0.0
+        self._quiet_until = self._sampled_at = self._sample_at = 0.0
+        self._thread = threading.Thread()
         ignore_mlflow_warnings()
         with self._change:
             self._start()
@@ -80,21 +82,21 @@ class Sender:
         with self._change:
             self._start()
             self._append(line)
-            if "values" in line:  # training has begun
-                self._pause = FLUSH_SECONDS
+            if "values" in line and not self._is_ready:  # training has begun
+                self._is_ready, self._due = True, math.inf
             self._plan()
 
     def _plan(self) -> None:
-        """Plan an attempt to send, unless an earlier one is planned. It also sends what is logged before it begins."""
-        soon = 0.0 if self._stopping else time.monotonic() + self._pause
-        if soon < self._due and self._failures == 0:
-            self._due = soon
-            self._change.notify_all()  # wakes the thread, which then sleeps until it is time
+        """Plan an attempt to send, unless one is planned. It also sends what is logged before it begins."""
+        if self._due == math.inf:  # wakes the thread, which then sleeps until it is time
+            soon = time.monotonic() + FLUSH_SECONDS if self._is_ready else self._quiet_until
+            self._due = 0.0 if self._stopping else soon
+            self._change.notify_all()
 
     def make_run(self) -> None:
         """Wait until the store has all that was logged, or does not answer."""
         with self._change:
-            self._pause = FLUSH_SECONDS
+            self._is_ready = True
             if self._due < math.inf and self._failures == 0:
                 self._due = 0.0
                 self._change.notify_all()
@@ -104,24 +106,30 @@ class Sender:
         """Take a last sample, send everything, end the thread; the next line starts it again. If the store does not
         take everything in time, log a warning; the thread keeps trying."""
         with self._change:
-            if (thread := self._thread) is None:
+            if self._ended:
                 return
+            self._stopping = True
             # The load of less than a second is noise, so a short stage has no last sample.
             is_long = time.monotonic() - self._sampled_at >= min(1.0, self._sample_seconds)
-            self._stopping, self._sample_at = True, 0.0 if is_long else math.inf
+            self._sample_at = 0.0 if is_long else math.inf
             seconds = float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
             if was_in_vain := self._in_vain:
                 seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
             if self._due < math.inf:
                 self._due = 0.0  # whatever the pause was, ask again now
+            thread = self._thread
+
+            def has_ended() -> bool:
+                return self._ended or self._thread is not thread
+
+            self._stops += 1
             self._change.notify_all()
             try:
                 # The import of MLflow, and the opening of a local store, are no waiting for the store.
-                while not (done := self._change.wait_for(lambda: self._thread is not thread, seconds)):
-                    if not self._is_opening:
-                        break
+                while not (done := self._change.wait_for(has_ended, seconds)) and self._is_opening:
+                    pass
             finally:
-                self._stopping = False
+                self._stops -= 1
             self._in_vain = self._in_vain or not done
         if done:
             thread.join()
@@ -133,20 +141,25 @@ class Sender:
             )
 
     def _start(self) -> None:
-        """Claim the run and start the thread, unless that was done."""
-        if self._thread is not None:
+        """Start the thread, and claim the run, unless that was done."""
+        if not self._ended and (self._stops or not self._stopping):
             return
+        self._stopping = False
         self._sampled_at = time.monotonic()
+        self._quiet_until = self._sampled_at + QUIET_SECONDS
         self._sample_at = self._sampled_at + min(1.0, self._sample_seconds)
-        store, run_id, metrics = self._delivery.store, self._delivery.run_id, self._delivery.metrics
-        try:
-            self._claim = Claim(store, run_id, metrics)
-            if take_over(store, run_id):
-                self._delivery.position = safe_position(metrics)
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-            log.warning("The run is not claimed, so a kill may cost its last second: %s", error)
-        self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
-        self._thread.start()
+        if self._claim is None:
+            store, run_id, metrics = self._delivery.store, self._delivery.run_id, self._delivery.metrics
+            try:
+                self._claim = Claim(store, run_id, metrics)
+                if take_over(store, run_id):
+                    self._delivery.position = safe_position(metrics)
+            except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+                log.warning("The run is not claimed, so a kill may cost its last second: %s", error)
+        if self._ended:
+            self._ended = False
+            self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
+            self._thread.start()
 
     def _append(self, line: Line) -> None:
         """Append a line; keep it in memory while the disk does not take it, and warn once."""
@@ -212,7 +225,8 @@ class Sender:
             self._claim.close()
         if self._file is not None:
             self._file.close()
-        self._claim = self._file = self._thread = None
+        self._claim = self._file = None
+        self._ended = True
         self._change.notify_all()
 
     def _note(self, until: int, held: list[Line], error: Exception | None) -> None:
@@ -231,7 +245,7 @@ class Sender:
             return
         if self._failures:
             log.warning("%s accepts what is logged again.", self._shown)
-        self._failures, self._in_vain, self._pause = 0, False, FLUSH_SECONDS
+        self._failures, self._in_vain, self._is_ready = 0, False, True
         del self._held[: len(held)]
         self._due = math.inf
         if self._held or (self._file is not None and self._file.size > until):
