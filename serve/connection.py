@@ -415,7 +415,7 @@ class Connection(asyncio.Protocol):
 
 @functools.lru_cache(64)  # few heads differ: by content type, and by the seconds of Retry-After
 def _head(kind: str, *headers: tuple[str, str]) -> bytes:
-    lines = {"content-type": kind} | {name.lower(): value for name, value in (*PROTECTION.items(), *headers)}
+    lines = {"content-type": kind, **PROTECTION, **dict(headers)}
     return "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1")
 
 
