@@ -106,8 +106,9 @@ class Checker:
     def __call__(self, *arguments: str) -> str:
         """Check a config, which must be answered; return the output."""
         end = self._ask(arguments)
-        if end["seconds"] > CPU_SECONDS:  # a busy neighbour slows it down, and nothing speeds it up
-            end = self._ask(arguments)
+        for _ in range(5):
+            if end["seconds"] > CPU_SECONDS:  # a busy neighbour slows it down, and nothing speeds it up
+                end = self._ask(arguments)
         out, err = ((self.folder / name).read_bytes().decode() for name in ("out", "err"))
         assert end["code"] in (0, 2, 3), f"ended with {end['code']}: {err}"
         assert end["seconds"] <= CPU_SECONDS, err[:1000]

@@ -537,7 +537,7 @@ class Watched(Server):
 
     def least(self, cost: float, again: Callable[[], object], most: float) -> float:
         """What a request costs: a busy neighbour makes it dearer, and nothing makes it cheaper."""
-        for _ in range(3):
+        for _ in range(10):
             if cost >= most:
                 before = self.cpu()
                 again()
