@@ -31,8 +31,8 @@ VARIANTS: dict[str, tuple[int, int, list[str]]] = {
     "workers": (1, 1, ["data.num_workers=2"]),
     "ddp": (3, 2, []),
     "fsdp": (1, 2, ["engine.backend=fsdp"]),
-    "stage_2": (1, 2, ["engine.backend=deepspeed_stage_2"]),
-    "stage_3": (1, 2, ["engine.backend=deepspeed_stage_3"]),
+    "stage_2": (1, 2, ["engine.backend=deepspeed_stage_2", "model.scheduler.warmup=0"]),
+    "stage_3": (1, 2, ["engine.backend=deepspeed_stage_3", "model.scheduler.warmup=0"]),
 }
 """Weight, processes and settings. Workers for data cost seconds at each start."""
 
