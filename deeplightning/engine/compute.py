@@ -80,7 +80,7 @@ def prepare_to_compile(engine: Engine) -> None:
     """Find the compiler of `engine.compile`, where torch 2.15 (C++ for CPUs) and Triton 3.9 (C for GPUs) look for one.
 
     Raises:
-        SetupError: there is none.
+        SetupError: neither place has a compiler.
     """
     on_gpu = engine.gpus is not None
     if engine.compile == "graphs":  # by CUDA alone

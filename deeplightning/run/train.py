@@ -121,7 +121,7 @@ def launch(cfg: Config) -> RunFolder:
 
 
 def _resumed(cfg: Config) -> Resumption:
-    """Return where training resumes from; nowhere unless the config says so or this launch was restarted."""
+    """Return where training resumes: at the start, unless the config names a checkpoint or this launch restarted."""
     here = identity()
     if cfg.train.resume_ckpt is None and not (here is not None and here.may_resume):
         return Resumption()

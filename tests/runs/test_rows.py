@@ -429,7 +429,7 @@ def test_a_run_in_16_bits_goes_on_in_32(trained):
 
 
 def test_a_task_may_go_on_without_some_tensors(trained):
-    """One that sets `strict_loading` to false takes those that are there; another one is told what is missing."""
+    """A task with `strict_loading = False` loads the tensors that exist; for others an error names the rest."""
     learns = "model.trainable=[layers]"
     first = trained(learns, "train.num_epochs=1")
     more = [learns, "model.network.params.spare=true", f"train.resume_ckpt='{first.folder}'"]

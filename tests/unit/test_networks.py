@@ -153,7 +153,7 @@ def test_impossible_arguments(make, params, words):
     ],
 )
 def test_pictures_of_another_size(make, params, given, words):
-    """They are named with both sizes and what mends it; where no size was told, the picture that comes shows it."""
+    """The error gives both sizes and the remedy; a network without a declared size reports the first such picture."""
     with pytest.raises(ValueError, match=words):
         make(**RIGHT[make] | params)(torch.zeros(given))
 
