@@ -11,9 +11,9 @@ from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import has_run
 from deeplightning.runfolder import from_start
+from deeplightning.tracking.claims import find_run
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import local_path, locate
-from deeplightning.tracking.unsent import find_run
 
 _OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
 _LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")

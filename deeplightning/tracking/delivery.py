@@ -1,16 +1,16 @@
 """Send the lines of a run's `metrics.jsonl` to its tracking store, in the run's own thread or by a later command."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.trust import is_own
+from deeplightning.checks.own_runs import is_own
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, Run
+from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, run_of
 from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position, sync
 from deeplightning.tracking.mlflow_store import NO_FORK
 from deeplightning.tracking.store import Store, first_line, is_transient, raise_if_locked
@@ -138,16 +138,3 @@ class Delivery:
             return nullcontext()
         raise_if_locked(self.store.database)  # instead of waiting for 20 seconds with the lock
         return NO_FORK
-
-
-def run_of(header: Mapping[str, Any]) -> Run:
-    """Return the run that the first line of a file describes."""
-    ids, tags = (str(header["run"]), str(header["experiment_id"])), {str(n): str(v) for n, v in header["tags"].items()}
-    place, name = str(header["artifact_uri"]), str(header["experiment"])
-    return Run(*ids, "RUNNING", int(header["started"]), place, True, {}, tags, name)
-
-
-def header_of(run: Run) -> Line:
-    """Return what the first line of a file says of a run that its store may not have yet."""
-    ids = {"run": run.id, "experiment_id": run.experiment_id, "experiment": run.experiment}
-    return ids | {"artifact_uri": run.artifact_uri, "started": run.started, "tags": run.tags}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deeplightning.words import stage_of
 
@@ -81,6 +81,19 @@ class Run(NamedTuple):
     def is_pruned(self) -> bool:
         """Whether it is a trial that its search has stopped early."""
         return PRUNED in self.tags.items()
+
+
+def run_of(header: Mapping[str, Any]) -> Run:
+    """Return the run that the first line of a file describes."""
+    ids, tags = (str(header["run"]), str(header["experiment_id"])), {str(n): str(v) for n, v in header["tags"].items()}
+    place, name = str(header["artifact_uri"]), str(header["experiment"])
+    return Run(*ids, "RUNNING", int(header["started"]), place, True, {}, tags, name)
+
+
+def header_of(run: Run) -> dict[str, Any]:
+    """Return what the first line of a file says of a run that its store may not have yet."""
+    ids = {"run": run.id, "experiment_id": run.experiment_id, "experiment": run.experiment}
+    return ids | {"artifact_uri": run.artifact_uri, "started": run.started, "tags": run.tags}
 
 
 class Experiment(NamedTuple):

@@ -16,7 +16,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
@@ -25,17 +25,18 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking import entities
-from deeplightning.tracking.client import Client
-from deeplightning.tracking.delivery import Delivery, header_of
+from deeplightning.tracking.claims import find_run, folder_of
 from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, inside, is_of_test
 from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
-from deeplightning.tracking.mlflow_store import Lazy, open_client, uri_of
-from deeplightning.tracking.reader import find_experiment, raise_if_newer
+from deeplightning.tracking.mlflow_store import NO_FORK, Lazy, open_client, uri_of
+from deeplightning.tracking.reader import client_of, find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender, sampler
 from deeplightning.tracking.store import Store, check_writable, explained, local_path, locate
-from deeplightning.tracking.unsent import find_run, folder_of, settle_quietly
 from deeplightning.words import printable
+
+if TYPE_CHECKING:
+    from deeplightning.tracking.client import Client
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -448,7 +449,7 @@ class MLflowLogger(Logger):
             return
         store, run_id = self._locate()
         with explained(store):
-            client = Client(store) if store.database is None else None
+            client = client_of(store) if store.database is None else None
             if store.database is not None and store.database.exists():
                 check_writable(store)
                 raise_if_newer(store)
@@ -467,8 +468,7 @@ class MLflowLogger(Logger):
             self._read(metrics, run.tags.get(NOTE))
         sample = sampler(run.started) if self._system_metrics else None
         pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
-        delivery = Delivery(store, run.id, metrics, client)
-        self._sender = Sender(delivery, self._settle_others, sample, pause)
+        self._sender = Sender(store, run.id, metrics, client, self._settle_others, sample, pause)
         self._status, self._opened_in = "RUNNING", os.getpid()  # not before: a signal may come at any line
         atexit.register(self._at_exit)
         for line in lines:
@@ -490,12 +490,12 @@ class MLflowLogger(Logger):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _new_run(self, store: Store, client: Client | None) -> tuple[Run, list[Line]]:
+    def _new_run(self, store: Store, client: "Client | None") -> tuple[Run, list[Line]]:
         """Return a new run, and lines to say first."""
         tags = {name: str(value)[:MAX_TAG] for name, value in (run_tags() | self._tags).items()}
         experiment = find_experiment(store, self._experiment_name) if client is None else None
         if experiment is None:
-            experiment = (client or Client(store)).experiment(self._experiment_name)
+            experiment = (client or client_of(store)).experiment(self._experiment_name)
         if not experiment.is_active:
             raise SetupError(
                 f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow "
@@ -508,7 +508,7 @@ class MLflowLogger(Logger):
         tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._stem, run_id)}
         location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
         run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags, self._experiment_name)
-        return run, [{"run": header_of(run)}]
+        return run, [{"run": entities.header_of(run)}]
 
     def _old_run(self, store: Store, run_id: str) -> tuple[Run, list[Line]]:
         """Return the run to join, and lines to say first."""
@@ -540,6 +540,9 @@ class MLflowLogger(Logger):
 
     def _settle_others(self) -> None:
         """Send, in the run's thread, what ended processes have left."""
+        with NO_FORK:  # it imports
+            from deeplightning.tracking.unsent import settle_quietly
+
         assert self._store is not None
         for line in settle_quietly(self._store):
             log.info("unsent     %s", line)

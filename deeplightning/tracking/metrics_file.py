@@ -44,7 +44,7 @@ def _list_of(*kinds: type) -> Callable[[object], bool]:
 
 KINDS: dict[str, Callable[[object], bool]] = {
     "values": lambda value: isinstance(value, dict),  # points; with `step` and `time`
-    "run": lambda value: isinstance(value, dict),  # what the run is made of, see `deeplightning.tracking.sender.run_of`
+    "run": lambda value: isinstance(value, dict),  # what the run is made of, see `entities.run_of`
     "params": _texts,
     "tags": _texts,
     "untag": lambda value: isinstance(value, str),  # the name of a tag that is removed

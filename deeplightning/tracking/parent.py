@@ -18,11 +18,11 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import UserError
 from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.claims import find_run
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import MAX_TAG, Batch, Point, flatten
 from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate, remove_files
-from deeplightning.tracking.unsent import find_run
 
 log = logging.getLogger(__name__)
 

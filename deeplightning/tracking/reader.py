@@ -10,13 +10,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import SetupError
 from deeplightning.runfolder import make_private
-from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Experiment, Run, as_logged
 from deeplightning.tracking.store import Store, Wait, explained, is_locked, revision_of
+
+if TYPE_CHECKING:
+    from deeplightning.tracking.client import Client
 
 _RUN = (
     "SELECT r.run_uuid, r.experiment_id, r.status, r.start_time, r.artifact_uri, r.lifecycle_stage, e.name FROM runs r"
@@ -38,6 +40,17 @@ def open_reader(store: Store) -> "DatabaseReader | Client":
         with explained(store):
             if reader.is_readable():
                 return reader
+    return client_of(store)
+
+
+def client_of(store: Store) -> "Client":
+    """Return MLflow's client on a store, which writes too; imports MLflow.
+
+    Raises:
+        SetupError: MLflow cannot be imported, or the store not be used.
+    """
+    from deeplightning.tracking.client import Client
+
     return Client(store)
 
 

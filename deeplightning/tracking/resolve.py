@@ -57,8 +57,8 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
         return CheckpointError(f"{why} {also}The runs there: deeplightning monitor")
 
+    from deeplightning.tracking.claims import find_run
     from deeplightning.tracking.reader import open_reader  # for a folder it is not needed
-    from deeplightning.tracking.unsent import find_run
 
     _expect(store, f"the run {run_id}")
     if not re.fullmatch(_ID, run_id):  # it also names files, and it may come from a server

@@ -12,14 +12,18 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from deeplightning.tracking.delivery import Delivery
+from deeplightning.tracking.claims import Claim, take_over
 from deeplightning.tracking.entities import SYSTEM
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
 from deeplightning.tracking.mlflow_store import NO_FORK
-from deeplightning.tracking.store import first_line, ignore_mlflow_warnings
-from deeplightning.tracking.unsent import Claim, take_over
+from deeplightning.tracking.store import Store, first_line, ignore_mlflow_warnings
+
+if TYPE_CHECKING:
+    from deeplightning.tracking.client import Client
+    from deeplightning.tracking.delivery import Delivery
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -42,7 +46,9 @@ class Sender:
     """Send one run.
 
     Args:
-        delivery: of the run.
+        store: where the run is, or is to be made.
+        metrics: the run's `metrics.jsonl`.
+        client: of the store, if it is open already.
         afterwards: called once in the thread when the store has taken something.
         sample: called in the thread now and then, after the first attempt to send, for points of its own (the machine's
             load).
@@ -51,19 +57,25 @@ class Sender:
 
     def __init__(
         self,
-        delivery: Delivery,
+        store: Store,
+        run_id: str,
+        metrics: Path,
+        client: "Client | None" = None,
         afterwards: Callable[[], None] = lambda: None,
         sample: Callable[[], Sample] | None = None,
         sample_seconds: float = 10.0,
     ):
-        self._delivery, self._afterwards, self._shown = delivery, afterwards, delivery.store.shown
+        self._store, self._run_id, self._metrics, self._client = store, run_id, metrics, client
+        self._afterwards = afterwards
+        self._delivery: Delivery | None = None
+        self._begins_again = False  # behind what another process is known to have sent
         self._sample, self._sample_seconds = sample, sample_seconds
         self._file: MetricsFile | None = None
         self._claim: Claim | None = None
         self._held: list[Line] = []  # that the disk has not taken
         self._is_reported = False  # that it does not
         self._change = threading.Condition()
-        self._is_ready = delivery.client is not None
+        self._is_ready = client is not None
         self._is_opening = not self._is_ready
         self._stopping = False
         self._stops = 0  # calls of `stop` that wait: what another thread logs meanwhile does not call them off
@@ -137,7 +149,7 @@ class Sender:
             log.warning(
                 "The rest of %s could not be sent to %s in %g seconds. Sending continues until the process ends; what "
                 "remains is sent by the next run there, or by: deeplightning runs --sync --tracking-uri '%s'",
-                *(self._delivery.metrics, self._shown, seconds, self._shown),
+                *(self._metrics, self._store.shown, seconds, self._store.shown),
             )
 
     def _start(self) -> None:
@@ -149,11 +161,9 @@ class Sender:
         self._quiet_until = self._sampled_at + QUIET_SECONDS
         self._sample_at = self._sampled_at + min(1.0, self._sample_seconds)
         if self._claim is None:
-            store, run_id, metrics = self._delivery.store, self._delivery.run_id, self._delivery.metrics
             try:
-                self._claim = Claim(store, run_id, metrics)
-                if take_over(store, run_id):
-                    self._delivery.position = safe_position(metrics)
+                self._claim = Claim(self._store, self._run_id, self._metrics)
+                self._begins_again |= take_over(self._store, self._run_id)
             except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
                 log.warning("The run is not claimed, so a kill may cost its last second: %s", error)
         if self._ended:
@@ -166,7 +176,7 @@ class Sender:
         self._held.append(line)
         try:
             if self._file is None:
-                self._file = MetricsFile(self._delivery.metrics)
+                self._file = MetricsFile(self._metrics)
             while self._held:
                 self._file.append(self._held[0])
                 del self._held[0]
@@ -174,7 +184,7 @@ class Sender:
             del self._held[:-MAX_HELD_LINES]
             if not self._is_reported:
                 self._is_reported = True
-                log.warning("%s is not written completely: %s", self._delivery.metrics, error)
+                log.warning("%s is not written completely: %s", self._metrics, error)
 
     def _take_sample(self) -> None:
         assert self._sample is not None
@@ -210,14 +220,23 @@ class Sender:
                 continue
             error = None
             try:
-                self._delivery.send(until)
-                self._delivery.deliver([(None, line) for line in held])
+                delivery = self._delivery = self._delivery or self._make_delivery()
+                if self._begins_again:
+                    delivery.position, self._begins_again = safe_position(self._metrics), False
+                delivery.send(until)
+                delivery.deliver([(None, line) for line in held])
                 afterwards, self._afterwards = self._afterwards, lambda: None
                 afterwards()
             except Exception as raised:  # the store's own
                 error = raised
             with self._change:
                 self._note(until, held, error)
+
+    def _make_delivery(self) -> "Delivery":
+        with NO_FORK:  # it imports
+            from deeplightning.tracking.delivery import Delivery
+
+        return Delivery(self._store, self._run_id, self._metrics, self._client)
 
     def _end(self) -> None:
         """Let go of the files: all is sent."""
@@ -239,12 +258,12 @@ class Sender:
             if self._failures == 1:
                 log.warning(
                     "%s does not accept what is logged (%s). The run continues; the records are kept and sent later.",
-                    *(self._shown, first_line(error)),
+                    *(self._store.shown, first_line(error)),
                 )
                 self._change.notify_all()
             return
         if self._failures:
-            log.warning("%s accepts what is logged again.", self._shown)
+            log.warning("%s accepts what is logged again.", self._store.shown)
         self._failures, self._in_vain, self._is_ready = 0, False, True
         del self._held[: len(held)]
         self._due = math.inf

@@ -38,6 +38,7 @@ from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
+from deeplightning.tracking.claims import claims
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Dataset, flatten
 from deeplightning.tracking.metrics_file import read_series
@@ -46,7 +47,6 @@ from deeplightning.tracking.monitor import runs_page
 from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import claims
 
 OURS, LIGHTNINGS = "deeplightning.tracking.MLflowLogger", "pytorch_lightning.loggers.MLFlowLogger"
 

@@ -23,13 +23,14 @@ from mlflow.tracking import MlflowClient
 from deeplightning.cli.listing import listing
 from deeplightning.faults import SetupError
 from deeplightning.tracking import MLflowLogger, monitor
+from deeplightning.tracking.claims import Claim, _machine, claims, folder_of, is_elsewhere
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.delivery import run_of
-from deeplightning.tracking.entities import Dataset
+from deeplightning.tracking.delivery import Delivery
+from deeplightning.tracking.entities import Dataset, run_of
 from deeplightning.tracking.metrics_file import points_line, read_lines, sent_position
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import SILENT_SECONDS, Claim, _machine, claims, folder_of, is_elsewhere, settle
+from deeplightning.tracking.unsent import SILENT_SECONDS, settle
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -258,15 +259,15 @@ def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monk
     """The digest of the data may be known just then: it is written, and the end does not wait for more."""
     writing, said = threading.Event(), threading.Event()
 
-    def slowly(until):
+    def slowly(delivery, until):
         writing.set()
         assert said.wait(60)
-        send(until)
+        send(delivery, until)
 
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"loss": 1.0}, 0)
-    send = logger._sender._delivery.send
-    monkeypatch.setattr(logger._sender._delivery, "send", slowly)
+    send = Delivery.send
+    monkeypatch.setattr(Delivery, "send", slowly)
     ending = threading.Thread(target=logger.finalize, args=("success",))
     begun = time.monotonic()
     ending.start()
@@ -302,7 +303,7 @@ def test_a_deleted_or_unknown_run_is_no_obstacle(folder):
 
 def test_a_place_that_cannot_be_written_costs_the_claim_only(folder, monkeypatch, caplog):
     """Then a line says so, and the run is tracked."""
-    monkeypatch.setattr("deeplightning.tracking.unsent.folder_of", lambda store: store.database)
+    monkeypatch.setattr("deeplightning.tracking.claims.folder_of", lambda store: store.database)
     assert history(folder, finished(folder).run_id, "x") == [(0, 1.0)]
     assert "The run is not claimed" in caplog.text
 

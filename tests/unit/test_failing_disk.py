@@ -15,9 +15,9 @@ from deeplightning.config import source
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 from deeplightning.faults import SetupError
 from deeplightning.runfolder import RunFolder, whole, write_whole
+from deeplightning.tracking.claims import Claim
 from deeplightning.tracking.metrics_file import MetricsFile, read_lines
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import Claim
 
 
 @pytest.fixture
