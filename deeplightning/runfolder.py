@@ -278,3 +278,13 @@ if hasattr(os, "register_at_fork"):
 
 def _short(stage: str) -> str:
     return "val" if stage == "validate" else stage
+
+
+def shards_folder(checkpoint: Path) -> Path:
+    """Return the folder of the shards of a checkpoint that several processes have written."""
+    return checkpoint.with_suffix(".pieces")
+
+
+def shards_of(checkpoint: Path, token: str, rank: int) -> Path:
+    """Return the file of one process' shards of a checkpoint; the token tells one writing of it from another."""
+    return shards_folder(checkpoint) / f"{token}-{rank}.pt"

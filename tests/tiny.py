@@ -439,7 +439,7 @@ def weights(checkpoint: Path) -> dict[str, Any]:
     """Return the tensors of a checkpoint; shards are put together."""
     import torch
 
-    from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.engine.checkpoint_reading import read_checkpoint
 
     content = torch.load(checkpoint, weights_only=True)
     return (read_checkpoint(checkpoint) if "pieces" in content else content)["state_dict"]

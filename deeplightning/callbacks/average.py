@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from deeplightning.callbacks.steps import SameBuffers
-from deeplightning.engine.checkpoint_io import described, raise_for_misfits
+from deeplightning.engine.checkpoint_reading import described, raise_for_misfits
 from deeplightning.faults import CheckpointError
 
 log = logging.getLogger("deeplightning")

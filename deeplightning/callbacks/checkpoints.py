@@ -17,7 +17,7 @@ from deeplightning.callbacks.random_state import knows_position
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
-from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
+from deeplightning.engine.checkpoint_io import copy_checkpoint, remove_checkpoint
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation, resume_by_epochs, training_loaders
 from deeplightning.process.streams import Interrupted
@@ -358,6 +358,8 @@ class Checkpoints(LightningCheckpoint):
         they are its own: it will come to them again. Elsewhere they are of another course of things. A best that cannot
         be read is put aside, so that a worse one does not take its place.
         """
+        from deeplightning.engine.checkpoint_reading import read_checkpoint
+
         try:
             best = read_checkpoint(former.best)["callbacks"][self.state_key]["kept"][0]
             best = {**best, "file": former.best.name}

@@ -12,7 +12,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deeplightning.engine.checkpoint_io import read_weights, whole_shapes
+from deeplightning.engine.checkpoint_reading import read_weights, whole_shapes
 from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
 from deeplightning.runfolder import RunFolder, from_start
 from deeplightning.tracking import resolve_run

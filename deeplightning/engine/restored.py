@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import StochasticWeightAveraging
 
-from deeplightning.engine.checkpoint_io import described
+from deeplightning.engine.checkpoint_reading import described
 from deeplightning.faults import CheckpointError
 from deeplightning.words import first_line
 

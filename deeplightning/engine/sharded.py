@@ -6,21 +6,25 @@ tensor in shards. So any engine with any number of processes can resume it.
 """
 
 import itertools
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
-from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded, whole_shapes
+from deeplightning.engine.checkpoint_io import remove_shards, write_file
+from deeplightning.engine.checkpoint_reading import raise_for_misfits, read_checkpoint, whole_shapes
 from deeplightning.engine.process_group import CountsOnce
-from deeplightning.engine.shards import Scattered, Shard, whole_of
-from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.engine.shards import Scattered, Shard, split, whole_of
+from deeplightning.faults import CheckpointError, ConfigError, Fault, SetupError
+from deeplightning.runfolder import shards_of
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -258,3 +262,35 @@ def replace(of: list[tuple[nn.Module, str]], new: nn.Parameter) -> None:
     """Replace a parameter in all modules that have it."""
     for holder, name in of:
         setattr(holder, name, new)
+
+
+def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
+    """Save a checkpoint that holds a `Shard` of each shared tensor. Call it on every process.
+
+    The former checkpoint of that name stays until the new one is complete.
+
+    Raises:
+        SetupError: on every process, if one of them cannot write.
+    """
+    path, rank, world = Path(path), distributed.get_rank(), distributed.get_world_size()
+    token = [secrets.token_hex(4)]
+    distributed.broadcast_object_list(token, 0)
+    index, own = split(checkpoint)
+    index["pieces"] = {"token": token[0], "processes": world}
+    _on_all(lambda: write_file({"pieces": own}, shards_of(path, token[0], rank)))
+    _on_all(lambda: write_file(index, path) if rank == 0 else None)
+    if rank == 0:
+        remove_shards(path, but=token[0])
+
+
+def _on_all(write: Callable[[], None]) -> None:
+    """Write on each process; fail on all if one fails."""
+    failure: SetupError | None = None
+    failures: list[Any] = [None] * distributed.get_world_size()
+    try:
+        write()
+    except SetupError as error:
+        failure = error
+    distributed.all_gather_object(failures, failure and str(failure))
+    if failure is not None or any(failures):
+        raise failure or SetupError(next(filter(None, failures)))

@@ -173,7 +173,7 @@ def _weights_apart(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -
         return []
     if not two.last.exists():
         return [f"the new run has no {two.last.name}"]
-    from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.engine.checkpoint_reading import read_checkpoint
 
     first, second = read_checkpoint(one.last), read_checkpoint(two.last)
     if first.get("global_step") != second.get("global_step"):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.examine import load_config
-from deeplightning.checks.trust import is_own_code, refuse_links, run_config
+from deeplightning.checks.own_runs import is_own_code
+from deeplightning.checks.trust import refuse_links, run_config
 from deeplightning.config.schema import Config, Engine, defaults
 from deeplightning.config.source import read
 from deeplightning.config.tree import line
@@ -60,7 +61,7 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     Raises:
         CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
     """
-    from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint, refill
+    from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint, refill
 
     cfg = load_run(folder, TO_ANSWER, verb, allow=allow)
     path = checkpoint_of(folder)

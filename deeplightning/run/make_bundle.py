@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from deeplightning.batches import by_name
 from deeplightning.callbacks.average import averaged
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, has_spec, is_plain
 from deeplightning.run.assemble import init_module

@@ -43,7 +43,7 @@ def resumption(cfg: Config) -> Resumption:
 
 
 def _decide(cfg: Config) -> Resumption:
-    from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.engine.checkpoint_reading import read_checkpoint
 
     name = cfg.train.resume_ckpt
     if (found := _of_launch(cfg)) is not None:
@@ -88,7 +88,7 @@ def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
     Raises:
         CheckpointError: it has checkpoints, and none can be read.
     """
-    from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.engine.checkpoint_reading import read_checkpoint
 
     errors: list[str] = []
     for path in folder.checkpoints():
@@ -161,7 +161,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
         CheckpointError: the checkpoint is of another optimizer, whose state the config's cannot load, or its data about
             its run are damaged.
     """
-    from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.engine.checkpoint_reading import read_checkpoint
 
     _raise_if_damaged(path, checkpoint)
     for part in ("optimizer", "scheduler"):

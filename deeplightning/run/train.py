@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.callbacks import TRIAL, callback_of, describe
 from deeplightning.callbacks.resumption import Resumption
-from deeplightning.checks.trust import is_own
+from deeplightning.checks.own_runs import is_own
 from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
@@ -188,7 +188,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     Raises:
         CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
     """
-    from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.engine.checkpoint_reading import read_checkpoint
     from deeplightning.run.find import checkpoint_of
     from deeplightning.run.load import load_run
 
@@ -252,7 +252,7 @@ def _explained(error: Exception, trainer: pl.Trainer, task: pl.LightningModule, 
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from deeplightning.callbacks.checkpoints import Checkpoints
-    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, whole_shapes
+    from deeplightning.engine.checkpoint_reading import raise_for_misfits, read_checkpoint, whole_shapes
     from deeplightning.engine.restored import of_checkpoint
 
     is_misconfigured = isinstance(error, MisconfigurationException)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from test_resume import RANDOM, assert_ends_like
 
 from deeplightning.callbacks.average import EMA
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.runfolder import RunFolder
 
 AVERAGE = "deeplightning.callbacks.average"

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 
 ENGINES = ["null", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 SPREAD = ENGINES[1:]

@@ -10,7 +10,7 @@ from commands import LIMIT_SECONDS, environment
 from conftest import digest
 from gpu_runs import Runs, spread
 
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import digest
 
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 
 THREE_LOSSES = (
     "~model.loss",

@@ -14,7 +14,7 @@ import torch
 from conftest import digest
 
 from deeplightning.callbacks.random_state import Generators
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.tracking.metrics_file import parted, read_series
 

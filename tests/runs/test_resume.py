@@ -15,7 +15,7 @@ import torch
 import yaml
 from conftest import digest, weights
 
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.runfolder import RunFolder
 
 IN_WORKERS = ["data.num_workers=2", "data.module.params.in_memory=false"]

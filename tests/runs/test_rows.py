@@ -12,7 +12,7 @@ from conftest import weights
 from deeplightning.checks.examine import load_config
 from deeplightning.data.digits import Digits
 from deeplightning.data.of_datasets import OfDatasets
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.engine.plan import trainer_arguments
 
 PARTS = '''

@@ -10,7 +10,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
+from deeplightning.engine.checkpoint_io import copy_checkpoint, remove_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.engine.zero import DeepSpeed, sizes
 from deeplightning.faults import CheckpointError
 

@@ -170,7 +170,7 @@ def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2_000_000))
     content = {"state_dict": {"weight": torch.zeros(1_000_000)}}
     with pytest.raises(SetupError) as told:
-        checkpoint_io._write(content, tmp_path / "last.ckpt")
+        checkpoint_io.write_file(content, tmp_path / "last.ckpt")
     words = str(told.value)
     assert f"No space left on device; {tmp_path} has 2 MB free; remove runs" in words
     assert "deeplightning runs --clean --delete" in words

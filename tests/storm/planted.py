@@ -69,7 +69,7 @@ FAULTS = {
     ),
     "digest": Fault(
         "the check sums of a checkpoint are not checked",
-        "deeplightning/engine/checkpoint_io.py",
+        "deeplightning/engine/checkpoint_reading.py",
         "            damaged = archive.testzip()",
         "            damaged = None",
         "mutations",

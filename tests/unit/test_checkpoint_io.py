@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from deeplightning.engine.checkpoint_io import SafeCheckpointIO, load_weights, read_checkpoint
+from deeplightning.engine.checkpoint_io import SafeCheckpointIO
+from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint
 from deeplightning.faults import CheckpointError, SetupError
 
 

@@ -20,7 +20,7 @@ from deeplightning_lab.interpreters import interpreters
 from deeplightning_lab.trials import UNDERWAY, Trial
 from mlflow.tracking import MlflowClient
 
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.faults import SetupError
 from deeplightning.process.die_with_parent import end_with
 from deeplightning.reproduce.past import PastRun

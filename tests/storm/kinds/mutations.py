@@ -83,7 +83,7 @@ def _refused_or_equal(name: str, read: Callable[[Path], Any]) -> Target:
 
 
 def _checkpoints(folder: Path) -> Any:
-    from deeplightning.engine.checkpoint_io import read_checkpoint
+    from deeplightning.engine.checkpoint_reading import read_checkpoint
 
     return [_plain(read_checkpoint(path)) for path in sorted(folder.glob("*.ckpt"))]
 
