@@ -18,10 +18,10 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from deeplightning.faults import SetupError
@@ -264,20 +264,6 @@ def line_of(error: BaseException) -> str:
     """Return ` (file:line)` of the innermost of them, or nothing."""
     lines = lines_of(error)
     return f" ({short(lines[-1][0])}:{lines[-1][1]})" if lines else ""
-
-
-def running_line(until: Collection[str] = ()) -> str:
-    """Return `file:line` of the innermost frame of the user's own code; "" if none is running.
-
-    Args:
-        until: names of modules; what called the innermost function of one of them is not looked at.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") not in until:
-        if is_theirs(frame.f_code.co_filename):
-            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def forget() -> None:

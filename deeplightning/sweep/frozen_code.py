@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.trust import note_own
+from deeplightning.checks.own_runs import note_own
 from deeplightning.faults import SetupError
 from deeplightning.launch.sealed import seal
 from deeplightning.own_code import SEAL, is_theirs, original, use_seal

@@ -14,11 +14,11 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import sized_len
 
-from deeplightning.callbacks.watch import samples_in
+from deeplightning.batches import samples_in
 from deeplightning.checks.examine import load_config
 from deeplightning.engine.plan import batch_size
 from deeplightning.faults import ConfigError, RunError
-from deeplightning.sweep.worker import in_child
+from deeplightning_plan.child import in_child
 from deeplightning_plan.short_training import ALONE, one_gpu, trained
 
 WARM_UP_BATCHES = 2  # not timed: the first one makes what the later ones reuse, the optimizer's state among it

@@ -10,7 +10,9 @@ their stream, and without a driver torch 2.15 aborts the process.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from deeplightning.dry_run.diagnosis import DeviceError
 from deeplightning.faults import count
-from deeplightning.own_code import running_line
+from deeplightning.own_code import is_theirs, short
 from deeplightning.private.torch import storage_id
 from deeplightning_plan.torch_private import local_part
 
@@ -40,6 +42,7 @@ _JOINED = {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"
 _LENGTHS_ON_CPU = {"_pack_padded_sequence", "pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru"}
 _LENGTHS_ON_CPU |= {"rnn_tanh", "rnn_relu"}
 _READ_BY_NUMPY = {"numpy", "__array__"}
+_DRY_RUN = ("deeplightning.dry_run.one_batch", "multiprocessing.process")  # what called these is not looked at
 _NEXT = "give `device=` where it is made, or register a parameter or buffer"
 
 
@@ -49,7 +52,12 @@ class NotOnCPU(DeviceError, TypeError):
 
 def line_now() -> str:
     """Return `file:line` of the innermost line of the user's own code that runs now in a dry run; empty: none runs."""
-    return running_line(("deeplightning.dry_run.one_batch", "multiprocessing.process"))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") not in _DRY_RUN:
+        if is_theirs(frame.f_code.co_filename):
+            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

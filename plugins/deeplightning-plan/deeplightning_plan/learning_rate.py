@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 
-from deeplightning.callbacks.watch import batch_loss
+from deeplightning.batches import batch_loss
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Scheduler
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count
-from deeplightning.sweep.worker import in_child
+from deeplightning_plan.child import in_child
 from deeplightning_plan.short_training import ALONE, one_gpu, trained
 
 RECENT = 0.9  # weight of the past in the running mean of the losses, whose beginning is corrected as Adam's means are

@@ -9,8 +9,9 @@ import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from deeplightning.callbacks.console import one_line_warnings, to_terminal
-from deeplightning.callbacks.gradients import AdaptiveClip, SampleWeights
+from deeplightning.callbacks.gradients import AdaptiveClip
 from deeplightning.callbacks.random_state import Seeds
+from deeplightning.callbacks.sample_weights import SampleWeights
 from deeplightning.callbacks.start import Recompute, StartWeights
 from deeplightning.callbacks.steps import LogSteps
 from deeplightning.config.schema import Config

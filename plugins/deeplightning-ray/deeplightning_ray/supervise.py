@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deeplightning.checks.trust import note_launched
+from deeplightning.checks.own_runs import note_launched
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import ConfigError, Fault, SetupError, count

@@ -23,7 +23,7 @@ from commands import LIMIT_SECONDS, Outcome, environment, free_port
 from conftest import digest
 
 from deeplightning.checks.examine import load_config
-from deeplightning.checks.trust import is_own
+from deeplightning.checks.own_runs import is_own
 from deeplightning.config.target import is_installed
 from deeplightning.faults import SetupError
 from deeplightning.launch import Job, hooks_here
