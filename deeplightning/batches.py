@@ -4,7 +4,7 @@ a named tuple."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, tensor
 
 MAX_PARTS = 8
 """Most parts of a batch, or of a part of one, that `structure` lists."""
@@ -48,3 +48,28 @@ def structure(batch: Any, depth: int = 2) -> str:
     shown = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     parts = [(f"{key}: " if isinstance(batch, Mapping) else "") + structure(part, depth - 1) for key, part in shown]
     return f"{kind} ({', '.join([*parts[:MAX_PARTS], *(['…'] if len(parts) > MAX_PARTS else [])])})"
+
+
+def has_loss(outputs: Any) -> bool:
+    """Return whether a batch has a loss; a task that steps its optimizers itself may have none."""
+    return (outputs.get("loss") if isinstance(outputs, dict) else outputs) is not None
+
+
+def batch_loss(trainer: Any, outputs: Any) -> Tensor:
+    """Return the loss of one batch, from the outputs of `on_train_batch_end`; nan: they have none. Lightning has
+    divided it by the accumulation factor, except for a task that steps its optimizers itself."""
+    if not has_loss(outputs):
+        return tensor(float("nan"))
+    loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs
+    divided_by = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+    return loss.detach() * divided_by
+
+
+def samples_in(batch: object) -> int:
+    """Return the number of rows in a batch, which is the length of its first tensor that has rows; 0: it has none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else 0  # `len` of a tensor takes 2 µs, in each step
+    for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():
+        if rows := samples_in(part):
+            return rows
+    return 0

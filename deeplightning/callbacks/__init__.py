@@ -31,10 +31,11 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     checkpoints to the end."""
     from pytorch_lightning.callbacks import EarlyStopping
 
-    from deeplightning.callbacks import gathered, gradients, random_state, results, steps
+    from deeplightning.callbacks import gathered, random_state, results, steps
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
     from deeplightning.callbacks.record import Record
+    from deeplightning.callbacks.sample_weights import SampleWeights
     from deeplightning.callbacks.signals import Signals
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
@@ -62,11 +63,13 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     ]
     schedules = cfg.model.scheduler if isinstance(cfg.model.scheduler, dict) else {"": cfg.model.scheduler}
     if shares := {name: each.warmup for name, each in schedules.items() if each is not None and each.warmup > 0}:
-        callbacks.append(gradients.Warmup(shares))  # the logged rate is that of the step
+        from deeplightning.callbacks.gradients import Warmup
+
+        callbacks.append(Warmup(shares))  # the logged rate is that of the step
     callbacks += [
         steps.LogSteps(every if isinstance(every, int) else asdict(every)),
         steps.FiniteLoss(),
-        gradients.SampleWeights(),
+        SampleWeights(),
         steps.ScheduleSteps(),
         steps.SameBuffers(),
         Console(cfg, record, checkpoints),
@@ -83,15 +86,25 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
         callbacks.append(Recompute(cfg.engine.activation_checkpointing))
     if cfg.engine.profiler == "flops":
-        callbacks.append(results.Flops(record))
+        from deeplightning.callbacks.on_request import Flops
+
+        callbacks.append(Flops(record))
     if cfg.logger.gradient_norm:
-        callbacks.append(gradients.GradientNorm())
+        from deeplightning.callbacks.gradients import GradientNorm
+
+        callbacks.append(GradientNorm())
     if train.gradient_clip is not None and train.gradient_clip.algorithm == "agc":
-        callbacks.append(gradients.AdaptiveClip(train.gradient_clip.value))
+        from deeplightning.callbacks.gradients import AdaptiveClip
+
+        callbacks.append(AdaptiveClip(train.gradient_clip.value))
     if cfg.logger.pictures is not None:
-        callbacks.append(results.ShowPictures(cfg.logger.pictures, record))
+        from deeplightning.callbacks.on_request import ShowPictures
+
+        callbacks.append(ShowPictures(cfg.logger.pictures, record))
     if cfg.logger.histograms is not None:
-        callbacks.append(results.Histograms(cfg.logger.histograms, record))
+        from deeplightning.callbacks.on_request import Histograms
+
+        callbacks.append(Histograms(cfg.logger.histograms, record))
     if train.val_every_n_epoch < 1 and not train.fast:
         callbacks.append(steps.ValidateParts(train.val_every_n_epoch))
     if train.accumulator_factor > 1 and train.accumulator_epoch > 0:

@@ -15,11 +15,11 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping
 
+from deeplightning.batches import batch_loss, has_loss, samples_in
 from deeplightning.callbacks import describe
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.describe import samples_behind
 from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
-from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.plan import effective_batch
 from deeplightning.faults import count

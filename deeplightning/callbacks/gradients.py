@@ -1,21 +1,17 @@
-"""Weigh each batch in a step's gradient, log the norm of gradients, clip them by the norms of weights, and warm the
-rate up: Lightning weighs all batches alike, clips by value or by the norm of all gradients, and has no warm-up."""
+"""Log the norm of gradients, clip them by the norms of weights, warm the rate up: Lightning clips by value or by the
+norm of all gradients, and has no warm-up."""
 
-import functools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
-from deeplightning.callbacks.watch import samples_in
-from deeplightning.engine.process_group import scale_gradients
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import logged_steps
 
@@ -123,128 +119,3 @@ class Warmup(Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._of = [], []
-
-
-class SampleWeights(Callback):
-    """Make the gradient of each optimizer step the mean over what it sees, on however many processes and in however
-    many accumulated batches that lies.
-
-    Strategies take the mean over processes, and Lightning divides each loss by the number of batches to accumulate, as
-    if all weighed the same and an epoch's last step had as many. So each loss, a mean over its own batch, is weighed on
-    its way back; the loss itself stays as it is. A batch weighs what its loss divides by, where the task has
-    `weighed_losses`, else its samples.
-
-    Where the loader tells beforehand how many these are, processes need not ask each other. Else batches are weighed in
-    proportion to the first ones of the step, and gradients are corrected when all of them are known.
-    """
-
-    def __init__(self) -> None:
-        self._samples_of: Any = None
-        self._samples = 0  # of the batch under way, where the loader does not tell
-        self._batches = 0  # of the step under way; its first ones, and all of them, weigh:
-        self._first = self._sum = torch.zeros(())
-        self._passes = 0  # backward passes of the batch under way
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._batches = 0
-        self._find_sampler(trainer)  # Lightning skips the next hook where a run resumes inside an epoch
-
-    def _find_sampler(self, trainer: Trainer, *_: object, **__: object) -> None:
-        self._samples_of = _samples_of(trainer.train_dataloader)
-
-    on_train_epoch_start = _find_sampler
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
-        self._passes = 0
-        if self._samples_of is None:
-            self._samples = samples_in(batch) or 1
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Scale the gradient by the samples of the batch; raise ConfigError if the optimizer asks for a step's loss
-        twice, and only its last batch is at hand."""
-        if not pl_module.automatic_optimization or not loss.requires_grad:
-            return
-        self._passes += 1
-        if self._passes > 1 and trainer.accumulate_grad_batches > 1:
-            name = type(trainer.optimizers[0]).__name__
-            message = f"{name} calls its closure several times a step, where only the last accumulated batch is at hand"
-            raise ConfigError(Fault(f"{message}; set 1, and a larger data.batch_size", "train.accumulator_factor"))
-        parts: list[tuple[torch.Tensor, torch.Tensor]] = getattr(pl_module, "weighed_losses", [])
-        if len(parts) == 1:
-            self._weigh(trainer, loss, parts[0][1])
-        elif self._samples_of is None and not parts:
-            self._weigh(trainer, loss, torch.tensor(self._samples, dtype=torch.float64, device=loss.device))
-        else:
-            _scale_gradient(loss, _weight(trainer, self._samples_of, among_processes=not parts))
-            if parts and trainer.world_size > 1:
-                own = torch.stack([weight for _, weight in parts])
-                for (part, _), weight in zip(parts, own / _or_one(_mean(trainer, own)), strict=True):
-                    _scale_gradient(part, weight)
-
-    def _weigh(self, trainer: Trainer, loss: torch.Tensor, own: torch.Tensor) -> None:
-        """Let a batch of this weight take part in the step's mean."""
-        factor = trainer.accumulate_grad_batches
-        if trainer.world_size * factor == 1:
-            return
-        if self._batches == 0:
-            self._first, self._sum = _or_one(_mean(trainer, own)), torch.zeros_like(own)
-        self._batches += 1
-        self._sum += own
-        _scale_gradient(loss, factor * own / self._first)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        batches, self._batches = self._batches, 0
-        if batches > 1:
-            scale = float(self._first / _or_one(_mean(trainer, self._sum)))
-            scale_gradients(trainer.strategy, optimizer, scale)
-
-
-def _scale_gradient(loss: torch.Tensor, weight: float | torch.Tensor) -> None:
-    if loss.requires_grad and (isinstance(weight, torch.Tensor) or weight != 1):
-        loss.register_hook(lambda gradient: (gradient * weight).to(gradient.dtype))
-
-
-def _mean(trainer: Any, weights: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the processes that have other data."""
-    return weights if trainer.world_size == 1 else trainer.strategy.reduce(weights.clone(), reduce_op="mean")
-
-
-def _or_one(weights: torch.Tensor) -> torch.Tensor:
-    return weights.where(weights > 0, 1)
-
-
-def _samples_of(loader: Any) -> Callable[[int], tuple[int, float]] | None:
-    """Return how many samples an epoch's batch has in this process and on average over all, see
-    `deeplightning.data.samplers.BatchIndices.samples_of`; None: the loader does not tell it beforehand."""
-    sampler: Any = getattr(loader, "sampler", None)
-    if (found := getattr(sampler, "samples_of", None)) is not None:
-        return found  # type: ignore[no-any-return]
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    if type(loader.batch_sampler) is not BatchSampler:
-        return None
-    size, samples = loader.batch_sampler.batch_size, len(sampler)
-    # Lightning's samplers give each process as many.
-    return functools.partial(_even_samples, size, samples)  # a trainer can be pickled
-
-
-def _even_samples(size: int, samples: int, batch: int) -> tuple[int, float]:
-    own = min(size, samples - batch * size)
-    return own, own
-
-
-def _weight(
-    trainer: Trainer, samples_of: Callable[[int], tuple[int, float]] | None, among_processes: bool = True
-) -> float:
-    """Return by how much the samples of the batch under way are more than what the averages take it for.
-
-    Args:
-        among_processes: compare its samples with those of other processes, not only with those of other batches.
-    """
-    factor, batch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_idx
-    first = batch - batch % factor
-    together = range(first, int(min(first + factor, trainer.num_training_batches)))
-    if samples_of is None:
-        return factor / len(together)
-    own, average = samples_of(batch)
-    return (own if among_processes else average) * factor / sum(average for _, average in map(samples_of, together))

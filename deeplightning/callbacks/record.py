@@ -27,7 +27,7 @@ from deeplightning.callbacks.describe import data_name, engine_in_words, network
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.callbacks.resumption import Resumption, check_schedules
-from deeplightning.checks.trust import note_own
+from deeplightning.checks.own_runs import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
 from deeplightning.config.tree import dump, parse, plain

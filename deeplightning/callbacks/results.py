@@ -1,43 +1,17 @@
-"""Write what the stages leave: metrics as JSON, a row per sample as CSV, pictures of a validation, histograms of
-weights and gradients, and the operations of a training step."""
+"""Write what the stages leave: metrics as JSON, a row per sample as CSV."""
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
-import logging
-import time
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
-from torch.optim import Optimizer
-from torch.utils.flop_counter import FlopCounterMode
+from pytorch_lightning import Callback, Trainer
 
 from deeplightning.callbacks.record import Record
-from deeplightning.config.schema import Pictures
 from deeplightning.runfolder import whole, write_whole
-from deeplightning.words import first_line
-
-if TYPE_CHECKING:
-    from deeplightning.figures.style import Drawing
-
-log = logging.getLogger("deeplightning")
-
-PAUSE = 60.0
-"""Seconds between two drawings of the same pictures during a training."""
-
-MISTAKES = 24
-"""The worst answers of a set that are kept with their samples."""
-
-THUMBNAIL = 96
-"""Pixels of the longer side of a picture that is kept with an answer."""
-
-LONGEST = 2000
-"""Characters of a text that is kept with an answer."""
 
 
 class Results(Callback):
@@ -83,191 +57,8 @@ class Results(Callback):
                 writer.writerows(rows)
                 text.detach()  # or it would close the file
         if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
-            self._keep_mistakes(trainer, stage, rows)
+            from deeplightning.callbacks.on_request import keep_mistakes
+
+            keep_mistakes(self.record, trainer, stage, rows)
 
     on_validation_end = on_test_end = on_predict_end = _write
-
-    def _keep_mistakes(self, trainer: Any, stage: str, rows: list[dict[str, Any]]) -> None:
-        """Keep the worst answers with their samples, where the data module shows these, for pictures and reports."""
-        data: Any = getattr(trainer, "datamodule", None)
-        names = [str(name) for name in getattr(trainer.lightning_module, "class_names", ())]
-        kept = []
-        try:
-            for row in worst(rows, names):
-                part = "val" if stage == "validate" else stage
-                kept.append(row | _kept(data.sample(part, row["index"]) if hasattr(data, "sample") else {}))
-        except Exception as error:  # a data module of the user's own
-            log.warning("pictures   the mistakes cannot be shown: %s", first_line(error))
-        content = {"classes": names, "mistakes": kept}
-        write_whole(self.record.folder.mistakes(stage), json.dumps(content, indent=1))
-
-
-def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """Return the worst answers to a set: of classes the mistakes, the most confident first; of numbers those that are
-    furthest off; of masks those with the fewest right pixels. Each has `index` and what describes it."""
-    columns = rows[0].keys()
-    if {"label", "predicted_class", "predicted_probability"} <= columns:
-        rows = [row for row in rows if row["label"] != row["predicted_class"]]
-        rows.sort(key=lambda row: row["predicted_probability"], reverse=True)
-        rows = [row | {"true": names[n] if (n := row["label"]) < len(names) else str(n)} for row in rows[:MISTAKES]]
-        shown = {"true": "true", "predicted": "predicted_label", "probability": "predicted_probability"}
-    elif {"prediction", "target"} <= columns:
-        shown = {"true": "target", "predicted": "prediction"}
-        rows = sorted(rows, key=lambda row: abs(row["prediction"] - row["target"]), reverse=True)
-    elif {"iou", "acc"} <= columns:
-        shown = {"iou": "iou", "acc": "acc"}
-        rows = sorted(rows, key=lambda row: row["acc"])
-    elif {"labels", "predicted_labels"} <= columns:
-        shown = {"true": "labels", "predicted": "predicted_labels"}
-        rows = [row for row in rows if row["labels"] != row["predicted_labels"]]
-        rows.sort(
-            key=lambda r: len({*r["labels"].split("|")} ^ {*r["predicted_labels"].split("|")} - {""}), reverse=True
-        )
-    else:
-        return []
-    return [{"index": row["index"], **{name: row[of] for name, of in shown.items()}} for row in rows[:MISTAKES]]
-
-
-def _kept(sample: dict[str, Any]) -> dict[str, str]:
-    """Return what is kept of a sample: `name`, `text`, and `image` as a PNG in base64."""
-    kept: dict[str, str] = {name: str(sample[name])[:LONGEST] for name in ("name", "text") if name in sample}
-    if "image" in sample:
-        stream = io.BytesIO()
-        _save_image(np.asarray(sample["image"]), stream, longest=THUMBNAIL)
-        kept["image"] = base64.b64encode(stream.getvalue()).decode()
-    return kept
-
-
-class ShowPictures(Callback):
-    """Ask the task for `pictures(stage)` at the end of a validation, and store them in the run folder.
-
-    A `Drawing`, which has a name of its own whatever the epoch, is drawn when training ends, and in between when the
-    last time is `PAUSE` seconds ago; matplotlib takes a quarter of a second for two, more than a short epoch.
-    """
-
-    def __init__(self, settings: Pictures, record: Record):
-        self.settings, self.record = settings, record
-        self._waiting: dict[str, Drawing] = {}
-        self._drawn_at = time.monotonic()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        last = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-        due = (trainer.current_epoch + 1) % self.settings.every_n_epochs == 0
-        if not hasattr(pl_module, "pictures") or not (due or last or trainer.state.fn != "fit"):
-            return
-        from deeplightning.figures.style import Drawing
-
-        for name, picture in pl_module.pictures("val").items():
-            if isinstance(picture, Drawing):
-                self._waiting[name] = picture
-                continue
-            with (self.record.folder.path / f"{name}.png").open("wb") as file:
-                if hasattr(picture, "savefig"):
-                    picture.savefig(file, format="png", dpi=100)
-                else:
-                    _save_image(np.asarray(picture), file)
-        if trainer.state.fn != "fit" or time.monotonic() - self._drawn_at > PAUSE:
-            self._draw()
-
-    def _draw(self, *_: object, **__: object) -> None:
-        from deeplightning.figures.style import save
-
-        waiting, self._waiting = self._waiting, {}
-        try:
-            for name, drawing in waiting.items():
-                save(drawing, self.record.folder.path / name)
-        except Exception as error:  # a picture is not worth a run
-            log.warning("pictures   not drawn: %s", first_line(error))
-        self._drawn_at = time.monotonic()
-
-    on_fit_end = _draw
-
-
-def _save_image(pixels: np.ndarray, file: IO[bytes], longest: int | None = None) -> None:
-    """Write (C, H, W), uint8 or floats 0 … 1, as PNG; scale a larger one to so many pixels."""
-    from PIL import Image
-
-    if pixels.dtype != np.uint8:
-        pixels = (pixels.clip(0, 1) * 255).round().astype(np.uint8)
-    image = Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) in (3, 4) else pixels[0])
-    if longest is not None:
-        image.thumbnail((longest, longest))
-    image.save(file, format="PNG")
-
-
-class Histograms(Callback):
-    """Write `histograms/epoch_E/<tensor>.png` and `.json` (counts, edges) for each trainable tensor, and the same with
-    `.grad` for its gradient at the epoch's last optimizer step; E is padded to the width of the epoch count. A task may
-    add its own: `histograms()` gives {name: (counts, edges)}. Lightning has no callback for it.
-
-    Args:
-        every_n_epochs: at the end of every so many epochs.
-    """
-
-    def __init__(self, every_n_epochs: int, record: Record):
-        self.every_n_epochs, self.record = every_n_epochs, record
-        self._gradients: dict[str, torch.Tensor] = {}
-
-    def _due(self, trainer: Trainer) -> bool:
-        return trainer.is_global_zero and (trainer.current_epoch + 1) % self.every_n_epochs == 0
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._due(trainer) and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            found = ((n, p.grad) for n, p in pl_module.named_parameters())
-            self._gradients = {f"{n}.grad": g.detach().clone() for n, g in found if g is not None}
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._due(trainer):
-            return
-        from deeplightning.tracking.picture import histogram, histogram_figure
-
-        weights = {n: p.detach() for n, p in pl_module.named_parameters() if p.requires_grad}
-        found = {name: histogram(values) for name, values in (weights | self._gradients).items()}
-        found |= getattr(pl_module, "histograms", dict)()
-        epoch = str(trainer.current_epoch).zfill(len(str(max(trainer.max_epochs or 1, 1))))
-        folder = self.record.folder.path / "histograms" / f"epoch_{epoch}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, (counts, edges) in found.items():
-            write_whole(folder / f"{name}.json", json.dumps({"counts": counts, "edges": edges}))
-            histogram_figure(name, counts, edges).savefig(folder / f"{name}.png", format="png", dpi=100)
-        self._gradients = {}
-
-
-class Flops(Callback):
-    """Write the operations of the first batch to `flops.txt` in the run's folder: the matrix products, convolutions and
-    attentions, forward and backward, of each module, for the first process' share of the samples. Lightning's
-    ThroughputMonitor has to be given the number of operations."""
-
-    def __init__(self, record: Record):
-        self.record = record
-        self._is_counted = False
-        self._counter: FlopCounterMode | None = None  # during the first batch
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        if trainer.is_global_zero and not self._is_counted:
-            self._is_counted, self._counter = True, FlopCounterMode(display=False)
-            self._counter.__enter__()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        if (counter := self._stop()) is None:
-            return
-        total, path = counter.get_total_flops(), self.record.folder.flops
-        # Names begin with the class of the module that was called first: the task, or its network.
-        tops = {type(module).__name__: f"{name}." for name, module in pl_module.named_children()}
-        tops[type(pl_module).__name__] = ""
-        parts = ((name.partition("."), sum(found.values())) for name, found in counter.get_flop_counts().items())
-        sums = {f"{tops.get(top, '')}{rest}".rstrip("."): count for (top, _, rest), count in parts}
-        # It lays some of the backward pass to metrics, too (torch 2.15): to modules that have no parameters.
-        learning = [n for n, m in pl_module.named_modules() if n and next(m.parameters(), None) is not None]
-        rows = [f"{sums[name]:>20,}  {name}" for name in learning if name in sums]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "\n".join([*rows, f"{total:>20,}  operations in all"]) + "\n")
-        log.info("%-10s %s operations in a batch, by module in %s", "FLOPs", f"{total:,}", path.name)
-
-    def _stop(self, *_: object) -> FlopCounterMode | None:
-        counter, self._counter = self._counter, None
-        if counter is not None:
-            counter.__exit__(None, None, None)
-        return counter
-
-    on_exception = _stop  # type: ignore[assignment]

@@ -1,33 +1,16 @@
-"""End a run without progress; and what callbacks ask of a batch: its loss, its number of rows."""
+"""End a run without progress."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from pytorch_lightning import Callback
 
 from deeplightning.process import member
 
 if TYPE_CHECKING:
     from deeplightning.process.ranks import Ranks
-
-
-def has_loss(outputs: Any) -> bool:
-    """Return whether a batch has a loss; a task that steps its optimizers itself may have none."""
-    return (outputs.get("loss") if isinstance(outputs, dict) else outputs) is not None
-
-
-def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
-    """Return the loss of one batch, from the outputs of `on_train_batch_end`; nan: they have none. Lightning has
-    divided it by the accumulation factor, except for a task that steps its optimizers itself."""
-    if not has_loss(outputs):
-        return torch.tensor(float("nan"))
-    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs
-    divided_by = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
-    return loss.detach() * divided_by
 
 
 class Watchdog(Callback):
@@ -82,13 +65,3 @@ class Watchdog(Callback):
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
     on_exception = teardown = _end
-
-
-def samples_in(batch: object) -> int:
-    """Return the number of rows in a batch, which is the length of its first tensor that has rows; 0: it has none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 0  # `len` of a tensor takes 2 µs, in each step
-    for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():
-        if rows := samples_in(part):
-            return rows
-    return 0

@@ -8,11 +8,11 @@ from typing import Any
 
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import SIMPLE
-from deeplightning.config import other_tools, schema
-from deeplightning.config.plugins import config_class
+from deeplightning.config import other_tools, plugins, schema
 from deeplightning.config.schema import Target
 from deeplightning.config.section_kinds import role_of
-from deeplightning.faults import MAX_WORD_CHARACTERS, upwards
+from deeplightning.config.tree import Entry, KeyPath, kind, nodes
+from deeplightning.faults import MAX_WORD_CHARACTERS, nearest, upwards
 
 
 def known_elsewhere(report: Report, key: str, section: str | None = None) -> str:
@@ -61,25 +61,66 @@ def _words(option: Any) -> str:
 
 def describe(hint: object, metadata: Mapping[str, object] = types.MappingProxyType({})) -> str:
     """Return what a key takes, in words."""
-    words = " or ".join(dict.fromkeys(_words(option) for option in options_of(hint)))
+    words = " or ".join(dict.fromkeys(_words(option) for option in schema.options_of(hint)))
     bounds = {"at least": metadata.get("low"), "at most": metadata.get("high")}
     return ", ".join([words, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
-
-
-def options_of(hint: object) -> list[object]:
-    """Return the types in a hint: those of a union, else the hint itself."""
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return list(typing.get_args(hint)) if union else [hint]
 
 
 def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
     """Yield each section of a config with its dotted path, the outer before the inner; of `Config` those of installed
     plug-ins too. A plain target counts as a value."""
     if cls is schema.Config:
-        cls = config_class()
+        cls = plugins.config_class()
     yield path, cls
     hints = typing.get_type_hints(cls)
     for field in schema.keys(cls):
-        for option in options_of(hints[field.name]):
+        for option in schema.options_of(hints[field.name]):
             if is_dataclass(option) and option is not Target:
                 yield from sections(typing.cast(type, option), f"{path}.{field.name}".lstrip("."))
+
+
+def report_unknown(report: Report, cls: type, section: Entry, key: str, name: str) -> None:
+    """Report a key that a section, an instance of `cls`, does not have, with what it may mean.
+
+    Args:
+        key: of the section; "": the whole config.
+    """
+    known, prefix, item = [f.name for f in schema.keys(cls)], f"{key}." if key else "", section.value[name]
+    here = prefix + name
+    others = known if key else {*known, "_base_", *plugins.section_names()}
+    hint = known_elsewhere(report, here)
+    if hint or not (hint := nearest(name, others)):
+        _foreign(report, item, here)
+    hint = hint or key_elsewhere(name)
+    if not hint and issubclass(cls, Target) and "type" in section.value:  # an argument beside `params`
+        hint = other_tools.hint(f"{prefix}params.{name}") if name.isidentifier() else ""
+        report.meant.add(f"{prefix}params")
+    message = f"unknown key.{hint} Known here: {', '.join(known)}"
+    if name.startswith("~"):
+        message = f"there is no such key to remove: nothing below this file sets `{prefix}{name[1:]}`"
+    report.fault(message, here, item.place, found=name, allowed=", ".join(known))
+    report.answered |= {prefix + other for other in known if f"mean {other}?" in hint}
+
+
+def report_misfit(report: Report, hint: object, entry: Entry, key: str, path: KeyPath) -> None:
+    """Report a value that does not fit the type that the schema gives, with what it may mean."""
+    value, options, allowed = entry.value, schema.options_of(hint), describe(hint)
+    found, near = kind(entry), ""
+    if (written := report.source.secrets.text_of(path)) is not None:
+        found = f"what {written} gives"
+    else:
+        near = suggestion(key, value, options)
+        if not near and isinstance(value, str):
+            literals = [option for option in options if typing.get_origin(option) is typing.Literal]
+            near = nearest(value, [str(word) for option in literals for word in typing.get_args(option)])
+        _foreign(report, entry, key)
+    report.wrong(allowed, found, key, entry.place, near)
+
+
+def _foreign(report: Report, entry: Entry, key: str) -> None:
+    """Report what the keys of other tools inside a value are here, where nothing inside it is a key of ours."""
+    known = [(path, item) for path, item in nodes(entry) if path and path[-1] in other_tools.NAMES]
+    for path, item in reversed(known):
+        here = ".".join([key, *map(str, path)])
+        if hint := known_elsewhere(report, here, section=""):
+            report.fault(f"unknown key.{hint}", here, item.place, found=str(path[-1]))

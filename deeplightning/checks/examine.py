@@ -18,9 +18,8 @@ from deeplightning.checks.report import Report
 from deeplightning.checks.schema_check import read_config, read_section
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
-from deeplightning.checks.trust import RunConfig
 from deeplightning.config.schema import Config, backend_of
-from deeplightning.config.source import Given, Source, compose
+from deeplightning.config.source import Given, Source, Text, compose
 from deeplightning.config.tree import Entry, entry_at
 from deeplightning.engine.plan import settle
 from deeplightning.faults import ConfigError, Notice, upwards
@@ -114,13 +113,13 @@ def check(
     Raises:
         CheckpointError: a foreign run's config names what may not be built.
     """
-    run = path if isinstance(path, RunConfig) else None
+    text = path if isinstance(path, Text) else None
     try:
-        source = compose(path, [*(run.left_out() if run else ()), *(overrides or ())])
+        source = compose(path, [*(text.left_out() if text else ()), *(overrides or ())])
         _find_own_code(source, beside)
         source.resolve()
-        if run is not None:
-            run.admit(source)
+        if text is not None:
+            text.admit(source)
     except ConfigError as error:  # there is no tree
         return Report(Source(Entry({}, ""), [], error.faults))
     _use_own_loaders(source)

@@ -10,14 +10,13 @@ from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, options_of, suggestion
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import is_kind_of
 from deeplightning.checks.targets import note_inside, note_target
-from deeplightning.config import other_tools, plugins, schema
+from deeplightning.config import plugins, schema
 from deeplightning.config.schema import Target
-from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
-from deeplightning.faults import nearest, not_installed, plugin_of
+from deeplightning.config.tree import Entry, KeyPath, kind, plain, scalar
+from deeplightning.faults import not_installed, plugin_of
 from deeplightning.own_code import original_roots
 from deeplightning.signatures.signature import Parameter
 
@@ -69,19 +68,9 @@ def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPat
             if item.value is not None:
                 report.fault(not_installed(plugin), here, item.place, exit_code=3)
         else:
-            others = known if key else {*known, "_base_", *plugins.section_names()}
-            hint = known_elsewhere(report, here)
-            if hint or not (hint := nearest(name, others)):
-                _foreign(report, item, here)
-            hint = hint or key_elsewhere(name)
-            if not hint and issubclass(cls, Target) and "type" in entry.value:  # an argument beside `params`
-                hint = other_tools.hint(f"{prefix}params.{name}") if name.isidentifier() else ""
-                report.meant.add(f"{prefix}params")
-            message = f"unknown key.{hint} Known here: {', '.join(known)}"
-            if name.startswith("~"):
-                message = f"there is no such key to remove: nothing below this file sets `{prefix}{name[1:]}`"
-            report.fault(message, here, item.place, found=name, allowed=", ".join(known))
-            report.answered |= {prefix + other for other in known if f"mean {other}?" in hint}
+            from deeplightning.checks.allowed import report_unknown
+
+            report_unknown(report, cls, entry, key, name)
     for name, f in known.items():
         if name not in values and schema.default_of(f) is MISSING:
             example = f"; for example `{name}: {f.metadata['example']}`" if f.metadata["example"] else ""
@@ -103,38 +92,20 @@ def _value(
     report: Report, hint: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, object] = {}
 ) -> object:
     """Return a value of the type that the schema gives, or _BAD after a fault was noted."""
-    options = options_of(hint)
+    options = schema.options_of(hint)
     is_text = Any in options or (str in options and int not in options)
     if isinstance(entry.value, str) and not is_text and report.source.secrets.is_word(path):
         entry = Entry(scalar(entry.value), entry.place)  # a key of ours that is a number takes its text
-    value = entry.value
     for option in options:
         fits, made = _fit(report, option, entry, key, path, len(options) > 1)
         if fits:
             if made is not _BAD and not _in_range(report, made, entry, key, path, metadata):
                 return _BAD
             return made
-    allowed = describe(hint)
-    found, near = kind(entry), ""
-    if (written := report.source.secrets.text_of(path)) is not None:
-        found = f"what {written} gives"
-    else:
-        near = suggestion(key, value, options)
-        if not near and isinstance(value, str):
-            literals = [option for option in options if typing.get_origin(option) is typing.Literal]
-            near = nearest(value, [str(word) for option in literals for word in typing.get_args(option)])
-        _foreign(report, entry, key)
-    report.wrong(allowed, found, key, entry.place, near)
+    from deeplightning.checks.allowed import report_misfit
+
+    report_misfit(report, hint, entry, key, path)
     return _BAD
-
-
-def _foreign(report: Report, entry: Entry, key: str) -> None:
-    """Report what the keys of other tools inside a value are here, where nothing inside it is a key of ours."""
-    known = [(path, item) for path, item in nodes(entry) if path and path[-1] in other_tools.NAMES]
-    for path, item in reversed(known):
-        here = ".".join([key, *map(str, path)])
-        if hint := known_elsewhere(report, here, section=""):
-            report.fault(f"unknown key.{hint}", here, item.place, found=str(path[-1]))
 
 
 def _in_range(
@@ -146,6 +117,8 @@ def _in_range(
     written = report.source.secrets.text_of(path)
     found = f"what {written} gives" if written else value
     if low is not None and not value >= low:
+        from deeplightning.checks.allowed import suggestion
+
         report.wrong(f"at least {low}", found, key, entry.place, suggestion(key, value, []))
     elif high is not None and not value <= high:
         report.wrong(f"at most {high}", found, key, entry.place)

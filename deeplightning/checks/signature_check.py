@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deeplightning.config import other_tools
 from deeplightning.config.section_kinds import KINDS, is_bound, misfit, no_part
 from deeplightning.config.target import find, is_reference, is_target, path_of, signature_of
 from deeplightning.config.tree import Entry, kind
@@ -164,6 +163,8 @@ def judge(
             return refused(refusal)
         found = meanings.of(name)
     except ValueError as error:
+        from deeplightning.config import other_tools
+
         known = other_tools.class_of(role, name)
         meant = f" Did you mean {known}?" if known else ""
         return refused(f"{error}{meant}", getattr(error, "exit_code", 2))
@@ -232,6 +233,8 @@ def _call(
             verdict.faults.append(Fault(f"{name}: `{param}` is set by Deep Lightning; remove it", here, found=param))
         elif signature.rest is None:
             known = ", ".join(free) or "none"
+            from deeplightning.config import other_tools
+
             known_as = other_tools.ours(here)
             same = next((p for p in free if known_as and known_as.split()[0] == f"{key}.params.{p}"), None)
             elsewhere = "" if known_as and known_as.startswith(here) else other_tools.hint(known_as)

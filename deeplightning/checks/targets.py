@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deeplightning.checks import strategy
-from deeplightning.checks.allowed import known_elsewhere
 from deeplightning.checks.metric_check import check_monitors, settle_modes
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
@@ -114,6 +112,8 @@ def _note_mapping(report: Report, key: str, target: str, parameter: Parameter) -
         text = f"{key}: the mapping is passed as it is; `type` and `params` in its place make an object"
         report.source.notices.append(Notice(text, unasked=False, key=key))
     else:
+        from deeplightning.checks.allowed import known_elsewhere
+
         report.fault(f"unknown key.{known_elsewhere(report, key)}", key, found=key.rpartition(".")[2])
 
 
@@ -139,9 +139,12 @@ def compare(report: Report, config: Config) -> None:
 def _strategy(report: Report, engine: schema.Engine) -> None:
     """Compare `engine.params` with what the backend's strategy takes."""
     backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
+    if backend is None:
+        return
+    from deeplightning.checks import strategy
+
     classes = strategy.classes_of(backend)
-    if backend is not None:
-        report.take(Verdict([*strategy.misfits(backend, engine.params)]))
+    report.take(Verdict([*strategy.misfits(backend, engine.params)]))
     for param, value in engine.params.items() if classes else ():
         if param == "timeout":  # seconds, of which a timedelta is made
             continue

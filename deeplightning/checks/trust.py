@@ -1,23 +1,19 @@
-"""Decide which run folders are this user's own, and what may be built from one that is not.
+"""Decide what may be built from the config of a run.
 
-A config is code: it names what is imported and called. A run that this user started on this machine leaves the SHA-256
-of its `cfg.yaml` in the user's state folder, and is used as it is, wherever its folder is moved or copied. Any other
-run folder is foreign. Its config is read once, holds plain values only, and the tree that its objects are built from is
-the tree whose names are compared with what may be built.
+A config is code: it names what is imported and called. Each run folder that is not this user's own, see
+`deeplightning.checks.own_runs`, is foreign. Its config is read once, holds plain values only, and the tree that its
+objects are built from is the tree whose names are compared with what may be built.
 """
 
-import hashlib
-import logging
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from deeplightning.address import is_address
+from deeplightning.checks.own_runs import digest_of, is_own, is_registered
 from deeplightning.config.section_kinds import KINDS
 from deeplightning.config.source import Source, Text, short, text_of
 from deeplightning.config.target import find
@@ -25,8 +21,6 @@ from deeplightning.config.tree import Entry, KeyPath, entry_at, leaves, nodes, p
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.own_code import LIBRARIES
 from deeplightning.runfolder import RunFolder
-
-log = logging.getLogger("deeplightning")
 
 ENVIRONMENT = "oc.env"
 """What `--allow` takes beside modules: a foreign config may read environment variables."""
@@ -74,74 +68,6 @@ _MODULES = {
 _RULES = {section: _Rule(modules, KINDS[section].base) for section, modules in _MODULES.items()} | {
     section: _Rule(_NAMED_ONLY, imported=False) for section in NOT_TAKEN
 }
-
-
-# ---- whose folder it is
-
-
-def note_own(file: Path) -> None:
-    """Record that this user wrote a run's config, or its kept code, on this machine. A register that cannot be written
-    is no fault."""
-    digest = _digest(file.read_bytes())
-    _noted.add(digest)
-    register = _register()
-    try:
-        register.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (register / digest).touch(mode=0o600)
-    except OSError as error:
-        log.warning(
-            "%s cannot be written (%s): later commands take this run for a foreign one and ask before they import its "
-            "code",
-            *(register, error.strerror),
-        )
-
-
-def note_launched(folder: str) -> None:
-    """Record a run that a launcher started for this user on other machines, after its folder has arrived here."""
-    run = RunFolder(folder)
-    for file in (run.config, run.code):
-        if file.is_file():
-            note_own(file)
-
-
-def is_own(folder: RunFolder) -> bool:
-    """Return whether this user started the run on this machine, by the current digest of its config."""
-    return is_noted(folder.config)
-
-
-def is_own_code(folder: RunFolder) -> bool:
-    """Return whether this user started the run on this machine with the code that its folder now holds."""
-    return is_noted(folder.config) and is_noted(folder.code)
-
-
-def is_noted(file: Path) -> bool:
-    """Return whether this user wrote the current content of a file on this machine, see `note_own`."""
-    try:
-        return _is_registered(_digest(file.read_bytes()))
-    except OSError:
-        return False
-
-
-def _is_registered(digest: str) -> bool:
-    if digest in _noted:
-        return True
-    try:
-        register = _register().stat()
-        return register.st_uid == os.geteuid() and not register.st_mode & 0o022 and (_register() / digest).is_file()
-    except OSError:
-        return False
-
-
-def _register() -> Path:
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
-    return state / "deeplightning" / "own"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-_noted: set[str] = set()
 
 
 # ---- the config of a run
@@ -262,7 +188,7 @@ def run_config(folder: RunFolder, allow: Sequence[str] = (), verb: str = "", tru
         bundle = "neither a bundle nor a" if verb == "serve" else "no"
         raise CheckpointError(f"{folder.path}: there is {bundle} {folder.config.name} in this folder")
     text = text_of(folder.config)
-    is_trusted = trust or _is_registered(_digest(text.encode()))
+    is_trusted = trust or is_registered(digest_of(text.encode()))
     config = RunConfig(folder.config, text, is_trusted, tuple(allow), verb)
     if not is_trusted and (faults := list(_beyond_plain(config))):
         raise CheckpointError(faults)

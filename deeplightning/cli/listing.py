@@ -10,11 +10,11 @@ from typing import Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
+from deeplightning.tracking.claims import unsent_runs
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Run
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explained, local_path, locate, remove_files
-from deeplightning.tracking.unsent import unsent_runs
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")

@@ -6,7 +6,8 @@ A config is a tree of these dataclasses. Free-form values are under some `params
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 Backend = Literal[
     "ddp", "fsdp",
@@ -264,6 +265,12 @@ class Engine(Section):
         "MODULE.FUNCTION, called without arguments in every process before they meet, also after a restart", None
     )
     env: dict[str, str] = key("environment variables of every worker", dict)
+
+
+def options_of(hint: object) -> list[object]:
+    """Return the types in a hint: those of a union, else the hint itself."""
+    union = get_origin(hint) in (UnionType, Union)
+    return list(get_args(hint)) if union else [hint]
 
 
 def default_of(field: Field[object]) -> Any:

@@ -11,20 +11,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from deeplightning.address import is_address, shown
 from deeplightning.config import packages
 from deeplightning.config.interpolation import resolve
-from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name, choices, chosen
 from deeplightning.config.schema import Logger
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.section_kinds import role_of
 from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine
 from deeplightning.own_code import frozen
+
+if TYPE_CHECKING:
+    from deeplightning.config.option_groups import Group
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
@@ -38,6 +40,13 @@ class Text:
 
     path: Path
     text: str
+
+    def left_out(self) -> list[str]:
+        """Return overrides that replace by defaults what is not taken from it."""
+        return []
+
+    def admit(self, source: "Source") -> None:
+        """Compare the names in a tree with what may be built from it: anything."""
 
 
 Given = Mapping[str, Any] | Text
@@ -61,7 +70,7 @@ class Source:
     root: Entry
     folders: list[Path]
     faults: list[Fault]
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: "dict[str, Group]" = field(default_factory=dict)
     secrets: Secrets = field(default_factory=Secrets)
     notices: list[Notice] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -140,7 +149,11 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
     words = [word for word in overrides or [] if not is_file(word)]
     tops = [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111  (Path's fails for an unknown ~user)
-    reading = _Reading(faults, choices(words), [*map(_folder, tops)], given)
+    reading = _Reading(faults, {}, [*map(_folder, tops)], given)
+    if words:
+        from deeplightning.config.option_groups import choices
+
+        reading.words = choices(words)
     # The last file chooses before the others where several name an option group.
     trees = [reading.tree(file, (number,)) for number, file in reversed([*enumerate(tops)])]
     root = functools.reduce(_lay, reversed(trees)) if trees else Entry({}, "")
@@ -217,7 +230,7 @@ class _Reading:
     tops: list[Path]
     given: dict[Path, str] = field(default_factory=dict)
     files: list[_File] = field(default_factory=list)
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: "dict[str, Group]" = field(default_factory=dict)
 
     def tree(
         self,
@@ -284,6 +297,8 @@ class _Reading:
 
     def _options(self, items: dict[str, Entry], file: _File, at: int) -> list[Entry]:
         """Return the trees of the options that `{group: option}` names, each below the group's key."""
+        from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name, chosen
+
         found = []
         for name, entry in items.items():
             check_name(name, entry.place)

@@ -14,7 +14,6 @@ import torch
 from torch import Generator, Tensor, nn, uint8
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.data.cache_files import cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
 from deeplightning.data.loading import DataOfSets
@@ -114,10 +113,14 @@ class ImageData(DataOfSets):
     def _decoded(self) -> tuple[Tensor, dict[int, Tensor]] | None:
         """The pictures of all sets, mapped from the cache, uint8 (R, C, H, W), and by the `id` of the samples of a set
         their rows, int64 (N,); None: there is no cache, or they are no files."""
-        folder, sets = cache_folder(self.cache), [*self._samples.values()]
-        if folder is None or any(isinstance(samples.items, np.ndarray) for samples in sets):
+        sets = [*self._samples.values()]
+        if any(isinstance(samples.items, np.ndarray) for samples in sets):
             return None
         from deeplightning.data.cache import decoded
+        from deeplightning.data.cache_files import cache_folder
+
+        if (folder := cache_folder(self.cache)) is None:
+            return None
 
         paths = [path for samples in sets for path in samples.items]
         if (found := decoded(folder, self.image_spec, self.max_pixels, paths)) is None:

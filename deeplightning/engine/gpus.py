@@ -18,8 +18,6 @@ _BUILD = f"{TORCH_BUILD} installs a build that fits"
 
 def settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> str | None:
     """Resolve `engine.gpus` in place; return what the machine lacks, as text."""
-    if engine.gpus is None:
-        return None
     here = devices.machine()
     if engine.gpus == "auto":
         change("gpus", list(range(len(here.shown()))) or None, _what_is_there(here))

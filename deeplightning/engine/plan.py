@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
-from deeplightning.engine.devices import cpu_computes_bf16
-from deeplightning.engine.gpus import settle_gpus
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
 from deeplightning.process.identity import Identity, identity, slurm_step
 
@@ -49,10 +47,10 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     except SetupError as error:
         faults.append(Fault(str(error), exit_code=3))
     if here is not None and here.is_binding:
-        missing = settle_gpus(engine, change)
+        missing = _settle_gpus(engine, change)
         faults += _settle_size(engine, here, change)
     elif not is_elsewhere(engine):
-        missing = settle_gpus(engine, change)
+        missing = _settle_gpus(engine, change)
         faults += _lacks_address(engine)
     if missing:
         faults.append(Fault(missing, "engine.gpus", exit_code=3))
@@ -63,9 +61,12 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         change("backend", "ddp", f"there are {world} processes")
     if engine.gpus is None and engine.precision in (16, "16-mixed"):
         change("precision", "bf16-mixed", "half precision on CPU is bf16")
-    if engine.gpus is None and str(engine.precision).startswith("bf16") and not cpu_computes_bf16():
-        text = "engine.precision: this CPU has no instructions for bf16, which then takes longer than 32"
-        notices.append(Notice(text, key="engine.precision"))
+    if engine.gpus is None and str(engine.precision).startswith("bf16"):
+        from deeplightning.engine.devices import cpu_computes_bf16
+
+        if not cpu_computes_bf16():
+            text = "engine.precision: this CPU has no instructions for bf16, which then takes longer than 32"
+            notices.append(Notice(text, key="engine.precision"))
     # If GPUs are missing, a missing DeepSpeed is not worth a fault.
     if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
@@ -77,6 +78,15 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
             message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
             faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
     return notices, faults
+
+
+def _settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> str | None:
+    """Resolve `engine.gpus`; return what the machine lacks."""
+    if engine.gpus is None:
+        return None
+    from deeplightning.engine.gpus import settle_gpus
+
+    return settle_gpus(engine, change)
 
 
 def note_asked(cfg: Config, key: str, value: object) -> None:

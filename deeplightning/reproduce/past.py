@@ -14,12 +14,12 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import flat, plain
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking import resolve_run
+from deeplightning.tracking.claims import find_run
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.code import Code, read_code
 from deeplightning.tracking.entities import Run
 from deeplightning.tracking.metrics_file import Series, is_repeatable, last_values, read_series, series_of
 from deeplightning.tracking.store import Store, locate
-from deeplightning.tracking.unsent import find_run
 from deeplightning.words import stage_of
 
 _ID = re.compile(r"[0-9a-f]{32}")

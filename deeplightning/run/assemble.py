@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.checks.examine import OWN_LOADERS
+from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.launch import apply_environment
 from deeplightning.process import garbage
-from deeplightning.run.resolve_auto import fill, refuse_unfilled
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -52,10 +52,15 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
         seed_all(cfg.seed, 0)
     if section == "data" and cfg.data.module.type == OWN_LOADERS:
         return None
-    if section == "model":
+    has_auto = any(unfilled(cfg))
+    if section == "model" and has_auto:
+        from deeplightning.run.resolve_auto import refuse_unfilled
+
         refuse_unfilled(cfg)
     module = build(getattr(cfg, section).module, cfg)
-    if section == "data":
+    if section == "data" and has_auto:
+        from deeplightning.run.resolve_auto import fill
+
         fill(cfg, module, read)
     if section == "data" and cfg.train.overfit is not None:
         _overfit(module, cfg.train.overfit)

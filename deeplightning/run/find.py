@@ -13,8 +13,8 @@ from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.runfolder import RunFolder, from_start, start_folder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.claims import find_run
 from deeplightning.tracking.store import Store, locate
-from deeplightning.tracking.unsent import find_run
 
 
 def find_checkpoint(name: str, cfg: Config, to_resume: bool = False) -> Path:

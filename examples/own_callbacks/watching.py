@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from deeplightning.callbacks.watch import batch_loss, has_loss
+from deeplightning.batches import batch_loss, has_loss
 
 # Loggers below this name write on the terminal, with the rank, and into the run's logs/rank_N.log.
 log = logging.getLogger("deeplightning.watching")

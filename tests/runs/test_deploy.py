@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import environment
 
-from deeplightning.checks.trust import note_own
+from deeplightning.checks.own_runs import note_own
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.schema import Serve, keys
 from deeplightning.faults import CheckpointError, ConfigError

@@ -11,7 +11,7 @@ import click
 import pytest
 from tiny import csv_rows
 
-from deeplightning.checks.trust import note_own
+from deeplightning.checks.own_runs import note_own
 from deeplightning.cli import cli, deploy
 from deeplightning.faults import ConfigError
 from deeplightning.image_spec import ImageSpec

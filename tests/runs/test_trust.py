@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from deeplightning import load_run, model
-from deeplightning.checks import trust
+from deeplightning.checks import own_runs
 from deeplightning.checks.examine import check
-from deeplightning.checks.trust import is_own, run_config
+from deeplightning.checks.own_runs import is_own
+from deeplightning.checks.trust import run_config
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
@@ -369,9 +370,9 @@ def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monk
     """Nor does it know a changed config; one that cannot be written is no fault."""
     register = tmp_path / "state" / "deeplightning" / "own"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(trust, "_noted", set())
-    trust.note_own(run.config)
-    trust._noted.clear()
+    monkeypatch.setattr(own_runs, "_noted", set())
+    own_runs.note_own(run.config)
+    own_runs._noted.clear()
     assert is_own(run)
     assert register.stat().st_mode & 0o777 == 0o700
     copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
@@ -381,7 +382,7 @@ def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monk
     register.chmod(0o722)
     assert not is_own(run)
     monkeypatch.setenv("XDG_STATE_HOME", str(DIGIT))
-    trust.note_own(run.config)
+    own_runs.note_own(run.config)
     assert is_own(run)
 
 

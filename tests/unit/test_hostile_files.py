@@ -21,15 +21,16 @@ from hangs import limited
 from onnx import helper
 from served import colour_run
 
-from deeplightning.checks import trust
-from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
+from deeplightning.checks import own_runs
+from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from deeplightning.tracking import MLflowLogger
+from deeplightning.tracking.claims import _machine, folder_of
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import SILENT_SECONDS, _machine, folder_of, settle
+from deeplightning.tracking.unsent import SILENT_SECONDS, settle
 from serve.bundle import Bundle, BundleError
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
@@ -551,7 +552,7 @@ def test_a_claim_beside_a_store_sends_files_of_own_runs_only(store, tmp_path, mo
     """It may have come with the store, and the store may send files to its maker's server."""
     sent = []
     monkeypatch.setattr(Client, "upload", lambda self, run_id, path, folder: sent.append(path))
-    monkeypatch.setattr(trust, "_noted", set())
+    monkeypatch.setattr(own_runs, "_noted", set())
     run_id = finished_run(store)
     (metrics,) = store.glob(f"*/{run_id}/artifacts/metrics.jsonl")
     folder = RunFolder(tmp_path / "run")
@@ -563,7 +564,7 @@ def test_a_claim_beside_a_store_sends_files_of_own_runs_only(store, tmp_path, mo
     link.symlink_to("/etc/hostname")
     for source, own in ((weights, False), (weights, True), (link, True), (Path("/etc/hostname"), True)):
         if own:
-            trust.note_own(folder.config)
+            own_runs.note_own(folder.config)
         with metrics.open("a") as file:
             file.write(json.dumps({"artifact": [str(source), None]}) + "\n")
         left(store, run_id, metrics, run_id)

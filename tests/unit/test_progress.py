@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deeplightning.batches import samples_in
 from deeplightning.callbacks import console, describe
 from deeplightning.callbacks.console import Console
-from deeplightning.callbacks.watch import samples_in
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
 from deeplightning.process.terminal import has_colour, wrapped
