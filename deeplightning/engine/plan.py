@@ -46,11 +46,13 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         here = identity()
     except SetupError as error:
         faults.append(Fault(str(error), exit_code=3))
+    if engine.gpus is not None and ((here is not None and here.is_binding) or not is_elsewhere(engine)):
+        from deeplightning.engine.gpus import settle_gpus
+
+        missing = settle_gpus(engine, change)
     if here is not None and here.is_binding:
-        missing = _settle_gpus(engine, change)
         faults += _settle_size(engine, here, change)
     elif not is_elsewhere(engine):
-        missing = _settle_gpus(engine, change)
         faults += _lacks_address(engine)
     if missing:
         faults.append(Fault(missing, "engine.gpus", exit_code=3))
@@ -78,15 +80,6 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
             message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
             faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
     return notices, faults
-
-
-def _settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> str | None:
-    """Resolve `engine.gpus`; return what the machine lacks."""
-    if engine.gpus is None:
-        return None
-    from deeplightning.engine.gpus import settle_gpus
-
-    return settle_gpus(engine, change)
 
 
 def note_asked(cfg: Config, key: str, value: object) -> None:

@@ -5,20 +5,30 @@ Sizes are powers of two from that of the config on, up or down, then bisected. E
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import sized_len
 
 from deeplightning.batches import samples_in
 from deeplightning.checks.examine import load_config
+from deeplightning.cli.exit_codes import report
 from deeplightning.engine.plan import batch_size
 from deeplightning.faults import ConfigError, RunError
-from deeplightning_plan.child import in_child
+from deeplightning.process.failure import how_it_ended
+from deeplightning.sweep.worker import fork
+from deeplightning.words import lacks_memory
 from deeplightning_plan.short_training import ALONE, one_gpu, trained
 
 WARM_UP_BATCHES = 2  # not timed: the first one makes what the later ones reuse, the optimizer's state among it
@@ -30,16 +40,16 @@ NEARLY = 0.95  # a smaller batch is as fast as the fastest when it sees this sha
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str, option: str) -> int:
     """Read a size such as `8GB`, `500 MiB` or `1000000` in bytes.
 
     Raises:
-        ValueError: it is none, or 0.
+        ConfigError: the option has none, or 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if not size:
-        raise ValueError(f"must be a size such as 8GB or 500MiB, not {text!r}")
+        raise ConfigError(f"{option} must be a size such as 8GB or 500MiB, not {text!r}")
     return size
 
 
@@ -113,7 +123,7 @@ def search(
             dataset: object = getattr(trainer.train_dataloader, "dataset", None)
             return {"speed": clock.samples / clock.seconds, "memory": held, "samples": sized_len(dataset)}
 
-        found, peak = in_child(measure, None if on_gpu else memory, redact)
+        found, peak = _in_child(measure, None if on_gpu else memory, redact)
         if found is None:
             return False, f"{size:>10,}  does not fit"
         if found["samples"] is not None:
@@ -152,3 +162,51 @@ def search(
     fastest = min(one for one, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
     yield f"fastest    {fastest}: {speeds[fastest]:,.0f} samples/s; larger ones are no more than 5 % faster"
     yield f"data.batch_size={size}"
+
+
+def _in_child(
+    work: Callable[[], dict[str, object]], limit: int | None, redact: Callable[[str], str]
+) -> tuple[dict[str, Any] | None, int]:
+    """Call a function in a forked process, which is killed when it exceeds a memory limit.
+
+    Args:
+        work: returns what JSON can hold; what it prints goes to stderr.
+        limit: bytes of main memory; None: no limit.
+        redact: removes secrets from a message.
+
+    Returns:
+        What the function returned, or None if the child ran out of memory; the most main memory that it held, in bytes.
+
+    Raises:
+        SystemExit: the child failed for another reason than memory, and has said why.
+        RunError: it ended without a word.
+    """
+    reading, writing = os.pipe()
+
+    def answer() -> int:
+        os.dup2(2, 1)  # stdout is for the result
+        try:
+            found: object = work()
+        except Exception as error:
+            if not lacks_memory(error):
+                return report(error, redact)
+            found = None
+        os.write(writing, json.dumps(found).encode())
+        return 0
+
+    child = fork(answer)
+    os.close(writing)
+    while not (ended := os.wait4(child, os.WNOHANG))[0]:
+        with contextlib.suppress(psutil.Error):
+            if limit is not None and psutil.Process(child).memory_info().rss > limit:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    peak, code = ended[2].ru_maxrss * (1 if sys.platform == "darwin" else 1024), os.waitstatus_to_exitcode(ended[1])
+    if code == -signal.SIGKILL or (limit is not None and peak > limit):  # the system kills as well
+        return None, peak
+    if code < 0:
+        raise RunError(how_it_ended(code))
+    if code > 0:
+        sys.exit(code)
+    with os.fdopen(reading, "rb") as file:
+        return json.loads(file.read()), peak

@@ -11,7 +11,6 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -21,18 +20,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config, LimitBatches, Target
 from deeplightning.config.target import find
 from deeplightning.dry_run.diagnosis import Attempt
-from deeplightning.dry_run.one_batch import SAMPLES, example, make_trainer
+from deeplightning.dry_run.one_batch import SAMPLES, make_trainer
 from deeplightning.engine.sharded import places, replace
 from deeplightning.run.assemble import init_module
 from deeplightning_plan import torch_private
-from deeplightning_plan.memory_tracker import MemoryTracker, Phases
-
-_MOST_BATCHES = 64
-"""After so many batches a task of its own loop that has not stepped its optimizer is taken to step no more."""
+from deeplightning_plan.memory_tracker import MOST_BATCHES, MemoryTracker, Phases
 
 
 @dataclass
@@ -70,11 +65,11 @@ def counted(
         cfg.engine.precision = 32
     tracker = MemoryTracker()
     kernels = kernels_of_cuda() if on_gpu else contextlib.nullcontext()
-    with torch_private.fake_tensors(), kernels, _without_values(), tracker, Answers(tracker), torch.device("cpu"):
+    with torch_private.fake_tensors(), kernels, tracker, Answers(tracker), torch.device("cpu"):
         task = attempt.task = init_module(cfg, "model")
         if in_half:
             _compute_in_half(task)
-        watch = Phases(tracker, 1, _MOST_BATCHES)
+        watch = Phases(tracker)
         count = Count(task)
         if attempt.batch is None:
             _build(task)
@@ -117,6 +112,9 @@ def _train(attempt: Attempt, task: Any, watch: Phases, batch_size: int) -> None:
     task.cpu = task.cuda = lambda *_: task  # torch moves no fake parameter that somebody knows (2.15)
     task.to = lambda *words, **named: _cast(task, *words, *named.values())
     task.double = lambda: _cast(task, torch.float64)
+    for module in task.modules():  # what they log has no values
+        if isinstance(module, pl.LightningModule):
+            module.log = module.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
     for metric in filter(lambda module: isinstance(module, Metric), task.modules()):  # looks at values, holds little
         metric.update = lambda *_, **__: None
         metric.forward = metric.compute = lambda *_, **__: torch.zeros(())
@@ -130,7 +128,7 @@ def _train(attempt: Attempt, task: Any, watch: Phases, batch_size: int) -> None:
         return made[-1]
 
     batch = apply_to_collection(attempt.batch, Tensor, of_size)
-    batches: Any = [batch] * (4 * _MOST_BATCHES)
+    batches: Any = [batch] * (4 * MOST_BATCHES)
     attempt.data.train_dataloader = lambda: DataLoader(batches, batch_size=None)
     watch.tracker.add("activations", made)
     trainer.fit(task, datamodule=attempt.data)
@@ -179,17 +177,6 @@ class Answers(torch_private.DispatchMode):
         if func is torch_private.ITEM and self.tracker.phase in ("between", "optimizer"):
             return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _without_values() -> Iterator[None]:
-    """Leave out what a task logs, since tensors have no values."""
-    known = pl.LightningModule.log, pl.LightningModule.log_dict
-    pl.LightningModule.log = pl.LightningModule.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        pl.LightningModule.log, pl.LightningModule.log_dict = known  # type: ignore[method-assign]
 
 
 _IN_32_BITS = (
@@ -246,17 +233,3 @@ def _attention(
         bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
         attn_mask = bias.expand(*query.shape[:3], key.shape[2])
     return torch_private.EFFICIENT_ATTENTION(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
-
-
-def prepared(cfg: Config, asked: Config, folder: Path) -> Attempt:
-    """Return an attempt whose example batch is made, and whose `auto` sizes are known.
-
-    Args:
-        cfg: for one CPU process; changed in place.
-        asked: as the user wrote it.
-    """
-    attempt = Attempt(cfg, asked, folder)
-    attempt.batch = example(attempt, longest=True)
-    for _, params, name in [*unfilled(cfg)]:
-        params.pop(name, None)
-    return attempt

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -19,7 +18,6 @@ from deeplightning.batches import batch_loss
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Scheduler
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count
-from deeplightning_plan.child import in_child
 from deeplightning_plan.short_training import ALONE, one_gpu, trained
 
 RECENT = 0.9  # weight of the past in the running mean of the losses, whose beginning is corrected as Adam's means are
@@ -109,9 +107,8 @@ def range_test(
     high: float,
     steps: int,
     out: Path,
-    redact: Callable[[str], str],
 ) -> list[str]:
-    """Test rates from `low` to `high` in a process of its own, and writes `NAME.lr.csv` and `NAME.lr.png` into `out`.
+    """Test rates from `low` to `high`, and write `NAME.lr.csv` and `NAME.lr.png` into `out`.
 
     Returns:
         lines for a person; the last is the override with the proposed rate.
@@ -127,15 +124,9 @@ def range_test(
         raise ConfigError(Fault(f"the range test changes the rate of one optimizer, and {why}", "model.optimizer"))
     cfg = load_config(config, [*overrides, *ALONE, *one_gpu(asked)])
 
-    def test() -> dict[str, Any]:
-        grows = _Grows(low, high, steps)
-        trained(cfg, grows)
-        return {"rates": grows.rates, "losses": grows.losses}
-
-    found, _ = in_child(test, None, redact)
-    if found is None:
-        raise RunError("the device has no memory left; `deeplightning batch CONFIG` finds a batch that fits")
-    curve = Curve(*(np.array(found[name], dtype=float) for name in ("rates", "losses")))
+    grows = _Grows(low, high, steps)
+    trained(cfg, grows)
+    curve = Curve(np.array(grows.rates, dtype=float), np.array(grows.losses, dtype=float))
     table, picture = (out / f"{config.stem}.lr.{ending}" for ending in ("csv", "png"))
     proposed = curve.proposed
     try:

@@ -174,7 +174,7 @@ def _learning(optimizers: Sequence[Any]) -> list[Tensor]:
 def _step(optimizers: Sequence[Any], shapes: dict[int, list[int]]) -> tuple[int, int]:
     """Return the bytes of state and of temporary tensors of optimizers for parameters of these shapes, by their ids."""
     found = [
-        _step_of(o, tuple(tuple((tuple(shapes[id(p)]), p.dtype) for p in g["params"]) for g in o.param_groups))
+        _stepped(o, tuple(tuple((tuple(shapes[id(p)]), p.dtype) for p in g["params"]) for g in o.param_groups))
         for o in optimizers
     ]
     return sum(state for state, _ in found), max((more for _, more in found), default=0)
@@ -184,17 +184,13 @@ def _flat_step(optimizers: Sequence[Any], groups: list[list[int]]) -> tuple[int,
     """Return the same bytes for flat tensors in 32 bits of these sizes, for each parameter group in turn."""
     left, found = iter(groups), list[tuple[int, int]]()
     for optimizer in optimizers:
-        shapes = [[([size], torch.float32) for size in next(left, [])] for _ in optimizer.param_groups]
+        shapes = tuple(tuple(((size,), torch.float32) for size in next(left, [])) for _ in optimizer.param_groups)
         found.append(_stepped(optimizer, shapes))
     return sum(state for state, _ in found), max((more for _, more in found), default=0)
 
 
 @functools.lru_cache(maxsize=32)
-def _step_of(optimizer: Any, shapes: tuple[Any, ...]) -> tuple[int, int]:
-    return _stepped(optimizer, [[(list(size), dtype) for size, dtype in group] for group in shapes])
-
-
-def _stepped(optimizer: Any, shapes: list[list[tuple[list[int], torch.dtype]]]) -> tuple[int, int]:
+def _stepped(optimizer: Any, shapes: tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]) -> tuple[int, int]:
     """Return the same bytes for one step of a copy of an optimizer over fake parameters of these shapes."""
     from deeplightning_plan.counted_step import Answers
 
@@ -207,9 +203,7 @@ def _stepped(optimizer: Any, shapes: list[list[tuple[list[int], torch.dtype]]]) 
             for parameter in made:
                 parameter.grad = torch.empty_like(parameter)
             groups.append({**group, "params": made})
-        takes = inspect.signature(
-            type(optimizer)
-        ).parameters  # the defaults of torch's AdamW are more than its arguments
+        takes = inspect.signature(type(optimizer)).parameters  # torch's AdamW has more defaults than arguments
         mine = type(optimizer)(groups, **{n: v for n, v in optimizer.defaults.items() if n in takes})
         tracker.add("parameters", [p for group in groups for p in group["params"]])
         tracker.add("gradients", [p.grad for group in groups for p in group["params"]])

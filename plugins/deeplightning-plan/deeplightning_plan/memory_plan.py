@@ -101,7 +101,7 @@ def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
     """Plan a config.
 
     Args:
-        attempt: made by `counted_step.prepared`.
+        attempt: with an example batch.
         cfg: as the user wrote it.
 
     Raises:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config
+from deeplightning.dry_run.diagnosis import Attempt
 from deeplightning.engine.plan import local_size
-from deeplightning.faults import count
+from deeplightning.faults import ConfigError, count
 from deeplightning_plan.batch_size import bytes_of
 from deeplightning_plan.gpu_cards import Card, card_of, known
 from deeplightning_plan.memory_plan import USABLE, Plan, Row, Setting, forecast, proposal
@@ -33,16 +35,18 @@ def gpus_of(text: str) -> Gpus:
     """Read `8x80GB`, `8xH100`, `80GB` or `H100`.
 
     Raises:
-        ValueError: it is none of these, or a card that is not in the table.
+        ConfigError: it is none of these, or a card that is not in the table.
     """
     found = re.fullmatch(r"(?:([1-9]\d*)\s*x\s*)?(.+)", text.strip())
     number, kind = (int(found[1] or 1), found[2]) if found else (0, "")
     if found is None or number > 100_000:
-        raise ValueError(f"must be a number and a size or a card, such as 8x80GB or 8xH100, not {text!r}")
+        raise ConfigError(f"--gpus must be a number and a size or a card, such as 8x80GB or 8xH100, not {text!r}")
     if re.match(r"[\d.]", kind):
-        return Gpus(number, bytes_of(kind), None)
+        return Gpus(number, bytes_of(kind, "--gpus"), None)
     if (card := card_of(kind)) is None:
-        raise ValueError(f"{kind} is not in the table, which has {known()}; name its memory, such as {number}x80GB")
+        raise ConfigError(
+            f"--gpus {kind} is not in the table, which has {known()}; name its memory, such as {number}x80GB"
+        )
     return Gpus(number, card.memory, card)
 
 
@@ -55,15 +59,18 @@ def plan_memory(cfg: Config, gpus: Gpus | None, nodes: int | None) -> tuple[Plan
     import gc
 
     from deeplightning.dry_run.isolation import drop_weights, offline, on_one_cpu, undisturbed
+    from deeplightning.dry_run.one_batch import example
     from deeplightning.faults import error_of
-    from deeplightning_plan.counted_step import prepared
 
     gc.enable()
     setting = setting_of(cfg, gpus, nodes)
     mine = on_one_cpu(cfg)
     drop_weights(mine)  # they take no other memory than random ones
     with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder:
-        attempt = prepared(mine, cfg, Path(folder))
+        attempt = Attempt(mine, cfg, Path(folder))
+        attempt.batch = example(attempt, longest=True)  # which makes the sizes known that are `auto`
+        for _, params, name in [*unfilled(mine)]:
+            params.pop(name, None)
         if attempt.faults:
             raise error_of(attempt.faults)
         return forecast(attempt, cfg, setting), setting

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from deeplightning.private.torch import storage_id
@@ -23,6 +23,9 @@ from deeplightning_plan.torch_private import DispatchMode, changes_in_place
 
 KINDS = ("parameters", "gradients", "state", "activations", "communication", "temporary")
 """Uses of memory. `activations`: what the forward pass allocates and keeps, the batch, the network's buffers."""
+
+MOST_BATCHES = 64
+"""After so many batches a task of its own loop that has not stepped its optimizer is taken to step no more."""
 
 _OF_PHASE = {"between": "activations", "forward": "activations"}
 
@@ -134,11 +137,6 @@ class MemoryTracker(DispatchMode):
         self.total -= size
 
 
-def gradients_of(module: nn.Module) -> list[Tensor]:
-    """Return the gradients of parameters that have one."""
-    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-
-
 def state_of(optimizer: Any) -> list[Tensor]:
     """Return the tensors in the state of an optimizer, or of the one that DeepSpeed's optimizer wraps."""
     inner = getattr(optimizer, "optimizer", optimizer)
@@ -146,25 +144,16 @@ def state_of(optimizer: Any) -> list[Tensor]:
 
 
 class Phases(pl.Callback):
-    """Tell a tracker the phase of a training step and the kinds of tensors, and end the training after some optimizer
-    steps.
-
-    The last step has the peaks.
-
-    Args:
-        tracker: the tracker.
-        steps: 1, or 2 to count a step that starts with optimizer state and gradients of an earlier step.
-        most: batches after which a task that has not stepped its optimizer is assumed not to.
+    """Tell a tracker the phase of a training step and the kinds of tensors, and end the training after an optimizer
+    step.
 
     Attributes:
         optimizers: of the training.
-        batches: of one optimizer step; 0: no step has been taken.
     """
 
-    def __init__(self, tracker: MemoryTracker, steps: int = 2, most: int = 64):
-        self.tracker, self.steps, self.most = tracker, steps, most
+    def __init__(self, tracker: MemoryTracker):
+        self.tracker = tracker
         self.optimizers: list[Any] = []
-        self.batches = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.optimizers = trainer.optimizers
@@ -189,20 +178,12 @@ class Phases(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self.tracker.phase = "optimizer"
-        self.tracker.add("gradients", gradients_of(pl_module))
+        self.tracker.add("gradients", (parameter.grad for parameter in pl_module.parameters()))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: object, batch: object, n: int) -> None:
         self.tracker.phase = "between"
         self.optimizers = trainer.optimizers
         for optimizer in trainer.optimizers:
             self.tracker.add("state", state_of(optimizer))
-        done = n + 1
-        if self.batches:
-            trainer.should_stop = done == 2 * self.batches
-        elif trainer.global_step:
-            self.batches = done
-            trainer.should_stop = self.steps == 1
-            if not trainer.should_stop:
-                self.tracker.reset()
-        elif done >= self.most:
+        if trainer.global_step or n + 1 >= MOST_BATCHES:
             trainer.should_stop = True

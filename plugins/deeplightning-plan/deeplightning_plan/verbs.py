@@ -52,10 +52,10 @@ def lr(config: Path, overrides: tuple[str, ...], low: float, high: float, steps:
     if not 0 < low < high:
         raise click.UsageError(f"--from {low:g} --to {high:g}: must be above 0, the first below the last")
     with stdout_for_the_result():
-        cfg = load(config, overrides)
+        load(config, overrides)  # shows its notices
         from deeplightning_plan.learning_rate import range_test
 
-        lines = range_test(config, overrides, low, high, steps, out, cfg.redact_message)
+        lines = range_test(config, overrides, low, high, steps, out)
     say("\n".join(lines))
 
 
@@ -73,10 +73,7 @@ def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: in
     cfg = load(config, overrides)
     from deeplightning_plan.batch_size import bytes_of, search
 
-    try:
-        limit = bytes_of(memory) if memory is not None else None
-    except ValueError as error:
-        raise click.UsageError(f"--memory {error}") from error
+    limit = bytes_of(memory, "--memory") if memory is not None else None
     for line in search(config, overrides, limit, most, steps, cfg.redact_message):
         say(line)
 
@@ -115,8 +112,17 @@ def plan(
         raise click.UsageError("--format k8s and --image go together: IMAGE has Deep Lightning and your own code")
     if memory or is_job:
         with stdout_for_the_result():
-            cfg, wanted = _for_elsewhere(config, overrides, importing=memory), _gpus(gpus)
-            text = _memory(cfg, wanted, nodes, form) if memory else _job(config, cfg, wanted, nodes, str(image))
+            from deeplightning_plan.memory_table import gpus_of, json_of, plan_memory, text_of
+
+            cfg, wanted = (
+                _for_elsewhere(config, overrides, importing=memory),
+                gpus_of(gpus) if gpus is not None else None,
+            )
+            if is_job:
+                text = _job(config, cfg, wanted, nodes, str(image))
+            else:
+                found, setting = plan_memory(cfg, wanted, nodes)
+                text = json_of(found, setting, cfg) if form == "json" else "\n".join(text_of(found, setting, cfg))
         say(text)
         return
     given = {"--gpus": gpus, "--nodes": nodes, "--format": form}
@@ -130,14 +136,6 @@ def plan(
     cfg = report.checked()
     show_notices(report)
     show(dump(plan_of(Job(cfg, located(config).absolute(), absolute(overrides)))))
-
-
-def _memory(cfg: "Config", gpus: "Gpus | None", nodes: int | None, form: str | None) -> str:
-    """Return the text of `plan --memory`."""
-    from deeplightning_plan import memory_table as table
-
-    found, setting = table.plan_memory(cfg, gpus, nodes)
-    return table.json_of(found, setting, cfg) if form == "json" else "\n".join(table.text_of(found, setting, cfg))
 
 
 def _job(config: Path, cfg: "Config", gpus: "Gpus | None", nodes: int | None, image: str) -> str:
@@ -166,13 +164,3 @@ def _for_elsewhere(config: Path, overrides: tuple[str, ...], importing: bool) ->
     if faults or report.config is None:
         raise error_of(faults or report.faults)
     return report.config
-
-
-def _gpus(text: str | None) -> "Gpus | None":
-    """Return what `--gpus` names."""
-    from deeplightning_plan.memory_table import gpus_of
-
-    try:
-        return gpus_of(text) if text is not None else None
-    except ValueError as error:
-        raise click.UsageError(f"--gpus {error}") from error

@@ -10,6 +10,8 @@ from deeplightning_plan.batch_size import bytes_of
 from deeplightning_plan.learning_rate import Curve
 from PIL import Image
 
+from deeplightning.faults import ConfigError
+
 HUNGRY = "model.network={type: own.Hungry}"
 
 
@@ -152,11 +154,11 @@ def test_ctrl_c_ends_the_process_that_measures(command, tiny, place, tmp_path):
 )
 def test_sizes_are_read(text, size):
     """With a unit of thousands or of 1024, or in bytes."""
-    assert bytes_of(text) == size
+    assert bytes_of(text, "--memory") == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "1.2.3GB", "8 apples"])
 def test_what_is_no_size_is_refused(text):
     """With two examples."""
-    with pytest.raises(ValueError, match="such as 8GB or 500MiB"):
-        bytes_of(text)
+    with pytest.raises(ConfigError, match="such as 8GB or 500MiB"):
+        bytes_of(text, "--memory")

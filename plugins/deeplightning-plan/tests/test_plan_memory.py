@@ -16,6 +16,7 @@ from torch import nn
 from deeplightning.checks.examine import load_config
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.text import TextData
+from deeplightning.faults import ConfigError
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[3]
@@ -235,7 +236,7 @@ def test_gpus_are_named_by_size_or_card(words, found):
 
 @pytest.mark.parametrize("words", ["8xB9000", "0x80GB", "8x", "", "eight"])
 def test_a_device_that_is_not_in_the_table_is_named(words):
-    with pytest.raises(ValueError, match=r"not in the table|must be"):
+    with pytest.raises(ConfigError, match=r"not in the table|must be"):
         gpus_of(words)
 
 
