@@ -79,7 +79,7 @@ class TableFile:
                 raise DataError(f"{path} cannot be read as a table: Empty CSV file.")
             self.names = named_columns(header, first)
         self._parse = csv.ParseOptions(
-            delimiter=form.delimiter, quote_char=quote or False, newlines_in_values=quote is not None and quote in text
+            delimiter=form.delimiter, quote_char=quote or False, newlines_in_values=quote is not None
         )
 
     # ---- CSV

@@ -19,6 +19,8 @@ from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import OnDemand
 from deeplightning.data.loading import Moments
 from deeplightning.data.table import TableData
+from deeplightning.data.table_files import TableFile
+from deeplightning.table_spec import TableFormat
 
 ROWS = 24_000  # of `place`: 1.5 MB, which pyarrow reads in two parts
 HEADER = ["age", "weight", "city", "new", "customer", "part", "day", "price", "kind"]
@@ -209,6 +211,16 @@ def test_errors_name_the_row(row, column, value, params, words, place, small):
     broken(place / "orders.csv", row, column, value, ROWS if row == 23000 else 9000)
     with pytest.raises((DataError, DataConfigError), match=words):
         ready(place, False, train="broken.csv", **params)
+
+
+def test_the_first_quote_may_be_anywhere(tmp_path):
+    """Behind what is read at first there may be values of several lines."""
+    lines = ["of a long note"] * 9
+    rows = [[number, (" " if number < 10_000 else "\n").join(lines)] for number in range(30_000)]
+    with (tmp_path / "t.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["number", "note"], *rows])
+    parts = [*TableFile(tmp_path / "t.csv", TableFormat()).parts({"note": "word"}, 1000)]
+    assert [part["note"].words[place] for part in parts for place in part["note"].indices] == [row[1] for row in rows]
 
 
 def test_a_column_of_names_is_refused_before_memory_is_full(place, monkeypatch, cache):
