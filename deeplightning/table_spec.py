@@ -15,6 +15,7 @@ import io
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date, datetime, timedelta
@@ -436,9 +437,8 @@ def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
         TableError: a line cannot be split.
     """
     above, quote = above_header(text, delimiter)
-    lines = io.StringIO(text, newline="")
-    for _ in range(above):
-        lines.readline()
+    lines = itertools.islice(io.StringIO(text, newline=""), above, None)
+    csv.field_size_limit(sys.maxsize)  # for training, a value may have any length
     quoted: dict[str, Any] = {"quotechar": quote} if quote else {"quoting": csv.QUOTE_NONE}
     reader = csv.reader(lines, delimiter=delimiter, strict=True, **quoted)
     try:
