@@ -42,7 +42,7 @@ LONGEST = 2000
 def keep_mistakes(record: Record, trainer: Any, stage: str, rows: list[dict[str, Any]]) -> None:
     """Keep the worst answers with their samples, where the data module shows these, for pictures and reports."""
     data: Any = getattr(trainer, "datamodule", None)
-    names = [str(name) for name in getattr(trainer.lightning_module, "class_names", ())]
+    names = [str(name) for name in getattr(trainer.lightning_module, "class_names", None) or ()]
     kept = []
     try:
         for row in worst(rows, names):

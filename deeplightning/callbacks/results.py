@@ -5,30 +5,35 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 from typing import Any
 
 import torch
 from pytorch_lightning import Callback, Trainer
 
 from deeplightning.callbacks.record import Record
-from deeplightning.runfolder import whole, write_whole
+from deeplightning.runfolder import write_whole
+
+log = logging.getLogger("deeplightning")
 
 
 class Results(Callback):
     """Write `<stage>_results.json` and the predictions of validate, test and predict.
 
-    A step that returns a mapping of columns (tensors of shape (B,) or lists of B texts), `index` among them, gives a
-    row per sample; rows of all processes are put in data order.
+    A step that returns a mapping of columns (tensors of shape (B,) or lists of B texts), the tensor `index` among them,
+    gives a row per sample; rows of all processes are put in data order. What is no column is left out.
     """
 
     def __init__(self, record: Record):
         self.record = record
         self._rows: list[dict[str, Any]] = []
 
-    def _collect(self, trainer: Trainer, pl_module: object, outputs: object, *_: object) -> None:
-        if trainer.state.fn == "fit" or not isinstance(outputs, dict) or "index" not in outputs:
+    def _collect(self, trainer: Trainer, pl_module: object, outputs: Any, *_: object) -> None:
+        index = outputs.get("index") if isinstance(outputs, dict) else None
+        if trainer.state.fn == "fit" or not isinstance(index, torch.Tensor) or index.ndim != 1:
             return
-        columns = {name: v.tolist() if isinstance(v, torch.Tensor) else list(v) for name, v in outputs.items()}
+        lists = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in outputs.items()}
+        columns = {name: v for name, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(index)}
         self._rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _collect  # type: ignore[assignment]
@@ -50,12 +55,14 @@ class Results(Callback):
         rows = sorted((row for row in rows if row["index"] >= 0), key=lambda row: row["index"])
         if rows:
             path = folder.predictions if stage == "predict" else folder.stage_predictions(stage)
-            with whole(path) as file:
-                text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-                writer = csv.DictWriter(text, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-                text.detach()  # or it would close the file
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, list({name: None for row in rows for name in row}))
+            writer.writeheader()
+            writer.writerows(rows)
+            write_whole(path, text.getvalue())
+        elif stage == "predict":
+            why = "`predict_step` returns no `index`, a tensor (B,) of the positions of the batch's samples"
+            log.info("%-10s no predictions.csv: %s", stage, why)
         if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
             from deeplightning.callbacks.on_request import keep_mistakes
 

@@ -4,14 +4,17 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 import yaml
 from conftest import digest
 from tiny import csv_rows
 
+from deeplightning.callbacks.results import Results
 from deeplightning.checks.examine import examine
 from deeplightning.checks.explain import explain
 from deeplightning.cli.listing import listing
@@ -96,6 +99,47 @@ def test_results_are_on_the_disk_whole_or_not_at_all(fit, monkeypatch):
     assert "test_acc" in json.loads((done.folder / "test_results.json").read_text())
     assert len(written) >= 2
     assert all(name.startswith(".test_") for name in written), written
+
+
+class Answers(pl.LightningModule):
+    """A user's module, whose steps return numbers of the batch beside columns, as plain Lightning allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def test_step(self, batch, batch_idx):
+        at = torch.arange(len(batch)) + 4 * batch_idx
+        more = {"last": ["yes"] * len(batch)} if len(batch) < 4 else {}
+        return {
+            "loss": batch.mean(),
+            "batch": batch_idx,
+            "index": at,
+            "value": batch[:, 0],
+            "names": ("a", "b"),
+            **more,
+        }
+
+    def predict_step(self, batch, batch_idx):
+        return {"index": batch_idx, "value": batch}
+
+
+def test_what_is_no_column_of_a_users_step_is_left_out_of_the_rows_and_no_rows_are_said(tmp_path, caplog):
+    """Plain Lightning takes any mapping; only tensors and lists of a row per sample become columns."""
+    record = SimpleNamespace(folder=RunFolder(tmp_path), cfg=SimpleNamespace(logger=SimpleNamespace(pictures=None)))
+    trainer = pl.Trainer(
+        callbacks=[Results(record)], logger=False, accelerator="cpu", enable_progress_bar=False, max_epochs=1
+    )
+    loader, task = torch.utils.data.DataLoader(torch.arange(7.0)[:, None], batch_size=4), Answers()
+    trainer.test(task, loader, verbose=False)
+    rows = csv_rows(tmp_path / "test_predictions.csv")
+    assert [row["value"] for row in rows] == [str(float(number)) for number in range(7)]
+    assert {*rows[0]} == {"index", "value", "last"}
+    assert (rows[0]["last"], rows[-1]["last"]) == ("", "yes")
+    with caplog.at_level("INFO", "deeplightning"):
+        trainer.predict(task, loader)
+    assert not (tmp_path / "predictions.csv").exists()
+    assert "no predictions.csv" in caplog.text
 
 
 # ---- the learning rate
