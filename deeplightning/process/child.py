@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import IO, TextIO
 
-from deeplightning.faults import ERRORS, RunError
+from deeplightning.faults import ERRORS, Fault, RunError
 
 LAST_LINES = 40
 """Number of stderr lines kept for an error message."""
@@ -85,6 +85,7 @@ def watch(
     if interrupted:
         raise KeyboardInterrupt
     if code != 0:
-        notes = [line.removeprefix("error: ") for line in last if line.startswith("error")]
-        raise ERRORS.get(code, RunError)("\n".join(notes or last[-1:] or [f"it ended with exit code {code}"]))
+        notes = [Fault(line.removeprefix("error: ")) for line in last if line.startswith("error")]
+        ended = "; its last line: ".join([f"the command ended with exit code {code}", *last[-1:]])
+        raise ERRORS.get(code, RunError)(notes or ended)
     return found

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 import deeplightning as dl
-from deeplightning.faults import CheckpointError, ConfigError, UserError
+from deeplightning.faults import CheckpointError, ConfigError, RunError, UserError
+from deeplightning.process.child import watch
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
 
@@ -135,6 +136,7 @@ def test_faults_are_exceptions(config, capfd, tmp_path):
         dl.train(config | {"seed": "seven"}, ["train.num_epoch=3"])
     assert "dict: seed: must be a whole number or null, not the text 'seven'" in str(caught.value)
     assert "train.num_epoch: unknown key. Did you mean num_epochs?" in str(caught.value)
+    assert len(caught.value.faults) == len(str(caught.value).splitlines()) == 2
     assert "unknown key" not in capfd.readouterr().err
     with pytest.raises(ConfigError, match=r"missing\.yaml: there is no such config file"):
         dl.train(tmp_path / "missing.yaml")
@@ -142,6 +144,13 @@ def test_faults_are_exceptions(config, capfd, tmp_path):
         dl.train(config | {"seed": np.float64(1)})
     with pytest.raises(CheckpointError, match="There is no run folder"):
         dl.load_run(tmp_path / "nothing")
+
+
+def test_a_training_that_is_killed_is_an_exception_with_its_exit_code():
+    """The last line before the end, such as a warning, does not pass for the reason."""
+    code = "import os, sys; print('a warning', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+    with pytest.raises(RunError, match="the command ended with exit code 137; its last line: a warning"):
+        watch([sys.executable, "-c", code], {}, "nothing")
 
 
 def test_a_config_object_that_was_changed_is_what_trains_and_a_training_that_fails_is_an_exception(
