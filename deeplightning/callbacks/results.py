@@ -61,8 +61,7 @@ class Results(Callback):
             writer.writerows(rows)
             write_whole(path, text.getvalue())
         elif stage == "predict":
-            why = "`predict_step` returns no `index`, a tensor (B,) of the positions of the batch's samples"
-            log.info("%-10s no predictions.csv: %s", stage, why)
+            log.info("%-10s no predictions.csv: `predict_step` returns no `index`, a tensor (B,) of positions", stage)
         if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
             from deeplightning.callbacks.on_request import keep_mistakes
 
