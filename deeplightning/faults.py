@@ -172,12 +172,17 @@ def install(module: str) -> str:
     return f"pip install {_PACKAGES.get(top) or PROJECTS.get(top, top)}"
 
 
+OF_A_SCRIPT = " A run is a process of its own: put the class of a script or notebook into a file, and name that."
+"""A sentence on names in `__main__`."""
+
+
 def no_module(top: str, name: str, known: Collection[str], places: Collection[str] = ()) -> ValueError:
     """Return the error for a target whose first part is not a module; `places` were searched too."""
     if top.startswith("deeplightning_") and (plugin := plugin_of(top)):
         return Missing(not_installed(plugin))
     is_known = top in _PACKAGES or top in PROJECTS
-    hint = f" It is a package that is not installed here: {install(top)}." if is_known else nearest(top, known)
+    hint = OF_A_SCRIPT if top == "__main__" else nearest(top, known)
+    hint = f" It is a package that is not installed here: {install(top)}." if is_known else hint
     searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
     return (Missing if is_known else ValueError)(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deeplightning.faults import SetupError
+from deeplightning.faults import OF_A_SCRIPT, SetupError
 from deeplightning.runfolder import start_folder
 
 ROOTS = "DEEPLIGHTNING_ROOTS"
@@ -239,6 +239,8 @@ def _warn_if_hides(own: ModuleSpec) -> None:
 def read_from(name: str, file: object) -> str:
     """Return a sentence on the file that a name of a config was looked up in; "": there is no question."""
     top = name.partition(".")[0]
+    if top == "__main__":
+        return OF_A_SCRIPT
     return f" `{top}` was read from {short(file)}." if top not in LIBRARIES and isinstance(file, str) else ""
 
 

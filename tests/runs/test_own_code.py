@@ -126,6 +126,8 @@ def test_a_message_on_a_name_says_which_file_was_read(command, tiny, place, tmp_
         assert "wave has no `Nett`. Did you mean wave.Net? `wave` was read from wave.py." in outcome.err, outcome
         outcome = command("check", *importing, tiny, "model.network={type: yaml.Nett}", cwd=tmp_path)
         assert f"yaml has no `Nett`. `yaml` was read from {yaml.__file__}." in outcome.err, outcome
+        outcome = command("check", *importing, tiny, "model.network={type: __main__.Nett}", cwd=tmp_path)
+        assert "put the class of a script or notebook into a file" in outcome.err, outcome
 
 
 @pytest.mark.parametrize("module", ["serve", pytest.param("deeplightning.torch_server", marks=pytest.mark.slow)])
