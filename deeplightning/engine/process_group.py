@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning_fabric.utilities.rank_zero import rank_zero_only
@@ -119,11 +120,11 @@ class CountsOnce:
     def process_dataloader(self, dataloader: object) -> object:
         """Make a validation or test loader that is split over the processes repeat no sample."""
         trainer: Any = self.lightning_module.trainer
-        is_eval = trainer.state.fn != "fit" or trainer.validating
-        if not is_eval or not isinstance(dataloader, DataLoader) or type(dataloader.batch_sampler) is not BatchSampler:
+        if not isinstance(dataloader, DataLoader) or type(dataloader.batch_sampler) is not BatchSampler:
             return dataloader
         sampler: Any = dataloader.sampler
-        if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.drop_last:
+        known = (DistributedSampler, DistributedSamplerWrapper)
+        if trainer.training or type(sampler) not in known or sampler.drop_last:
             return dataloader
         once = EachOnce(sampler, dataloader.batch_sampler.batch_size, dataloader.batch_sampler.drop_last)
         if once.is_possible:
@@ -135,6 +136,16 @@ class CountsOnce:
                 *(len(sampler.dataset), once.batch_size, sampler.num_replicas),
             )
         return dataloader
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather as Lightning does; where the rows are not as many in each process of an evaluation, fill up."""
+        gather: Any = super().all_gather  # type: ignore[misc]
+        if tensor.ndim and not self.lightning_module.trainer.training:
+            rows = gather(torch.tensor(len(tensor), device=tensor.device), group)
+            if rows.min() < rows.max():
+                warnings.warn("`all_gather` repeats the last row of processes that have fewer rows", stacklevel=2)
+            tensor = tensor[torch.arange(int(rows.max())).clamp(max=len(tensor) - 1)]
+        return gather(tensor, group, sync_grads)  # type: ignore[no-any-return]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce as Lightning does, but average integers, such as sample counts, as floats (2.6.6)."""

@@ -1,6 +1,8 @@
 """BatchIndices: each sample once over all ranks, in an order that only seed and epoch decide."""
 
 import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 
 from deeplightning.data.of_datasets import OfDatasets
 from deeplightning.data.samplers import PADDING, BatchIndices, sort_values
-from deeplightning.engine.process_group import EachOnce
+from deeplightning.engine.process_group import CountsOnce, EachOnce
 
 
 def ranks(size: int, batch_size: int, world: int, **options) -> list[list[list[int]]]:
@@ -159,6 +161,25 @@ def test_a_set_that_is_judged_is_split_without_repeating_a_sample(shuffle, drop_
         seen = [position for of in batches for batch in of for position in batch]
         assert len(set(seen)) == len(seen) > samples - world * size
         assert drop_last or sorted(seen) == list(range(samples))
+
+
+@pytest.mark.parametrize("is_judged", [True, False])
+def test_rows_of_a_set_that_is_judged_are_gathered_although_a_process_has_fewer(is_judged):
+    """As plain Lightning, which repeats a sample, gathers them; in training nothing is asked of other processes."""
+    asked = []
+
+    class Gathers:
+        def all_gather(self, tensor, group=None, sync_grads=False):
+            asked.append(tensor.tolist())
+            return torch.stack([tensor, tensor + 1])  # the other process has a row more
+
+    strategy = type("Strategy", (CountsOnce, Gathers), {})()
+    strategy.lightning_module = SimpleNamespace(trainer=SimpleNamespace(training=not is_judged))
+    with pytest.warns(UserWarning, match="repeats the last row") if is_judged else nullcontext():
+        strategy.all_gather(torch.tensor([[1.0], [2.0]]))
+    assert asked == ([2, [[1.0], [2.0], [2.0]]] if is_judged else [[[1.0], [2.0]]])
+    strategy.all_gather(torch.tensor(5.0))
+    assert asked[-1] == 5.0
 
 
 class Sized(Dataset):
