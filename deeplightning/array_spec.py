@@ -189,10 +189,8 @@ def read_signal(path: Path) -> np.ndarray:
         signal = readers[path.suffix.lower()](path)
     except (ArrayError, OSError):
         raise
-    except Exception as error:  # csv, wave and float each raise their own
-        hint = (
-            ". Save it with PCM samples: ffmpeg -i FILE -c:a pcm_s16le NEW.wav" if path.suffix.lower() == ".wav" else ""
-        )
+    except Exception as error:  # csv and wave each raise their own
+        hint = ". Save it with PCM samples: ffmpeg -i FILE -c:a pcm_s16le NEW.wav" * (path.suffix.lower() == ".wav")
         raise ArrayError(f"this is not a signal: {error}{hint}") from error
     signal = signal[None] if signal.ndim == 1 else signal
     if signal.ndim != 2 or 0 in signal.shape:
@@ -201,14 +199,20 @@ def read_signal(path: Path) -> np.ndarray:
 
 
 def _csv(path: Path) -> np.ndarray:
-    text = [line.strip(" ") for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    from deeplightning.table_spec import decoded  # imported lazily: a server does without
+
+    text = [line.strip(" ") for line in decoded(path.read_bytes(), "latin-1").rstrip().splitlines()]
     delimiter = next((sign for sign in "\t;, " if sign in (text or [""])[-1]), ",")
     if delimiter != ",":
         text = [line.replace(",", ".") for line in text]
-    lines = [line for line in csv.reader(text, delimiter=delimiter, skipinitialspace=True) if line]
-    if lines and not all(map(is_number, lines[0])):
-        lines = lines[1:]
-    return np.array([[float(cell) for cell in line] for line in lines]).T
+    reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True)
+    lines = [(reader.line_num, line) for line in reader if line]
+    if lines and any(cell and not is_number(cell) for cell in lines[0][1]):
+        del lines[0]  # the header
+    for number, line in lines:
+        if len(line) != len(lines[0][1]) or not all(map(is_number, line)):
+            raise ValueError(f"line {number}, {delimiter.join(line)!r:.60}, must have a number for each channel")
+    return np.array([[float(cell) for cell in line] for _, line in lines]).T
 
 
 def _wav(path: Path) -> np.ndarray:
@@ -221,8 +225,7 @@ def _wav(path: Path) -> np.ndarray:
         values = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
     elif width == 3:
         bytes_of = np.frombuffer(data, np.uint8).reshape(-1, 3)
-        whole = np.zeros((len(bytes_of), 4), np.uint8)
-        whole[:, 1:] = bytes_of
+        whole = np.pad(bytes_of, ((0, 0), (1, 0)))
         values = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
     else:
         values = np.frombuffer(data, f"<i{width}").astype(np.float32) / float(2 ** (8 * width - 1))

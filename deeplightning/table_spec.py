@@ -289,13 +289,9 @@ class TableSpec:
                 f"{_named('column', absent)} missing; a row has {', '.join(column.name for column in self.columns)}, "
                 f"and this one has {', '.join(_shown(name) for name in [*row][:10]) or 'none'}."
             )
-        return np.array(
-            [
-                *(self._number(column, row[column.name]) for column in self.numbers),
-                *(self._code(column, row[column.name]) for column in self.categories),
-            ],
-            np.float32,
-        )
+        numbers = [self._number(column, row[column.name]) for column in self.numbers]
+        codes = [self._code(column, row[column.name]) for column in self.categories]
+        return np.array([*numbers, *codes], np.float32)
 
     def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Prepare rows; return float32 (N, F)"""

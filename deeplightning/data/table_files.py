@@ -323,10 +323,7 @@ def kind_of_file(path: Path) -> str:
     Raises:
         DataError: it is something that is not read; the message has the command that converts it.
     """
-    name = path.name.lower()
-    for end in (".gz", ".bz2", ".zst"):
-        name = name.removesuffix(end)
-    end = Path(name).suffix
+    end = Path(re.sub(r"\.(gz|bz2|zst)$", "", path.name.lower())).suffix
     if end in _CONVERTED:
         command = f'python -c "import pandas; {_CONVERTED[end]}"'.format(path.name, path.stem)
         raise DataError(f"{path}: a file {end} is not read as a table. In its folder, this converts it: {command}")

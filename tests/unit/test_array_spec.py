@@ -98,6 +98,22 @@ def test_a_first_line_with_a_gap_is_no_header(tmp_path):
     assert [*rows_of_csv("# a,b\nnan,nan\n1,2\n")[1]] == ["# a", "b"]
 
 
+def test_a_csv_file_of_a_signal_is_read_as_it_comes(tmp_path):
+    """With empty lines at its end and a header in any encoding; a gap is named by its line, the first one too."""
+    path = tmp_path / "a.csv"
+    for data in ("Zeit;µV\n1,5;2\n\n".encode("cp1252"), "t\tµV\n1,5\t2\n".encode("utf-16"), b"1.5 2\n \n"):
+        path.write_bytes(data)
+        assert read_signal(path).tolist() == [[1.5], [2]]
+    for text, line in (
+        ("x,y\n1,2\n,3\n", "line 3, ',3',"),
+        (",3\n1,2\n", "line 1, ',3',"),
+        ("1,2\n3\n", "line 2, '3',"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ArrayError, match=f"{line} must have a number for each channel"):
+            read_signal(path)
+
+
 def test_a_spec_travels_as_plain_types():
     """And what is no spec is refused with what is wrong."""
     assert ArraySpec.from_dict(SPEC.to_dict()) == SPEC
