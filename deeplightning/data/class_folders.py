@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ class ClassFolders:
     Attributes:
         root: the folder.
         word: for a file, in messages, such as image.
-        endings: of the files, in lower case; others are ignored.
+        endings: of the files, in lower case; others are ignored, and the log counts them.
     """
 
     root: Path
@@ -77,16 +78,21 @@ class ClassFolders:
 
     def _files(self, folder: Path, classes: list[str], is_complete: bool) -> tuple[list[str], np.ndarray]:
         """Return the files of one set; `is_complete`: each class must have one."""
-        paths, labels = list[str](), list[int]()
+        paths, labels, others = list[str](), list[int](), Counter[str]()
+        known = f"holds no {self.word} ({', '.join(self.endings)})"
         for label, name in enumerate(classes):
-            counted = sorted(str(path) for path in files_below(folder / name) if self._counts(path))
+            below = [*files_below(folder / name)]
+            counted = sorted(str(path) for path in below if self._counts(path))
             if is_complete and not counted:
-                hint = "Put some there, or remove the folder."
-                raise DataError(f"{folder / name} holds no {self.word} ({', '.join(self.endings)}). {hint}")
+                raise DataError(f"{folder / name} {known}. Put some there, or remove the folder.")
             paths += counted
             labels += [label] * len(counted)
+            others.update(path.suffix or "no ending" for path in below if not self._counts(path))
         if not paths:
-            raise DataError(f"{folder} holds no {self.word} ({', '.join(self.endings)}).")
+            raise DataError(f"{folder} {known}.")
+        if others:
+            ends = ", ".join(f"{end} ({number})" for end, number in others.most_common(9))
+            log.warning("Ignored below %s, by the end of the name: %s", folder, ends)
         return paths, np.array(labels, dtype=np.int64)
 
 

@@ -36,13 +36,7 @@ class ImageFolder(ImageFiles):
             process decodes all images at each start.
     """
 
-    def __init__(
-        self,
-        cfg: PartConfig,
-        *args: Any,
-        on_bad_image: Literal["error", "skip"] = "error",
-        **options: Any,
-    ):
+    def __init__(self, cfg: PartConfig, *args: Any, on_bad_image: Literal["error", "skip"] = "error", **options: Any):
         super().__init__(cfg, *args, **options)
         self.root = self.root_folder("the images")
         self.folders = ClassFolders(self.root, "image", EXTENSIONS)

@@ -76,6 +76,15 @@ def test_what_is_missing_is_named(tmp_path, change, words):
     assert error.value.exit_code == 3
 
 
+def test_other_files_are_counted(tmp_path, caplog):
+    """So that nobody trains on a part of the data without knowing; hidden files do not count."""
+    make(tmp_path, *DIVIDED)
+    for name in ("a.npz", "b.npz", "README", ".hidden"):
+        (tmp_path / "train" / "cat" / name).touch()
+    signals(tmp_path)
+    assert f"Ignored below {tmp_path / 'train'}, by the end of the name: .npz (2), no ending (1)" in caplog.text
+
+
 def test_mean_and_deviation_of_each_channel(tmp_path):
     """Of the training signals alone; a channel that never changes has the deviation 1."""
     make(tmp_path, *DIVIDED)
