@@ -85,10 +85,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         from deeplightning.callbacks.start import Recompute
 
         callbacks.append(Recompute(cfg.engine.activation_checkpointing))
-    if cfg.engine.profiler == "flops":
-        from deeplightning.callbacks.on_request import Flops
-
-        callbacks.append(Flops(record))
     if cfg.logger.gradient_norm:
         from deeplightning.callbacks.gradients import GradientNorm
 
@@ -97,14 +93,15 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         from deeplightning.callbacks.gradients import AdaptiveClip
 
         callbacks.append(AdaptiveClip(train.gradient_clip.value))
-    if cfg.logger.pictures is not None:
-        from deeplightning.callbacks.on_request import ShowPictures
+    if cfg.engine.profiler == "flops" or cfg.logger.pictures is not None or cfg.logger.histograms is not None:
+        from deeplightning.callbacks import on_request
 
-        callbacks.append(ShowPictures(cfg.logger.pictures, record))
-    if cfg.logger.histograms is not None:
-        from deeplightning.callbacks.on_request import Histograms
-
-        callbacks.append(Histograms(cfg.logger.histograms, record))
+        if cfg.engine.profiler == "flops":
+            callbacks.append(on_request.Flops(record))
+        if cfg.logger.pictures is not None:
+            callbacks.append(on_request.ShowPictures(cfg.logger.pictures, record))
+        if cfg.logger.histograms is not None:
+            callbacks.append(on_request.Histograms(cfg.logger.histograms, record))
     if train.val_every_n_epoch < 1 and not train.fast:
         callbacks.append(steps.ValidateParts(train.val_every_n_epoch))
     if train.accumulator_factor > 1 and train.accumulator_epoch > 0:

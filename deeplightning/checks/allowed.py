@@ -80,11 +80,7 @@ def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
 
 
 def report_unknown(report: Report, cls: type, section: Entry, key: str, name: str) -> None:
-    """Report a key that a section, an instance of `cls`, does not have, with what it may mean.
-
-    Args:
-        key: of the section; "": the whole config.
-    """
+    """Report a key that a section, an instance of `cls` at `key`, does not have, with what it may mean."""
     known, prefix, item = [f.name for f in schema.keys(cls)], f"{key}." if key else "", section.value[name]
     here = prefix + name
     others = known if key else {*known, "_base_", *plugins.section_names()}

@@ -52,15 +52,13 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
         seed_all(cfg.seed, 0)
     if section == "data" and cfg.data.module.type == OWN_LOADERS:
         return None
-    has_auto = any(unfilled(cfg))
-    if section == "model" and has_auto:
-        from deeplightning.run.resolve_auto import refuse_unfilled
+    if has_auto := any(unfilled(cfg)):
+        from deeplightning.run.resolve_auto import fill, refuse_unfilled
 
-        refuse_unfilled(cfg)
+        if section == "model":
+            refuse_unfilled(cfg)
     module = build(getattr(cfg, section).module, cfg)
     if section == "data" and has_auto:
-        from deeplightning.run.resolve_auto import fill
-
         fill(cfg, module, read)
     if section == "data" and cfg.train.overfit is not None:
         _overfit(module, cfg.train.overfit)

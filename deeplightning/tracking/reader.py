@@ -44,11 +44,7 @@ def open_reader(store: Store) -> "DatabaseReader | Client":
 
 
 def client_of(store: Store) -> "Client":
-    """Return MLflow's client on a store, which writes too; imports MLflow.
-
-    Raises:
-        SetupError: MLflow cannot be imported, or the store not be used.
-    """
+    """Return MLflow's client on a store, which writes too; import MLflow."""
     from deeplightning.tracking.client import Client
 
     return Client(store)

@@ -220,7 +220,11 @@ class Sender:
                 continue
             error = None
             try:
-                delivery = self._delivery = self._delivery or self._make_delivery()
+                if self._delivery is None:
+                    with NO_FORK:  # it imports
+                        from deeplightning.tracking.delivery import Delivery
+                    self._delivery = Delivery(self._store, self._run_id, self._metrics, self._client)
+                delivery = self._delivery
                 if self._begins_again:
                     delivery.position, self._begins_again = safe_position(self._metrics), False
                 delivery.send(until)
@@ -231,12 +235,6 @@ class Sender:
                 error = raised
             with self._change:
                 self._note(until, held, error)
-
-    def _make_delivery(self) -> "Delivery":
-        with NO_FORK:  # it imports
-            from deeplightning.tracking.delivery import Delivery
-
-        return Delivery(self._store, self._run_id, self._metrics, self._client)
 
     def _end(self) -> None:
         """Let go of the files: all is sent."""
