@@ -107,9 +107,7 @@ class ImageSpec:
         for name, default in (("mean", 0.0), ("std", 1.0)):
             values = getattr(self, name)
             if not are_numbers(values) or len(values) not in (0, self.channels):
-                raise ValueError(
-                    f"{name} must be {self.channels} finite number(s) for mode {self.mode}, not {values!r}"
-                )
+                raise ValueError(f"{name} must be {self.channels} finite numbers for mode {self.mode}, not {values!r}")
             object.__setattr__(self, name, tuple(map(float, values)) or (default,) * self.channels)
         if min(self.std) <= 0:
             raise ValueError(f"std must be positive, not {self.std!r}")

@@ -188,8 +188,7 @@ def refuse_without(callbacks: list[object], checkpoint: Mapping[str, object], pa
 
 
 def _saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None:
-    saved = checkpoint.get(KEY)
-    if saved is None:
+    if (saved := checkpoint.get(KEY)) is None:
         return None
     types = {"settings": dict, "steps": int, "updates": int, "weights": dict}
     for name, wanted in types.items():

@@ -310,36 +310,25 @@ def _labelled(label: str, text: str) -> str:
 
 def _bar() -> Any:
     """Return rich's progress bar with one task, below what else is printed; nothing refreshes it by itself."""
+    from rich import progress
     from rich.console import Console as Screen
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
     from rich.table import Column
     from rich.text import Text
 
-    class Numbers(ProgressColumn):
+    class Numbers(progress.ProgressColumn):
         """The column that is cut where a terminal is narrow."""
 
-        def render(self, task: Task) -> Text:
+        def render(self, task: progress.Task) -> Text:
             return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
 
-    bar = BarColumn(10, table_column=Column(no_wrap=True))
-    steps = MofNCompleteColumn(table_column=Column(no_wrap=True))
-    left = TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
-    progress = Progress(
-        *(TextColumn("{task.description}"), bar, steps, left, Numbers()),
-        console=Screen(file=sys.stdout, highlight=False),
-        auto_refresh=False,
-        transient=True,
-    )
-    progress.add_task("", total=None, text="")
-    return progress
+    bar = progress.BarColumn(10, table_column=Column(no_wrap=True))
+    steps = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+    left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+    columns = (progress.TextColumn("{task.description}"), bar, steps, left, Numbers())
+    screen = Screen(file=sys.stdout, highlight=False)
+    shown = progress.Progress(*columns, console=screen, auto_refresh=False, transient=True)
+    shown.add_task("", total=None, text="")
+    return shown
 
 
 def _rate(value: float) -> str:

@@ -72,9 +72,7 @@ def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
     elif {"labels", "predicted_labels"} <= columns:
         shown = {"true": "labels", "predicted": "predicted_labels"}
         rows = [row for row in rows if row["labels"] != row["predicted_labels"]]
-        rows.sort(
-            key=lambda r: len({*r["labels"].split("|")} ^ {*r["predicted_labels"].split("|")} - {""}), reverse=True
-        )
+        rows.sort(key=lambda r: -len({*r["labels"].split("|")} ^ {*r["predicted_labels"].split("|")} - {""}))
     else:
         return []
     return [{"index": row["index"], **{name: row[of] for name, of in shown.items()}} for row in rows[:MISTAKES]]

@@ -218,9 +218,7 @@ class DataOfSets(pl.LightningDataModule):
         if "all" in found:
             whole = found["all"]
             if len(whole) < 10:
-                raise DataError(
-                    f"{self._describe()}: {len(whole)} samples are too few to divide 80/10/10: at least 10."
-                )
+                raise DataError(f"{self._describe()}: {len(whole)} samples are too few to divide 80/10/10: at least 10")
             tenths = self._folds(whole, 10, _SPLIT_TEST)
             splits["test"] = whole.take(np.flatnonzero(tenths == 0))
             splits["train"] = whole.take(np.flatnonzero(tenths != 0))

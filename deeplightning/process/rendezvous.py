@@ -233,9 +233,7 @@ def _join(address: str, port: int, world: int) -> Any:
     if not found or isinstance(found[0], Exception):
         reason = f": {first_line(found[0])}" if found else "; what listens there is not a torch store"
         where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
-        raise SetupError(
-            f"{where}: rank 0 does not answer there after {limit:g} s{reason}; set both to where it starts"
-        )
+        raise SetupError(f"{where}: rank 0 does not answer there after {limit:g} s{reason}; set both to where it is")
     return found[0]
 
 

@@ -32,9 +32,7 @@ def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None =
     """
     text = os.fspath(run)
     if not text.strip():
-        raise CheckpointError(
-            "No run was given. Name a run folder, an MLflow run id, runs:/ID or models:/NAME/VERSION."
-        )
+        raise CheckpointError("No run was given. Name a folder, an MLflow run id, runs:/ID or models:/NAME/VERSION.")
     if text.startswith("models:/"):
         return _of_model(text, locate(tracking_uri))
     if text.startswith("runs:/"):
