@@ -60,7 +60,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     module = build(getattr(cfg, section).module, cfg)
     if section == "data" and has_auto:
         fill(cfg, module, read)
-    if section == "data" and cfg.train.overfit is not None:
+    if cfg.train.overfit is not None and (section == "data" or cfg.data.module.type == OWN_LOADERS):
         _overfit(module, cfg.train.overfit)
     if section == "model" and cfg.engine.channels_last:
         lay_channels_last(module)
@@ -112,24 +112,27 @@ def init_trainer(cfg: Config) -> pl.Trainer:
 
 
 def _overfit(data: Any, number: int) -> None:
-    """Make a data module return its first `number` training batches in each epoch, for training and validation.
+    """Make a data module, or a task with its own loaders, train and validate on its first `number` training batches.
 
     They are read once and kept in memory. Later changes to a batch, such as augmentation, still apply.
     """
-    data.train_dataloader = data.val_dataloader = functools.cache(
-        functools.partial(_first, data.train_dataloader, number)
-    )
+    first = functools.partial(_first, data.train_dataloader, number)
+    data.train_dataloader = data.val_dataloader = functools.cache(first)
 
 
 def _first(make: Callable[[], Any], number: int) -> Sequence[object]:
-    """Return the first batches of the first epoch of the loader that `make` creates; Lightning takes a list for several
-    loaders."""
-    loader: Any = make()
-    sampler: Any = getattr(loader, "sampler", None)
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(0)
-        sampler.start = 0  # that of a resumed run is behind the batches that are done
-    kept = list(itertools.islice(loader, number))
+    """Return the first batches of the first epoch of the loader that `make` creates, or of several together as
+    Lightning reads them, which takes a list for several loaders."""
+    from pytorch_lightning.utilities import CombinedLoader
+
+    made = make()
+    loader = made if isinstance(made, CombinedLoader) else CombinedLoader(made, "max_size_cycle")
+    for each in loader.flattened:
+        sampler: Any = getattr(each, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(0)
+            sampler.start = 0  # that of a resumed run is behind the batches that are done
+    kept = [batch for batch, *_ in itertools.islice(loader, number)]
     more = ", which has no more" if len(kept) < number else ""
     log.info("%-10s %d batches of the training set%s, for training and validation", "overfit", len(kept), more)
     return UserList(kept)

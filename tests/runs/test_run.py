@@ -9,6 +9,8 @@ import torch
 from conftest import OWN, digest, weights
 from tiny import csv_rows
 
+from deeplightning.checks.examine import load_config
+from deeplightning.run.assemble import init_module
 from deeplightning.runfolder import RunFolder
 
 BEST = "train.checkpoint={monitor: val_acc, mode: min}"  # so that the first of two epochs is best
@@ -312,6 +314,29 @@ def test_overfit_trains_and_validates_on_the_same_batches(train, tmp_path):
     assert found == {"train": first * 3, "val": first * 3}
     assert first[0] != first[1]
     assert "overfit    2 batches of the training set, for training and validation" in run.out
+
+
+def test_overfit_keeps_batches_of_several_loaders_and_of_a_module_with_its_own(tmp_path, monkeypatch):
+    """As Lightning reads a dict of loaders, a CombinedLoader, or one; a module's own loaders count as data."""
+    (tmp_path / "loaders_of_mine.py").write_text(
+        "import pytorch_lightning as pl\nfrom pytorch_lightning.utilities import CombinedLoader\n"
+        "from torch.utils.data import DataLoader\n\n\nclass Own(pl.LightningModule):\n"
+        "    def __init__(self, kind: str):\n        super().__init__()\n        self.kind = kind\n\n"
+        "    def train_dataloader(self):\n"
+        "        both = {'a': DataLoader(range(6), batch_size=2), 'b': DataLoader(range(3), batch_size=3)}\n"
+        "        return {'dict': both, 'combined': CombinedLoader(both, 'min_size'), 'one': both['a']}[self.kind]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for kind in ("dict", "combined", "one"):
+        module = {"type": "loaders_of_mine.Own", "params": {"kind": kind}}
+        cfg = load_config({"model": {"module": module}, "train": {"num_epochs": 1, "overfit": 2}})
+        task = init_module(cfg, "model")
+        assert task.train_dataloader() is task.val_dataloader()
+        found[kind] = str([*task.train_dataloader()]).replace("tensor", "")
+    assert found["dict"] == "[{'a': ([0, 1]), 'b': ([0, 1, 2])}, {'a': ([2, 3]), 'b': ([0, 1, 2])}]"
+    assert found["combined"] == "[{'a': ([0, 1]), 'b': ([0, 1, 2])}]"
+    assert found["one"] == "[([0, 1]), ([2, 3])]"
 
 
 def test_an_overfitted_run_resumes_bit_for_bit(train):
