@@ -50,9 +50,7 @@ class ClassFolders:
             raise DataError(f"{self.root} is not a folder. Set data.root to the one that holds the {self.word}s.")
         top = self.sets().get("train", self.root)
         if not (names := _folders(top)):
-            raise DataError(
-                f"{top} holds no folder. Put the {self.word}s of each class into a folder of the class's name."
-            )
+            raise DataError(f"{top} holds no folder. Put the {self.word}s of each class into a folder of its name.")
         if wrong := next((name for name in names if re.search("[\ud800-\udfff]", name)), None):
             raise DataError(f"{top}: the name of the folder {wrong!r} is not UTF-8. Rename it.")
         return names

@@ -60,9 +60,7 @@ def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer, fused: bool 
         MisfitError: a group matches nothing, or the schedule lacks its metric or a number.
     """
     if model.optimizer is None:
-        raise MisfitError(
-            "model.optimizer: this task needs one, for example {type: torch.optim.SGD, params: {lr: 0.01}}"
-        )
+        raise MisfitError("model.optimizer: this task needs one, such as {type: torch.optim.SGD, params: {lr: 0.01}}")
     optimizer = _optimizer(network, model.optimizer, "model.optimizer", trainer, fused)
     if model.scheduler is None:
         return optimizer

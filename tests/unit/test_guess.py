@@ -353,7 +353,7 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("signal", {"a/1.npy": "", "b/1.txt": ""}, "d/b holds no signal"),
         ("signal", {"a/1.npy": "", "b/1.npy": ""}, "d/a/1.npy cannot be read as a signal"),
         ("text", "x,y\n" + "".join(f"text {i},{i}\n" for i in range(20)), "none of its columns (x, y) has classes"),
-        ("images", {}, "d holds no folder. Put the pictures of each class into a folder of the class's name"),
+        ("images", {}, "d holds no folder. Put the pictures of each class into a folder of its name"),
         (
             "images",
             {"train/a.png": "", "test/b.png": ""},
