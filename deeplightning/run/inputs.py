@@ -100,8 +100,7 @@ def _opened(path: Path) -> Any:
 
 def _bytes(path: Path) -> bytes:
     with _opened(path) as file:
-        found: bytes = file.read()
-    return found
+        return bytes(file.read())
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -166,9 +165,12 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.compute as pc
     from pyarrow import parquet
 
-    def as_trained(column: Any) -> Any:  # dates and times are texts there
-        is_text = pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type)
-        return pc.cast(column, pa.string()) if is_text else column
+    def as_trained(column: Any) -> Any:  # dates, times, decimal numbers and bytes are texts there
+        of, kind = pa.types, column.type
+        if of.is_temporal(kind) or of.is_decimal(kind) or of.is_binary(kind) or of.is_fixed_size_binary(kind):
+            with contextlib.suppress(pa.ArrowException):  # bytes that are no text
+                return pc.cast(column, pa.string())
+        return column
 
     try:
         with parquet.ParquetFile(path) as file:

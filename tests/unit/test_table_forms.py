@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from modules import data_config
+from pyarrow import parquet as parquet_file
 
 from deeplightning.cli.guess import Columns
 from deeplightning.cli.guess_columns import TARGETS
@@ -413,6 +414,17 @@ def test_values_of_other_types_are_those_of_the_training(name):
     for other in names:  # as files of the tests
         module = prepared({**params, "test": other, "unknown": "refuse"})
         assert module.dataset("test").small["label"].tolist() == [0, 1] * 10
+
+
+def test_bytes_of_parquet_are_the_words_of_the_training():
+    """As Spark and Impala write texts; bytes that are no text are ignored by both."""
+    codes = {"a": pa.array([b"k", b"l"] * 10), "b": pa.array([b"kk", b"ll"] * 10, pa.binary(2))}
+    rows = pa.table({**codes, "other": pa.array([b"\xff"] * 20), "y": pa.array(["p", "q"] * 10)})
+    parquet_file.write_table(rows, "t.parquet")
+    kinds = {"a": "category", "b": "category", "other": "ignore"}
+    spec = prepared({"train": "t.parquet", "target": "y", "columns": kinds}).table_spec
+    asked = [spec.prepare(row).tolist() for _, row in inputs_of(Path("t.parquet"), "table", spec)]
+    assert asked == [[1, 1], [2, 2]] * 10
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.jsonl"])
