@@ -21,7 +21,7 @@ from deeplightning.array_spec import ArrayError, ArraySpec
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Divisible, InMemory, OnDemand
-from deeplightning.data.loading import ColumnData, Moments, checked_names
+from deeplightning.data.loading import MOST_CLASSES, ColumnData, Moments, checked_names
 
 _CHUNK = 4096  # arrays of which mean and deviation are summed at a time
 
@@ -148,6 +148,7 @@ class ArrayData(ColumnData):
     def _labels(self, targets: np.ndarray, source: str) -> np.ndarray:
         """Return the class of each sample, int64 (N,). Names that are not given are found in the first targets."""
         if targets.dtype.kind in "US":
+            targets = targets if targets.dtype.kind == "U" else np.char.decode(targets, "utf-8", "backslashreplace")
             if not self.class_names:
                 self.class_names = [str(word) for word in np.unique(targets)]
             numbers = {name: number for number, name in enumerate(self.class_names)}
@@ -155,12 +156,12 @@ class ArrayData(ColumnData):
         else:
             labels = targets.astype(np.int64)
             if not self.class_names:
-                self.class_names = [str(number) for number in range(int(labels.max()) + 1)]
+                self.class_names = [str(number) for number in range(min(int(labels.max()), MOST_CLASSES) + 1)]
         if ((labels < 0) | (labels >= len(self.class_names))).any():
             place = int(((labels < 0) | (labels >= len(self.class_names))).argmax())
             raise DataError(
                 f"{source}: target {place} is {targets[place]!s:.40}, and the {len(self.class_names)} classes are "
-                f"{', '.join(self.class_names):.200}."
+                f"{', '.join(self.class_names):.200}. Classes are texts, or numbered from 0; other numbers are floats."
             )
         return labels
 
@@ -195,8 +196,7 @@ class ArrayData(ColumnData):
         if self.class_names:
             others = {"label": target}
         else:
-            target = target.float()
-            others = {"target": target[:, 0].clone() if target.shape[1] == 1 else target}
+            others = {"target": (target[:, 0].clone() if target.shape[1] == 1 else target).float()}
         if not self._fits(4 * math.prod(spec.shape)):
             return OnDemand(samples, partial(_scaled, spec), others)
         try:
@@ -225,8 +225,7 @@ def mapped(path: Path, key: str) -> np.ndarray:
             entry = archive.getinfo(f"{key}.npy")
             if entry.compress_type != zipfile.ZIP_STORED:
                 with np.load(path, allow_pickle=False) as file:
-                    found: np.ndarray = file[key]
-                    return found
+                    return np.asarray(file[key])
         with path.open("rb") as stream:
             stream.seek(entry.header_offset + 26)
             lengths = stream.read(4)  # of the name and of what is behind it, in the file's own header

@@ -29,6 +29,9 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
 }
 """The sets that a stage needs; None: all stages."""
 
+MOST_CLASSES = 1_000_000
+"""A label above it is refused: it is a number, such as that of a customer, and no class."""
+
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared samples, all sets together, up to which they are held in memory: per process, 1 GiB."""
 

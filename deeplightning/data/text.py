@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, Divisible, OnDemand
-from deeplightning.data.loading import DataOfSets, checked_names
+from deeplightning.data.loading import MOST_CLASSES, DataOfSets, checked_names
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
 
 _COLUMNS = ("sentence", "label", "index")
@@ -204,7 +204,7 @@ class TextData(DataOfSets):
                 raise DataError(f"{found[split].path} has no labels; only a test file may lack them.")
         assert train.labels is not None
         if not self.class_names:
-            self.class_names = [str(number) for number in range(int(train.labels.max()) + 1)]
+            self.class_names = [str(number) for number in range(min(int(train.labels.max()), MOST_CLASSES) + 1)]
         classes = len(self.class_names)
         for texts in found.values():
             if texts.labels is not None and (texts.labels >= classes).any():

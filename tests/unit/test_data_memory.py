@@ -11,7 +11,8 @@ import torch
 from modules import data_config
 
 from deeplightning.data import datasets
-from deeplightning.data.arrays import Arrays, mapped
+from deeplightning.data.arrays import ArrayData, Arrays, mapped
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import InMemory, move_where_there_is_room
 from deeplightning.data.digits import Digits
 from deeplightning.data.images import ImageData
@@ -85,3 +86,21 @@ def test_a_loader_worker_maps_arrays_again(tmp_path, order):
     np.testing.assert_array_equal(pickle.loads(sent).load(every), values)
     part = pickle.loads(pickle.dumps(Arrays(inputs[100:], every[:400], every[:400], every[:400])))
     np.testing.assert_array_equal(part.load(every[:400]), values[100:])
+
+
+def test_a_whole_number_that_is_no_class_takes_no_memory(tmp_path):
+    """Such as a price: each class below it would have a name. Texts of bytes are classes by what they spell."""
+    inputs = np.arange(40.0).reshape(20, 2)
+    for targets, expected in (
+        (["höch".encode(), b"low"], ["höch", "low"]),
+        ([1, 2], ["0", "1", "2"]),
+        ([0, 10**12], None),
+    ):
+        np.savez(tmp_path / "a.npz", x=inputs, y=np.array(targets * 10))
+        module = ArrayData(data_config(tmp_path), "a.npz")
+        if expected is None:
+            with pytest.raises(DataError, match=r"target 1 is 1000000000000, and .* numbered from 0; other .* floats"):
+                module.setup()
+        else:
+            module.setup()
+            assert module.class_names == expected

@@ -154,6 +154,9 @@ def test_a_label_outside_the_classes_is_told_with_its_line(tmp_path):
         TextData(data_config(tmp_path), "train", "dev").setup()
     with pytest.raises(DataError, match="train, line 2: the label 1 is outside the 1 classes"):
         TextData(data_config(tmp_path), "train", class_names=["good"]).setup()
+    tsv(tmp_path / "ids", [*FILMS, ("what", 999_999_999)])
+    with pytest.raises(DataError, match="ids, line 6: the label 999999999 is outside the 1000001 classes"):
+        TextData(data_config(tmp_path), "ids").setup()
 
 
 def test_what_is_missing_is_named(tmp_path):
