@@ -156,7 +156,7 @@ class Supervised(pl.LightningModule):
             f"needs tensors {needed}: return a mapping with these keys, or a tuple {forms}"
         )
         if found is not None and ({"label", "target"} & {*found}) - {*wanted}:
-            message += ". Of a table, data.module.params.columns makes the target a number or a category"
+            message += ". A table's data.module.params.columns, or an array's dtype, makes it a number or a category"
         raise MisfitError(message, "data.module")
 
     def inputs(self, batch: Batch) -> Tensor:
