@@ -50,7 +50,7 @@ def stage_of(metric: str) -> tuple[str, str]:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an exception, or its cause, says that the machine or a device is out of memory.
+    """Return whether an exception says that the machine or a device is out of memory.
 
     Torch has no class for the memory of the CPU (2.15): its allocator and oneDNN raise RuntimeError, and so does Python
     if a thread cannot be started.
@@ -58,9 +58,7 @@ def lacks_memory(error: BaseException) -> bool:
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         return True
     text = str(error) if isinstance(error, RuntimeError) else ""
-    cause = error.__cause__ or error.__context__
-    is_said = _UNSUPPORTED not in text and any(words in text for words in _NO_MEMORY)
-    return is_said or (cause is not None and lacks_memory(cause))
+    return _UNSUPPORTED not in text and any(words in text for words in _NO_MEMORY)
 
 
 def free_memory() -> int | None:

@@ -114,7 +114,7 @@ class ImageData(DataOfSets):
         """The pictures of all sets, mapped from the cache, uint8 (R, C, H, W), and by the `id` of the samples of a set
         their rows, int64 (N,); None: there is no cache, or they are no files."""
         sets = [*self._samples.values()]
-        if any(isinstance(samples.items, np.ndarray) for samples in sets):
+        if any(isinstance(getattr(samples, "items", None), np.ndarray) for samples in sets):
             return None
         from deeplightning.data.cache import decoded
         from deeplightning.data.cache_files import cache_folder

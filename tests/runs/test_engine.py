@@ -12,7 +12,7 @@ from deeplightning.callbacks.start import Recompute
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.checks.explain import explain
 from deeplightning.config.schema import BACKENDS, PRECISIONS
-from deeplightning.engine import devices, plan
+from deeplightning.engine import devices
 from deeplightning.engine.plan import effective_batch, trainer_arguments
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
@@ -71,7 +71,7 @@ def test_each_older_backend_is_todays_with_one_notice(old, today, settled):
 @pytest.mark.parametrize("old", PRECISIONS)
 def test_each_older_precision_is_half_precision(old, settled, monkeypatch):
     """Of DeepSpeed's engine, which all of them go with; on the CPU that is bf16, which is a notice of its own."""
-    monkeypatch.setattr(plan, "cpu_computes_bf16", lambda: True)
+    monkeypatch.setattr(devices, "cpu_computes_bf16", lambda: True)
     cfg = settled("engine.processes=2", "engine.backend=deepspeed_stage_2", f"engine.precision={old}")
     first, second = (notice.text for notice in cfg.notices)
     assert first.startswith(f"engine.precision: {old} → 16-mixed ({old} is its older name")

@@ -188,7 +188,10 @@ def _in_child(
         try:
             found: object = work()
         except Exception as error:
-            if not lacks_memory(error):
+            cause: BaseException | None = error
+            while cause is not None and not lacks_memory(cause):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
                 return report(error, redact)
             found = None
         os.write(writing, json.dumps(found).encode())

@@ -114,10 +114,8 @@ def plan(
         with stdout_for_the_result():
             from deeplightning_plan.memory_table import gpus_of, json_of, plan_memory, text_of
 
-            cfg, wanted = (
-                _for_elsewhere(config, overrides, importing=memory),
-                gpus_of(gpus) if gpus is not None else None,
-            )
+            cfg = _for_elsewhere(config, overrides, importing=memory)
+            wanted = gpus_of(gpus) if gpus is not None else None
             if is_job:
                 text = _job(config, cfg, wanted, nodes, str(image))
             else:
