@@ -46,7 +46,7 @@ class Text:
         return []
 
     def admit(self, source: "Source") -> None:
-        """Compare the names in a tree with what may be built from it: anything."""
+        """Allow every name in a tree; the config of a foreign run allows some."""
 
 
 Given = Mapping[str, Any] | Text

@@ -90,7 +90,7 @@ class ClassFolders:
             raise DataError(f"{folder} {known}.")
         if others:
             ends = ", ".join(f"{end} ({number})" for end, number in others.most_common(9))
-            log.warning("Ignored below %s, by the end of the name: %s", folder, ends)
+            log.warning("Files ignored in %s, by ending: %s", folder, ends)
         return paths, np.array(labels, dtype=np.int64)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from deeplightning.faults import RunError
 from deeplightning.process.identity import Identity, identity
 
 log = logging.getLogger("deeplightning")
@@ -138,13 +139,19 @@ class CountsOnce:
         return dataloader
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather as Lightning does; where the rows are not as many in each process of an evaluation, fill up."""
+        """Gather as Lightning does; where processes of an evaluation have different numbers of rows, fill up.
+
+        Raises:
+            RunError: on every process, if one of them has no row to repeat.
+        """
         gather: Any = super().all_gather  # type: ignore[misc]
         if tensor.ndim and not self.lightning_module.trainer.training:
             rows = gather(torch.tensor(len(tensor), device=tensor.device), group)
             if rows.min() < rows.max():
+                if rows.min() == 0:
+                    raise RunError(f"`all_gather` got no row of some processes, and up to {int(rows.max())} of others")
                 warnings.warn("`all_gather` repeats the last row of processes that have fewer rows", stacklevel=2)
-            tensor = tensor[torch.arange(int(rows.max())).clamp(max=len(tensor) - 1)]
+                tensor = tensor[torch.arange(int(rows.max())).clamp(max=len(tensor) - 1)]
         return gather(tensor, group, sync_grads)  # type: ignore[no-any-return]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

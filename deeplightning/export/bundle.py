@@ -208,7 +208,7 @@ def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int
             f"Set the network's number of {names.replace('class', 'classe')}s to the data's, and train again."
         )
     if not np.isfinite(expected).all():
-        raise CheckpointError(f"The network's {kind.output} are not finite: its weights are damaged or diverged.")
+        raise CheckpointError(f"The network's {kind.output} are not finite: weights are damaged, or training diverged.")
     if not kind.has_labels and not (expected.min() >= 0 and expected.max() <= 1):
         raise CheckpointError(
             f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "

@@ -68,7 +68,7 @@ class Sender:
         self._store, self._run_id, self._metrics, self._client = store, run_id, metrics, client
         self._afterwards = afterwards
         self._delivery: Delivery | None = None
-        self._begins_again = False  # behind what another process is known to have sent
+        self._begins_again = False  # from a safe position: another process has ended while it was sending
         self._sample, self._sample_seconds = sample, sample_seconds
         self._file: MetricsFile | None = None
         self._claim: Claim | None = None

@@ -82,7 +82,7 @@ def test_other_files_are_counted(tmp_path, caplog):
     for name in ("a.npz", "b.npz", "README", ".hidden"):
         (tmp_path / "train" / "cat" / name).touch()
     signals(tmp_path)
-    assert f"Ignored below {tmp_path / 'train'}, by the end of the name: .npz (2), no ending (1)" in caplog.text
+    assert f"Files ignored in {tmp_path / 'train'}, by ending: .npz (2), no ending (1)" in caplog.text
 
 
 def test_mean_and_deviation_of_each_channel(tmp_path):

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 from deeplightning.data.of_datasets import OfDatasets
 from deeplightning.data.samplers import PADDING, BatchIndices, sort_values
 from deeplightning.engine.process_group import CountsOnce, EachOnce
+from deeplightning.faults import RunError
 
 
 def ranks(size: int, batch_size: int, world: int, **options) -> list[list[list[int]]]:
@@ -180,6 +181,9 @@ def test_rows_of_a_set_that_is_judged_are_gathered_although_a_process_has_fewer(
     assert asked == ([2, [[1.0], [2.0], [2.0]]] if is_judged else [[[1.0], [2.0]]])
     strategy.all_gather(torch.tensor(5.0))
     assert asked[-1] == 5.0
+    if is_judged:
+        with pytest.raises(RunError, match="no row of some processes, and up to 1 of others"):
+            strategy.all_gather(torch.zeros(0, 1))
 
 
 class Sized(Dataset):
