@@ -252,7 +252,7 @@ def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     from deeplightning.callbacks import callback_of
     from deeplightning.callbacks.record import Record
-    from deeplightning.checks.examine import load_config
+    from deeplightning.config.examine import load_config
     from deeplightning.run.assemble import init_module, init_trainer
 
     monkeypatch.chdir(place)

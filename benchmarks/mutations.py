@@ -494,8 +494,7 @@ def _is_type(file: File, path: Path_) -> bool:
 
 def _legal(configs: list[Config]) -> set[str]:
     """Return words that a typo must not become: those of shipped configs, of the tables above, and of the schema."""
-    from deeplightning.checks import allowed
-    from deeplightning.config import schema
+    from deeplightning.config import allowed, schema
 
     words = {str(part) for config in configs for file in config.files for path in file.pairs for part in path}
     words |= {f.name for _, section in allowed.sections(schema.Config) for f in schema.keys(section)}

@@ -125,7 +125,7 @@ def planned(network: str, engine: str, precision: str, folder: Path) -> Any:
     """Return the plan's row for the same training, without callbacks."""
     from deeplightning_plan.memory_table import plan_memory
 
-    from deeplightning.checks.examine import load_config
+    from deeplightning.config.examine import load_config
 
     cfg = load_config(str(config(network, engine, precision, folder, "")))
     if engine == "fsdp":

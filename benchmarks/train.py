@@ -32,7 +32,7 @@ import side_by_side
 from side_by_side import Bound, table
 from timed import LIMIT_SECONDS, PEERS, Took, digest, in_turn, make_mnist, make_pictures, ratio, run
 
-from deeplightning.engine.devices import cpu_computes_bf16
+from deeplightning.config.devices import cpu_computes_bf16
 
 RAW, BY_HAND = "raw PyTorch", "raw PyTorch, batches from memory"
 LIGHTNING, CLI = "Lightning, MLFlowLogger", "LightningCLI, MLFlowLogger"

@@ -20,7 +20,7 @@ from deeplightning.version import __version__
 
 if TYPE_CHECKING:
     from deeplightning.api import Run, load_run, train
-    from deeplightning.checks.examine import load_config
+    from deeplightning.config.examine import load_config
     from deeplightning.config.target import build
     from deeplightning.run.assemble import init_module, init_trainer
     from deeplightning.run.load import trained_task
@@ -32,7 +32,7 @@ _HOMES = {
     "build": "config.target",
     "init_module": "run.assemble",
     "init_trainer": "run.assemble",
-    "load_config": "checks.examine",
+    "load_config": "config.examine",
     "load_run": "api",
     "predict_files": "run.predict",
     "resolve_run": "tracking",

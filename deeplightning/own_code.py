@@ -37,7 +37,7 @@ SEAL = "seal.json"
 config files."""
 
 LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
-"""Names that always mean what is installed: a foreign config may name these alone, see `deeplightning.checks.trust`."""
+"""Names that always mean what is installed: a foreign config may name these alone, see `deeplightning.config.trust`."""
 
 _NEVER_OWN = {*LIBRARIES, "serve", *sys.builtin_module_names}
 

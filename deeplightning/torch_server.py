@@ -2,7 +2,7 @@
 that ONNX cannot express.
 
 The run's own code is imported; the code of a foreign run is first compared with what is allowed
-(`deeplightning.checks.trust`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
+(`deeplightning.config.trust`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 
 import json

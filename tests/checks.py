@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.examine import check
+from deeplightning.config.examine import check
 from deeplightning.config.schema import Config
 
 CPU_SECONDS = 2  # with the imports

@@ -7,7 +7,7 @@ process, which is common on a machine with one GPU.
 from typing import Any
 
 from deeplightning import cli
-from deeplightning.checks import examine
+from deeplightning.config import examine
 
 
 def keep_backend() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deeplightning.checks.combinations import RULES, Rule
+from deeplightning.config.combinations import RULES, Rule
 from deeplightning.config.schema import (
     Backend,
     Call,

@@ -15,11 +15,11 @@ import typing
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
-from deeplightning.checks.allowed import describe, sections
-from deeplightning.checks.signature_check import SIMPLE
 from deeplightning.config import schema
+from deeplightning.config.allowed import describe, sections
 from deeplightning.config.plugins import config_class
 from deeplightning.config.schema import options_of
+from deeplightning.config.signature_check import SIMPLE
 from deeplightning.config.tree import line, parse, plain
 
 Json = dict[str, Any]

@@ -23,9 +23,9 @@ from combination_tables import engines, table
 
 from deeplightning import faults
 from deeplightning.array_spec import ArraySpec
-from deeplightning.checks.allowed import sections
 from deeplightning.cli import cli, manual
 from deeplightning.config import schema
+from deeplightning.config.allowed import sections
 from deeplightning.config.schema import options_of
 from deeplightning.config.tree import dump
 from deeplightning.kinds import KINDS

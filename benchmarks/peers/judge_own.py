@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 import torch
 from train_own import Pictures
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.data.datasets import Samples
 from deeplightning.run.assemble import init_module, init_trainer
 

@@ -20,8 +20,8 @@ from deeplightning.callbacks import describe
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.describe import samples_behind
 from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
+from deeplightning.config.machine import effective_batch
 from deeplightning.config.schema import Config, Target
-from deeplightning.engine.plan import effective_batch
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from deeplightning.config.machine import world_size
 from deeplightning.config.packages import HOME
 from deeplightning.config.schema import Config, Target
-from deeplightning.engine.plan import world_size
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder, start_folder
 from deeplightning.tracking.store import locate

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.address import is_address
 from deeplightning.callbacks.describe import data_name
-from deeplightning.checks.own_runs import note_own
+from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
 from deeplightning.config.secrets import redact

@@ -17,8 +17,8 @@ from pytorch_lightning.utilities.seed import isolate_rng
 from torch import distributed
 from torch.utils.data import IterableDataset
 
-from deeplightning.checks.signature_check import Imported
 from deeplightning.config.schema import Config, Target
+from deeplightning.config.signature_check import Imported
 from deeplightning.faults import CheckpointError
 from deeplightning.private.lightning import before_batches, restart_epoch, training_loaders
 

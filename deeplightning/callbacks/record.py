@@ -27,11 +27,11 @@ from deeplightning.callbacks.describe import data_name, engine_in_words, network
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.callbacks.resumption import Resumption, check_schedules
-from deeplightning.checks.own_runs import note_own
+from deeplightning.config.machine import world_size
+from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
 from deeplightning.config.tree import dump, parse, plain
-from deeplightning.engine.plan import world_size
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log

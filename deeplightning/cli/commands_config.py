@@ -163,7 +163,7 @@ def explain(config: Path, overrides: tuple[str, ...]) -> None:
 
     For a KEY: its value, type and meaning, and who set it.
     """
-    from deeplightning.checks import explain as of
+    from deeplightning.config import explain as of
     from deeplightning.config.source import is_file
 
     keys = [word for word in overrides if "=" not in word and not word.startswith(("~", "+")) and not is_file(word)]

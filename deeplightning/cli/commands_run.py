@@ -186,7 +186,7 @@ def report(run: str, out: Path | None) -> None:
     It has curves, pictures of the answers, metrics, mistakes, config and environment. Without --out it is report.html
     in RUN, or in the working directory if RUN was not made on this machine. Nothing of RUN is executed.
     """
-    from deeplightning.checks.own_runs import is_own
+    from deeplightning.config.own_runs import is_own
     from deeplightning.report.facts import facts
     from deeplightning.report.write import report as report_of
     from deeplightning.report.write import write_report, write_run

@@ -2,7 +2,7 @@
 
 A run with a bundle is served without torch, and nothing that its config names is imported. Without one, a bundle is
 made first; where ONNX cannot express the network, torch answers (`deeplightning.torch_server`). Both import what the
-config names, if `deeplightning.checks.trust` admits it.
+config names, if `deeplightning.config.trust` admits it.
 """
 
 import os
@@ -10,11 +10,11 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from deeplightning.checks.examine import section
-from deeplightning.checks.trust import RunConfig, refuse_links, run_config
+from deeplightning.config.examine import section
 from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read
 from deeplightning.config.tree import entry_at, line, plain
+from deeplightning.config.trust import RunConfig, refuse_links, run_config
 from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
 from deeplightning.private.lazy_imports import import_lazily
 from deeplightning.process.terminal import say

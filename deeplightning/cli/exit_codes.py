@@ -64,8 +64,8 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
 
     Of several processes one shows the first cause, and all end with its exit code.
     """
+    from deeplightning.config.gpus import unusable
     from deeplightning.config.target import needs
-    from deeplightning.engine.gpus import unusable
     from deeplightning.process import failure, member
 
     code = getattr(error, "exit_code", None)

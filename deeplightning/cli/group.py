@@ -21,7 +21,7 @@ from deeplightning.process.terminal import say
 from deeplightning.version import __version__
 
 if TYPE_CHECKING:
-    from deeplightning.checks.report import Report
+    from deeplightning.config.report import Report
     from deeplightning.runfolder import RunFolder
 
 Verb = TypeVar("Verb", bound=Callable[..., object])
@@ -203,7 +203,7 @@ with_code = click.option(
 
 
 def load(config: Path, overrides: tuple[str, ...]) -> Any:
-    from deeplightning.checks.examine import load_config
+    from deeplightning.config.examine import load_config
     from deeplightning.private.lazy_imports import import_lazily
 
     import_lazily()
@@ -217,7 +217,7 @@ def session() -> Session:
 
 
 def examine_config(config: Path, overrides: tuple[str, ...], importing: bool) -> Any:
-    from deeplightning.checks.examine import examine
+    from deeplightning.config.examine import examine
 
     if importing:
         from deeplightning.private.lazy_imports import import_lazily

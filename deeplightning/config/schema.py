@@ -452,7 +452,7 @@ class PluginSection(Section):
         """Add what is wrong with the section to the report of a config whose sections could all be read.
 
         Args:
-            report: a `deeplightning.checks.report.Report`.
+            report: a `deeplightning.config.report.Report`.
             examine: checks the same config without this section and with further overrides, and returns its report.
         """
 

@@ -33,7 +33,7 @@ def on_one_cpu(cfg: Config) -> Config:
     """Return a copy of a config that runs in this process, on the CPU."""
     mine = copy.deepcopy(cfg)
     engine = mine.engine
-    if engine.gpus is not None:  # half precision on CPU is bf16, see `deeplightning.engine.plan.settle`
+    if engine.gpus is not None:  # half precision on CPU is bf16, see `deeplightning.config.machine.settle`
         words = {16: "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
         engine.precision = words.get(engine.precision, engine.precision)  # type: ignore[arg-type, assignment]
     engine.gpus, engine.backend, engine.params, engine.profiler = None, None, {}, None

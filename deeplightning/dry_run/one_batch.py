@@ -28,7 +28,7 @@ from deeplightning.dry_run.diagnosis import (
     targets_of,
 )
 from deeplightning.dry_run.isolation import InMemory, Nowhere, wants_network
-from deeplightning.engine.plan import clip_arguments, trainer_arguments
+from deeplightning.engine.trainer_arguments import clip_arguments, trainer_arguments
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.kinds import KINDS, has_spec
 from deeplightning.run.assemble import init_module

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from deeplightning import own_code
+from deeplightning.config.machine import world_size
 from deeplightning.config.plugins import DRY_RUN, load
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import Attempt, faults_of, targets_of
 from deeplightning.dry_run.isolation import drop_weights, offline, on_one_cpu, undisturbed, wants_network
 from deeplightning.dry_run.one_batch import take_steps
-from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, nearest, not_installed
 from deeplightning.private.messages import Sentence
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deeplightning.config import plugins
+from deeplightning.config.machine import address_of, by_hand, is_elsewhere, local_size
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
-from deeplightning.engine.plan import address_of, by_hand, is_elsewhere, local_size
 from deeplightning.launch.job import Job, Launcher, ProcessHooks, Start, TrialJobs
 from deeplightning.own_code import ROOTS, add_import_roots, original_roots
 from deeplightning.private.python import import_in_spawned

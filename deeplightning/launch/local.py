@@ -15,8 +15,8 @@ from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from deeplightning.config.machine import local_size
 from deeplightning.config.source import compose
-from deeplightning.engine.plan import local_size
 from deeplightning.faults import SetupError
 from deeplightning.launch.job import Job, Start
 from deeplightning.launch.sealed import PREFIX, seal

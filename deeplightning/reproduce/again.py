@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deeplightning.address import is_address
-from deeplightning.checks.own_runs import is_own_code
+from deeplightning.config.own_runs import is_own_code
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, RunError, SetupError

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.trust import RunConfig, refuse_links, run_config
 from deeplightning.config.source import read
 from deeplightning.config.tree import flat, plain
+from deeplightning.config.trust import RunConfig, refuse_links, run_config
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.claims import find_run
@@ -33,7 +33,7 @@ class PastRun:
     folder: RunFolder
     store: Store | None  # that tracks it; None if unknown, as for a copied folder
     run_id: str | None  # in that store
-    trust: bool = False  # this and the next as in `deeplightning.checks.trust.run_config`
+    trust: bool = False  # this and the next as in `deeplightning.config.trust.run_config`
     allow: Sequence[str] = ()
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ def past_run(run: str, remote: bool = True, trust: bool = False, allow: Sequence
 
     Args:
         remote: for a run folder, query remote stores too.
-        trust, allow: as in `deeplightning.checks.trust.run_config`.
+        trust, allow: as in `deeplightning.config.trust.run_config`.
 
     Raises:
         CheckpointError: there is no such run; or it is untrusted, and its config is not plain or it has a link outside.

@@ -15,11 +15,11 @@ from collections import UserList
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.checks.examine import OWN_LOADERS
 from deeplightning.config.auto_values import unfilled
+from deeplightning.config.examine import OWN_LOADERS
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
-from deeplightning.engine.plan import clip_arguments, trainer_arguments
+from deeplightning.engine.trainer_arguments import clip_arguments, trainer_arguments
 from deeplightning.launch import apply_environment
 from deeplightning.process import garbage
 

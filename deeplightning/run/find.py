@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from deeplightning.checks.trust import run_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
+from deeplightning.config.trust import run_config
 from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.runfolder import RunFolder, from_start, start_folder
 from deeplightning.tracking import resolve_run

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.examine import load_config
-from deeplightning.checks.own_runs import is_own_code
-from deeplightning.checks.trust import refuse_links, run_config
+from deeplightning.config.examine import load_config
+from deeplightning.config.own_runs import is_own_code
 from deeplightning.config.schema import Config, Engine, defaults
 from deeplightning.config.source import read
 from deeplightning.config.tree import line
+from deeplightning.config.trust import refuse_links, run_config
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.own_code import add_import_roots
 from deeplightning.run.assemble import init_module
@@ -55,7 +55,7 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     """Return the task of a run with its best weights on the CPU, the run's config, and the checkpoint's path.
 
     Args:
-        allow: modules that the config of a foreign run may name, as in `deeplightning.checks.trust.run_config`.
+        allow: modules that the config of a foreign run may name, as in `deeplightning.config.trust.run_config`.
         verb: the command, for messages.
 
     Raises:
@@ -86,7 +86,7 @@ def load_run(
     Args:
         verb: the command, for messages.
         needed: the keys of `_REPLACEMENTS` that this use builds.
-        allow: modules that the config of a foreign run may name, as in `deeplightning.checks.trust.run_config`.
+        allow: modules that the config of a foreign run may name, as in `deeplightning.config.trust.run_config`.
 
     Raises:
         ConfigError: with all other faults.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from deeplightning.config.auto_values import BALANCED, DECLARED, WEIGHT, WEIGHTS, unfilled
+from deeplightning.config.machine import world_size
 from deeplightning.config.schema import Config
-from deeplightning.engine.plan import world_size
 from deeplightning.faults import ConfigError, Fault
 
 log = logging.getLogger("deeplightning")

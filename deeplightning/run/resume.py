@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.callbacks.resumption import Resumption
-from deeplightning.checks.trust import run_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
+from deeplightning.config.trust import run_config
 from deeplightning.faults import CheckpointError
 from deeplightning.process.identity import decided, identity, own_rank, restarts
 from deeplightning.runfolder import RunFolder, read_object

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.callbacks import TRIAL, callback_of, describe
 from deeplightning.callbacks.resumption import Resumption
-from deeplightning.checks.own_runs import is_own
 from deeplightning.config.auto_values import unfilled
+from deeplightning.config.machine import world_size
+from deeplightning.config.own_runs import is_own
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import line
-from deeplightning.engine.plan import world_size
 from deeplightning.faults import CheckpointError, ConfigError, Fault, UserError
 from deeplightning.launch import apply_environment
 from deeplightning.private.messages import Sentence, says

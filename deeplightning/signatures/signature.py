@@ -1,6 +1,6 @@
 """What a class or function takes, however that was found out: from its source (`static`) or from the live object.
 
-Both sides give the same `Signature`, so that a config is compared in one way (`deeplightning.checks.signature_check`).
+Both sides give the same `Signature`, so that a config is compared in one way (`deeplightning.config.signature_check`).
 """
 
 import inspect

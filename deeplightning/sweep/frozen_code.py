@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.own_runs import note_own
+from deeplightning.config.examine import examine, load_config
+from deeplightning.config.own_runs import note_own
 from deeplightning.faults import SetupError
 from deeplightning.launch.sealed import seal
 from deeplightning.own_code import SEAL, is_theirs, original, use_seal

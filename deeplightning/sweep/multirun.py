@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.callbacks import TRIAL
-from deeplightning.checks.examine import examine, load_config
+from deeplightning.config.examine import examine, load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import is_file, read
 from deeplightning.config.tree import dump, line, plain, scalar

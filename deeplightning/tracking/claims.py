@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.own_runs import is_own
+from deeplightning.config.own_runs import is_own
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, sync_names
 from deeplightning.tracking.entities import Run, run_of
 from deeplightning.tracking.metrics_file import Line, read_lines

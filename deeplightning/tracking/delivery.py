@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.own_runs import is_own
+from deeplightning.config.own_runs import is_own
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, run_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 import yaml
 
-from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.explain import explain
+from deeplightning.config.examine import examine, load_config
+from deeplightning.config.explain import explain
 from deeplightning.faults import ConfigError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.run.assemble import init_module

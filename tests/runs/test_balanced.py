@@ -8,8 +8,8 @@ import pytest
 import yaml
 from conftest import digest
 
-from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.explain import explain
+from deeplightning.config.examine import examine, load_config
+from deeplightning.config.explain import explain
 from deeplightning.run.assemble import init_module
 
 WEIGHT = "model.loss.params={weight: balanced}"

@@ -1,4 +1,4 @@
-"""Settings that do not go together are told with both keys and a remedy: `deeplightning.checks.combinations`."""
+"""Settings that do not go together are told with both keys and a remedy: `deeplightning.config.combinations`."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import yaml
 from combination_tables import ENGINES, SETTINGS, Setting, engines, refusal, table
 
-from deeplightning.checks.combinations import RULES
-from deeplightning.checks.examine import examine, load_config
+from deeplightning.config.combinations import RULES
+from deeplightning.config.examine import examine, load_config
 from deeplightning.config.schema import Engine, Optimizer, keys
 from deeplightning.run.load import TO_ANSWER
 

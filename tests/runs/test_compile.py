@@ -19,7 +19,7 @@ from test_text_classif import CONFIG as TEXT
 from test_text_classif import reviews
 from torch._dynamo.backends.common import aot_autograd
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Engine
 from deeplightning.engine import compute
 from deeplightning.faults import ConfigError, SetupError

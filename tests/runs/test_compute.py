@@ -16,10 +16,10 @@ from torch._inductor import compile_fx
 from torch._prims_common import suggest_memory_format
 
 from deeplightning.callbacks.console import to_terminal
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.engine import process_group
 from deeplightning.engine.compute import keep_memory, lay_channels_last
-from deeplightning.engine.plan import trainer_arguments
+from deeplightning.engine.trainer_arguments import trainer_arguments
 
 
 @pytest.fixture(autouse=True)

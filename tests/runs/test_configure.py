@@ -6,7 +6,7 @@ import pytest
 
 from deeplightning.callbacks import callback_of
 from deeplightning.callbacks.record import Record
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.run.assemble import init_module, init_trainer
 
 

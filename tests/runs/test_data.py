@@ -24,7 +24,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.data import loading
 from deeplightning.data.augment import RandomCrop, RandomHorizontalFlip
 from deeplightning.data.cifar import CIFAR10

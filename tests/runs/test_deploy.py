@@ -16,8 +16,8 @@ import pytest
 import torch
 from commands import environment
 
-from deeplightning.checks.own_runs import note_own
 from deeplightning.cli.deploy import command as command_of
+from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Serve, keys
 from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.own_code import ROOTS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.dry_run.try_config import dry_run
 from deeplightning.faults import ConfigError
 

@@ -9,11 +9,12 @@ from conftest import digest
 from torch import nn
 
 from deeplightning.callbacks.start import Recompute
-from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.explain import explain
+from deeplightning.config import devices
+from deeplightning.config.examine import examine, load_config
+from deeplightning.config.explain import explain
+from deeplightning.config.machine import effective_batch
 from deeplightning.config.schema import BACKENDS, PRECISIONS
-from deeplightning.engine import devices
-from deeplightning.engine.plan import effective_batch, trainer_arguments
+from deeplightning.engine.trainer_arguments import trainer_arguments
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
 

@@ -40,7 +40,7 @@ METRICS = """\
 
 def judge() -> None:
     """Called in each process of a job: one launch for each size, which judges; one that is negative trains."""
-    from deeplightning.checks.examine import load_config
+    from deeplightning.config.examine import load_config
     from deeplightning.run.train import launch
 
     path, folder, checkpoint, processes, *sizes = sys.argv[1:]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import csv_rows
 
-from deeplightning.checks.examine import examine
+from deeplightning.config.examine import examine
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build, is_installed
 from deeplightning.faults import SetupError, not_installed

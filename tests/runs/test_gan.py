@@ -10,7 +10,7 @@ from conftest import digest, weights
 from example_code import copy_code, module_of
 from PIL import Image
 
-from deeplightning.checks.examine import check
+from deeplightning.config.examine import check
 
 InceptionScore = module_of("dcgan/gan.py").InceptionScore
 CONFIG = """\

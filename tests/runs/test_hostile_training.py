@@ -15,7 +15,7 @@ from test_hostile_files import at, corpus, value_of
 
 from deeplightning.callbacks import callback_of
 from deeplightning.callbacks.record import Record
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.faults import CheckpointError, ConfigError, RunError
 from deeplightning.run.assemble import init_module, init_trainer
 from deeplightning.run.train import run_stage

@@ -16,7 +16,7 @@ from example_code import copy_code, module_of
 from PIL import Image
 from served import COLOURS, Server
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import trained_task

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from json_schema import json_schema
 from jsonschema import Draft7Validator, Draft202012Validator
 
-from deeplightning.checks.allowed import sections
 from deeplightning.cli import cli
 from deeplightning.config import schema
+from deeplightning.config.allowed import sections
 from deeplightning.config.schema import options_of
 from deeplightning.config.target import is_installed
 from deeplightning.config.tree import dump, line, parse, plain

@@ -145,7 +145,7 @@ SAMPLES = 20
 
 def learn() -> None:
     """Called in each process of a job: a training for each case."""
-    from deeplightning.checks.examine import load_config
+    from deeplightning.config.examine import load_config
     from deeplightning.run.train import launch
 
     path, folder, backend, processes, cases = sys.argv[1:]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deeplightning.checks.examine import load_config
 from deeplightning.cli.init import init
+from deeplightning.config.examine import load_config
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import SetupError

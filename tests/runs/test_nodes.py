@@ -17,9 +17,9 @@ from commands import LIMIT_SECONDS, POLL_SECONDS, environment, free_port
 from conftest import OWN, digest
 from test_identity import TASK
 
-from deeplightning.checks.examine import examine
+from deeplightning.config.examine import examine
+from deeplightning.config.machine import is_elsewhere
 from deeplightning.config.schema import Engine, Target
-from deeplightning.engine.plan import is_elsewhere
 from deeplightning.faults import SetupError
 from deeplightning.process.identity import port_of
 from deeplightning.process.rendezvous import wait_seconds

@@ -14,7 +14,7 @@ import yaml
 from commands import real
 
 from deeplightning import own_code
-from deeplightning.checks.examine import examine
+from deeplightning.config.examine import examine
 from deeplightning.faults import PROJECTS
 
 WAVE = """\

@@ -14,10 +14,10 @@ import pytest
 from commands import python
 
 from deeplightning.callbacks.signals import Signals
-from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.explain import explain
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
+from deeplightning.config.examine import examine, load_config
+from deeplightning.config.explain import explain
 from deeplightning.config.schema import Engine, Target
 from deeplightning.config.source import read
 from deeplightning.config.target import find

@@ -17,7 +17,7 @@ from conftest import digest
 from mlflow.tracking import MlflowClient
 from tiny import git
 
-from deeplightning.checks.own_runs import note_own
+from deeplightning.config.own_runs import note_own
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import reproduce
 from deeplightning.reproduce.differences import as_text, differences

@@ -9,7 +9,7 @@ from conftest import weights
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from deeplightning.checks.examine import examine
+from deeplightning.config.examine import examine
 from deeplightning.model import resnet
 
 ROOT = Path(__file__).resolve().parents[2]

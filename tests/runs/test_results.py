@@ -15,9 +15,9 @@ from conftest import digest
 from tiny import csv_rows
 
 from deeplightning.callbacks.results import Results
-from deeplightning.checks.examine import examine
-from deeplightning.checks.explain import explain
 from deeplightning.cli.listing import listing
+from deeplightning.config.examine import examine
+from deeplightning.config.explain import explain
 from deeplightning.config.target import is_installed
 from deeplightning.faults import not_installed
 from deeplightning.runfolder import RunFolder

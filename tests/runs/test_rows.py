@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import weights
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.data.digits import Digits
 from deeplightning.data.of_datasets import OfDatasets
 from deeplightning.engine.checkpoint_reading import read_checkpoint
-from deeplightning.engine.plan import trainer_arguments
+from deeplightning.engine.trainer_arguments import trainer_arguments
 
 PARTS = '''
 import torch
@@ -56,7 +56,7 @@ class Pair(NamedTuple):
 def test_nested_batches_move_to_the_device(kind, tiny):
     """Every tensor in a mapping of lists, and in a named tuple, whose kind stays; texts and numbers as they are. The
     device `meta` stands for a GPU."""
-    from deeplightning.checks.examine import load_config
+    from deeplightning.config.examine import load_config
 
     batch = {"a": [torch.ones(2), {"b": torch.zeros(1)}], "text": ["one", "two"], "pair": Pair(torch.ones(3), [1, "x"])}
     moved = kind(load_config(tiny)).transfer_batch_to_device(batch, torch.device("meta"), 0)

@@ -9,7 +9,7 @@ import torch
 from conftest import OWN, digest, weights
 from tiny import csv_rows
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.run.assemble import init_module
 from deeplightning.runfolder import RunFolder
 

@@ -11,8 +11,8 @@ import click
 import pytest
 from tiny import csv_rows
 
-from deeplightning.checks.own_runs import note_own
 from deeplightning.cli import cli, deploy
+from deeplightning.config.own_runs import note_own
 from deeplightning.faults import ConfigError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run import predict

@@ -24,8 +24,8 @@ from PIL import Image
 from served import Server
 from tiny import git
 
-from deeplightning.checks.examine import examine
 from deeplightning.config import secret_scan
+from deeplightning.config.examine import examine
 from deeplightning.config.secret_scan import conceal
 from deeplightning.config.secrets import Secrets
 

@@ -15,7 +15,7 @@ from tiny import csv_rows
 from torch import nn
 
 import deeplightning as dl
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.masked import resized
 from deeplightning.figures.class_plots import OPACITY, overlay

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks import allowed
-from deeplightning.config import schema
+from deeplightning.config import allowed, schema
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".uv" / "docs" / "bin" / "python"

@@ -7,7 +7,7 @@ import sklearn.metrics
 import torch
 from torch import nn
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.engine.sharded import parameters_on_meta
 from deeplightning.faults import UserError
 from deeplightning.run.assemble import init_module

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from deeplightning import load_run, model
-from deeplightning.checks import own_runs
-from deeplightning.checks.examine import check
-from deeplightning.checks.own_runs import is_own
-from deeplightning.checks.trust import run_config
 from deeplightning.cli.deploy import command as command_of
+from deeplightning.config import own_runs
+from deeplightning.config.examine import check
+from deeplightning.config.own_runs import is_own
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
+from deeplightning.config.trust import run_config
 from deeplightning.faults import PLUGINS, CheckpointError, plugin_of
 from deeplightning.own_code import INSTALLED
 from deeplightning.run.load import TO_ANSWER, trained_task

@@ -19,10 +19,10 @@ UNUSED = {
     *("callbacks.start", "callbacks.average", "run.find", "tracking.resolve"),  # it begins with new weights
     *("run.resume", "engine.restored", "cli.commands_run", "kinds", "config.short_names"),
     *("figures.style", "tracking.picture", "tracking.monitor", "data.cache"),
-    *("checks.explain", "task.compiled", "task.cuda_graphs", "run.class_weights", "run.make_bundle"),
+    *("config.explain", "task.compiled", "task.cuda_graphs", "run.class_weights", "run.make_bundle"),
     *("engine.checkpoint_reading", "engine.shards", "engine.gpus", "engine.devices"),
     *("tracking.client", "tracking.delivery", "tracking.unsent"),  # of the thread, behind the first step
-    *("checks.allowed", "checks.strategy", "checks.trust", "config.other_tools", "config.option_groups"),
+    *("config.allowed", "config.strategy", "config.trust", "config.other_tools", "config.option_groups"),
     *("callbacks.gradients", "callbacks.on_request", "callbacks.watch", "run.resolve_auto", "data.cache_files"),
 }
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 from checks import GOOD
 
-from deeplightning.checks import allowed, strategy
-from deeplightning.checks.examine import examine
-from deeplightning.checks.signature_check import Meanings
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
-from deeplightning.config import other_tools, schema
+from deeplightning.config import allowed, other_tools, schema, strategy
+from deeplightning.config.examine import examine
+from deeplightning.config.signature_check import Meanings
 from deeplightning.engine import checkpoint_io
 from deeplightning.faults import PLUGINS, CheckpointError, SetupError
 from deeplightning.run.find import checkpoint_of

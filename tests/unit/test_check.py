@@ -1,4 +1,4 @@
-"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.checks.examine`."""
+"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.config.examine`."""
 
 import json
 import subprocess
@@ -12,8 +12,8 @@ import yaml
 from checks import GOOD, load
 
 from deeplightning import faults
-from deeplightning.checks import strategy
-from deeplightning.checks.examine import examine
+from deeplightning.config import strategy
+from deeplightning.config.examine import examine
 
 pytestmark = pytest.mark.usefixtures("here")
 

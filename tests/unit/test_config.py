@@ -15,8 +15,8 @@ import pytest
 from checks import load
 from tiny import SEED
 
-from deeplightning.checks.examine import check, load_config, section
 from deeplightning.config import schema
+from deeplightning.config.examine import check, load_config, section
 from deeplightning.config.plugins import config_class
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, line, plain

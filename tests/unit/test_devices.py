@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deeplightning.engine.devices import Gpu, Machine, machine
+from deeplightning.config.devices import Gpu, Machine, machine
 
 MIB = 2**20
 
@@ -18,7 +18,7 @@ MIB = 2**20
 def test_the_count_is_that_of_torch():
     """In a process that never imports torch, on the machine as it is."""
     program = (
-        "import sys; from deeplightning.engine.devices import machine; "
+        "import sys; from deeplightning.config.devices import machine; "
         "print(len(machine().shown()), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

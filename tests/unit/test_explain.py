@@ -1,4 +1,4 @@
-"""Who set each value of a config: `deeplightning.checks.explain`."""
+"""Who set each value of a config: `deeplightning.config.explain`."""
 
 import importlib.util
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deeplightning.checks.examine import examine
-from deeplightning.checks.explain import explain, line, origin
+from deeplightning.config.examine import examine
+from deeplightning.config.explain import explain, line, origin
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, leaves, plain
 from deeplightning.faults import ConfigError

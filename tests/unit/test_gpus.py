@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deeplightning.checks.examine import load_config
 from deeplightning.cli.exit_codes import report
-from deeplightning.engine import devices, gpus
-from deeplightning.engine.devices import Gpu, Machine
-from deeplightning.engine.plan import trainer_arguments
+from deeplightning.config import devices, gpus
+from deeplightning.config.devices import Gpu, Machine
+from deeplightning.config.examine import load_config
+from deeplightning.engine.trainer_arguments import trainer_arguments
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.task.networks import try_network
 from deeplightning.words import lacks_memory

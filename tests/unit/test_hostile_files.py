@@ -21,7 +21,7 @@ from hangs import limited
 from onnx import helper
 from served import colour_run
 
-from deeplightning.checks import own_runs
+from deeplightning.config import own_runs
 from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder, card_digest, golden_digest

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks import strategy
-from deeplightning.checks.examine import examine, load_config
+from deeplightning.config import strategy
+from deeplightning.config.examine import examine, load_config
 from deeplightning.faults import ConfigError
 from deeplightning.run.assemble import init_module
 

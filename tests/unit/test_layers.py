@@ -27,7 +27,7 @@ ENTRIES = {"deeplightning", "__main__", "api", "torch_server"}
 """What a user imports or starts: it may use everything, and only another one imports it."""
 LAYERS = [
     *("cli", "sweep", "reproduce", "dry_run", "run", "report", "callbacks", "export", "launch", "tracking"),
-    *("checks", "engine", "config", "signatures", "process", "private", "figures"),
+    *("engine", "config", "signatures", "process", "private", "figures"),
 ]
 BASE = {
     *("address", "array_spec", "batches", "faults", "image_spec", "kinds", "own_code", "runfolder", "table_spec"),

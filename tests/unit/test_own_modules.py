@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deeplightning.checks.examine import examine
-from deeplightning.checks.trust import RunConfig
+from deeplightning.config.examine import examine
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.target import build
+from deeplightning.config.trust import RunConfig
 from deeplightning.faults import CheckpointError
 
 OWN = """\

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import ConfigError

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from deeplightning.callbacks.console import to_terminal
-from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.explain import explain
 from deeplightning.cli import cli
+from deeplightning.config.examine import examine, load_config
+from deeplightning.config.explain import explain
 
 
 @pytest.mark.parametrize("verb", ["train", "check", "explain"])

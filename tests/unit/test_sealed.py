@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deeplightning import own_code
-from deeplightning.checks.own_runs import note_own
+from deeplightning.config.own_runs import note_own
 from deeplightning.config.source import read
 from deeplightning.faults import ConfigError, SetupError, not_installed
 from deeplightning.launch import sealed

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deeplightning.checks.examine import examine
+from deeplightning.config.examine import examine
 from deeplightning.config.packages import HOME
 
 

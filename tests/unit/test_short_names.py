@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks.examine import check, examine
-from deeplightning.checks.explain import explain
-from deeplightning.checks.trust import run_config
+from deeplightning.config.examine import check, examine
+from deeplightning.config.explain import explain
 from deeplightning.config.short_names import MODULES
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
+from deeplightning.config.trust import run_config
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder
 

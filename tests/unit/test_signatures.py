@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks.signature_check import value_misfits
+from deeplightning.config.signature_check import value_misfits
 from deeplightning.config.target import find
 from deeplightning.signatures.definition import look_up
 from deeplightning.signatures.signature import UNKNOWN, Built, Factory, ListOf, Undecided, of_object

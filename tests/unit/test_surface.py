@@ -14,9 +14,9 @@ import click
 import pytest
 
 from deeplightning import faults
-from deeplightning.checks.allowed import sections
 from deeplightning.cli import cli
 from deeplightning.config import schema
+from deeplightning.config.allowed import sections
 from deeplightning.config.plugins import VERBS, load
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deeplightning.checks.signature_check import Meanings, judge
 from deeplightning.config.schema import Target
+from deeplightning.config.signature_check import Meanings, judge
 from deeplightning.config.target import build, find, is_reference, is_target
 from deeplightning.faults import ConfigError, nearest
 

@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 
 from deeplightning import own_code
-from deeplightning.checks.examine import examine
+from deeplightning.config.examine import examine
 
 CONFIG = """\
 data: {module: {type: unified_parts.Data}, batch_size: 8}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Target
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.monitor import runs_page

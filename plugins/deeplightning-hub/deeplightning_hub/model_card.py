@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deeplightning.checks.trust import run_config
 from deeplightning.config.secret_scan import BLOT, conceal
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
+from deeplightning.config.trust import run_config
 from deeplightning.faults import count
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder, read_object

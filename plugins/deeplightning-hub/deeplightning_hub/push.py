@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.trust import refuse_links
+from deeplightning.config.trust import refuse_links
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning_hub.model_card import model_card, public_config

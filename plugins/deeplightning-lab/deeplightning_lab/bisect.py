@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deeplightning.checks.examine import check
+from deeplightning.config.examine import check
 from deeplightning.faults import ConfigError, SetupError, UserError
 from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import say_path

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deeplightning.checks.metric_check import mode_by_name, own_name
+from deeplightning.config.metric_check import mode_by_name, own_name
 from deeplightning.config.schema import Mode
 from deeplightning.faults import CheckpointError, count, nearest
 from deeplightning.process.terminal import number

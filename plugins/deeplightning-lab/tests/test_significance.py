@@ -8,7 +8,7 @@ import pytest
 from deeplightning_lab.groups import group_of, runs_in
 from deeplightning_lab.significance import compare
 
-from deeplightning.checks.metric_check import mode_by_name
+from deeplightning.config.metric_check import mode_by_name
 from deeplightning.faults import CheckpointError
 from deeplightning.process.terminal import number
 from deeplightning.reproduce.past import PastRun

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.examine import OWN_LOADERS, check
-from deeplightning.checks.signature_check import Meanings
 from deeplightning.config import other_tools, schema, short_names
+from deeplightning.config.examine import OWN_LOADERS, check
 from deeplightning.config.section_kinds import is_bound
+from deeplightning.config.signature_check import Meanings
 from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, dump, entry_at, line, plain

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.examine import check
 from deeplightning.cli.init import write_new
 from deeplightning.config import other_tools
+from deeplightning.config.examine import check
 from deeplightning.config.schema import VERSION
 from deeplightning.config.tree import dump, line, scalar
 from deeplightning_migrate import foreign_words

@@ -7,8 +7,8 @@ import reference_pages
 from deeplightning_migrate import foreign_words
 from test_words import habits, untrue
 
-from deeplightning.checks.signature_check import Meanings
 from deeplightning.config import other_tools
+from deeplightning.config.signature_check import Meanings
 
 PAGE = reference_pages.FOLDER / f"{reference_pages.WORDS}.md"
 

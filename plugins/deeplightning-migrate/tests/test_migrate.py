@@ -7,7 +7,7 @@ import yaml
 from deeplightning_migrate.lightning import convert as text_of_lightning
 from deeplightning_migrate.older_systems import text_from
 
-from deeplightning.checks.examine import check
+from deeplightning.config.examine import check
 from deeplightning.config.tree import parse, plain
 from deeplightning.faults import ConfigError
 

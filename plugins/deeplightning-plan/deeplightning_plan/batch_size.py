@@ -22,9 +22,9 @@ import torch
 from lightning_fabric.utilities.data import sized_len
 
 from deeplightning.batches import samples_in
-from deeplightning.checks.examine import load_config
 from deeplightning.cli.exit_codes import report
-from deeplightning.engine.plan import batch_size
+from deeplightning.config.examine import load_config
+from deeplightning.config.machine import batch_size
 from deeplightning.faults import ConfigError, RunError
 from deeplightning.process.failure import how_it_ended
 from deeplightning.sweep.worker import fork

@@ -15,7 +15,7 @@ import numpy as np
 import pytorch_lightning as pl
 
 from deeplightning.batches import batch_loss
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Scheduler
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count
 from deeplightning_plan.short_training import ALONE, one_gpu, trained

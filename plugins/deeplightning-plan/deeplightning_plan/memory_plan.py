@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from deeplightning.config.machine import batch_size
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import Attempt
-from deeplightning.engine.plan import batch_size
 from deeplightning_plan.counted_step import Count, counted
 from deeplightning_plan.gpu_cards import NETWORK_BYTES_PER_SECOND, WORKSPACE_BYTES, Card
 from deeplightning_plan.memory_by_engine import Engine, ProcessMemory, process_memory

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import psutil
 
 from deeplightning.config.auto_values import unfilled
+from deeplightning.config.machine import local_size
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import Attempt
-from deeplightning.engine.plan import local_size
 from deeplightning.faults import ConfigError, count
 from deeplightning_plan.batch_size import bytes_of
 from deeplightning_plan.gpu_cards import Card, card_of, known
@@ -78,7 +78,7 @@ def plan_memory(cfg: Config, gpus: Gpus | None, nodes: int | None) -> tuple[Plan
 
 def setting_of(cfg: Config, gpus: Gpus | None, nodes: int | None) -> Setting:
     """Return where a run is planned for: what `--gpus` names, else what the config has on this machine."""
-    from deeplightning.engine import devices
+    from deeplightning.config import devices
 
     many, engine = nodes or cfg.engine.num_nodes, cfg.engine
     tf32 = engine.matmul_precision not in (None, "highest")

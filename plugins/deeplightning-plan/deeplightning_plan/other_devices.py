@@ -20,11 +20,11 @@ from pytorch_lightning import strategies
 from pytorch_lightning.accelerators import CPUAccelerator
 
 from deeplightning import own_code
+from deeplightning.config.machine import local_size, world_size
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import Attempt, DeviceError
 from deeplightning.dry_run.isolation import on_one_cpu
 from deeplightning.dry_run.try_config import try_out
-from deeplightning.engine.plan import local_size, world_size
 from deeplightning.faults import Fault
 from deeplightning_plan.compared_ranks import Event, Ranks, Reporter
 from deeplightning_plan.fake_gpu import CPU, FakeGpu, forget_marks, line_now, mark, mark_of, tensors

@@ -13,7 +13,7 @@ from deeplightning_plan.memory_tracker import MemoryTracker
 from deeplightning_plan.torch_private import fake_tensors
 from torch import nn
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.text import TextData
 from deeplightning.faults import ConfigError

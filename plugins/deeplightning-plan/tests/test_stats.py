@@ -6,7 +6,7 @@ import torch
 import yaml
 from PIL import Image
 
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.run.assemble import init_module
 
 DATA = '''

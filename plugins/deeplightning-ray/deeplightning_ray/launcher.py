@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from deeplightning.engine.plan import world_size
+from deeplightning.config.machine import world_size
 from deeplightning.launch import Job, ProcessHooks, Start
 from deeplightning.launch.job import pauses
 from deeplightning.process.identity import ATTEMPT, LAUNCH

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from deeplightning.config.machine import effective_batch, note_asked
 from deeplightning.config.schema import Config
-from deeplightning.engine.plan import effective_batch, note_asked
 from deeplightning.faults import Notice
 
 

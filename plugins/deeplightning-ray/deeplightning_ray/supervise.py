@@ -27,9 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deeplightning.checks.own_runs import note_launched
+from deeplightning.config.machine import world_size
+from deeplightning.config.own_runs import note_launched
 from deeplightning.config.schema import Config
-from deeplightning.engine.plan import world_size
 from deeplightning.faults import ConfigError, Fault, SetupError, count
 from deeplightning.launch import Job
 from deeplightning.own_code import SEALED

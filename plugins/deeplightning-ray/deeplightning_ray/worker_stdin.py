@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deeplightning import own_code
+from deeplightning.config.machine import settle
 from deeplightning.config.schema import Config
-from deeplightning.engine.plan import settle
 from deeplightning.faults import SetupError, error_of
 from deeplightning.own_code import add_import_roots
 from deeplightning.private.lazy_imports import import_lazily

@@ -24,8 +24,8 @@ import yaml
 from conftest import digest, weights
 
 from deeplightning.callbacks.record import Resumption
-from deeplightning.checks.examine import load_config
-from deeplightning.checks.own_runs import is_own
+from deeplightning.config.examine import load_config
+from deeplightning.config.own_runs import is_own
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.own_code import SEAL

@@ -9,7 +9,7 @@ import time as clock
 from collections.abc import Mapping
 from pathlib import Path
 
-from deeplightning.checks.own_runs import note_launched
+from deeplightning.config.own_runs import note_launched
 from deeplightning.faults import RunError, SetupError
 from deeplightning.process.streams import INTERRUPTED
 from deeplightning.process.terminal import say

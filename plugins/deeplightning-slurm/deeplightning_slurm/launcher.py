@@ -14,8 +14,8 @@ import time as clock
 from pathlib import Path
 from typing import Any
 
+from deeplightning.config.machine import local_size
 from deeplightning.config.tree import dump
-from deeplightning.engine.plan import local_size
 from deeplightning.faults import ConfigError, Fault, SetupError
 from deeplightning.launch import Job, Start
 from deeplightning.launch.sealed import seal

@@ -22,8 +22,8 @@ import pytest
 from commands import LIMIT_SECONDS, Outcome, environment, free_port
 from conftest import digest
 
-from deeplightning.checks.examine import load_config
-from deeplightning.checks.own_runs import is_own
+from deeplightning.config.examine import load_config
+from deeplightning.config.own_runs import is_own
 from deeplightning.config.target import is_installed
 from deeplightning.faults import SetupError
 from deeplightning.launch import Job, hooks_here

@@ -12,8 +12,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from deeplightning.checks.examine import examine
-from deeplightning.checks.own_runs import is_noted
+from deeplightning.config.examine import examine
+from deeplightning.config.own_runs import is_noted
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.launch.sealed import files_of

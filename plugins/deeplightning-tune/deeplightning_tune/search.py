@@ -19,7 +19,7 @@ import yaml
 
 import deeplightning.run.train  # noqa: F401  (with all its imports, now: the files may change later)
 from deeplightning.callbacks import TRIAL
-from deeplightning.checks.examine import load_config
+from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.target import import_again

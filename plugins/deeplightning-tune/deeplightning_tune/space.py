@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deeplightning.checks.report import Report
+from deeplightning.config.report import Report
 from deeplightning.config.tree import line
 from deeplightning.faults import Fault, nearest
 

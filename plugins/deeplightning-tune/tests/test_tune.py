@@ -22,8 +22,8 @@ from deeplightning_tune.space import faults, space_of
 from deeplightning_tune.study import Study, begin
 from PIL import Image
 
-from deeplightning.checks.examine import examine
-from deeplightning.checks.explain import explain
+from deeplightning.config.examine import examine
+from deeplightning.config.explain import explain
 from deeplightning.config.schema import Target
 from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
-from deeplightning.checks import strategy
-from deeplightning.checks.allowed import describe, key_elsewhere, sections
-from deeplightning.checks.report import Report
-from deeplightning.checks.signature_check import Meanings
-from deeplightning.config import schema
+from deeplightning.config import schema, strategy
+from deeplightning.config.allowed import describe, key_elsewhere, sections
 from deeplightning.config.auto_values import source_of
 from deeplightning.config.plugins import config_class
+from deeplightning.config.report import Report
+from deeplightning.config.signature_check import Meanings
 from deeplightning.config.tree import KeyPath, dotted, entry_at, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
 from deeplightning.signatures.signature import UNKNOWN

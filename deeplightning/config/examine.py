@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.combinations import conflicts
-from deeplightning.checks.report import Report
-from deeplightning.checks.schema_check import read_config, read_section
-from deeplightning.checks.signature_check import Meanings
-from deeplightning.checks.targets import compare
+from deeplightning.config.combinations import conflicts
+from deeplightning.config.machine import settle
+from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, backend_of
+from deeplightning.config.schema_check import read_config, read_section
+from deeplightning.config.signature_check import Meanings
 from deeplightning.config.source import Given, Source, Text, compose
+from deeplightning.config.targets import compare
 from deeplightning.config.tree import Entry, entry_at
-from deeplightning.engine.plan import settle
 from deeplightning.faults import ConfigError, Notice, upwards
 from deeplightning.own_code import added_roots, use_import_roots
 from deeplightning.process.identity import decision

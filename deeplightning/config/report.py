@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config.schema import Config
+from deeplightning.config.signature_check import Meanings, Verdict, judge
 from deeplightning.config.source import Source
 from deeplightning.config.tree import MAX_FAULTS, TAG, nodes
 from deeplightning.faults import ConfigError, Fault, Missing, Notice, error_of, place_of, upwards

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from deeplightning.checks.report import Report
-from deeplightning.checks.signature_check import Meanings
+from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, Mode, Model, Target, with_keys
+from deeplightning.config.signature_check import Meanings
 from deeplightning.faults import Notice, nearest, upwards
 from deeplightning.words import stage_of
 

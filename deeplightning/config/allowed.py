@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from deeplightning.checks.report import Report
-from deeplightning.checks.signature_check import SIMPLE
 from deeplightning.config import other_tools, plugins, schema
+from deeplightning.config.report import Report
 from deeplightning.config.schema import Target
 from deeplightning.config.section_kinds import role_of
+from deeplightning.config.signature_check import SIMPLE
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes
 from deeplightning.faults import MAX_WORD_CHARACTERS, nearest, upwards
 

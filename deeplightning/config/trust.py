@@ -1,7 +1,7 @@
 """Decide what may be built from the config of a run.
 
 A config is code: it names what is imported and called. Each run folder that is not this user's own, see
-`deeplightning.checks.own_runs`, is foreign. Its config is read once, holds plain values only, and the tree that its
+`deeplightning.config.own_runs`, is foreign. Its config is read once, holds plain values only, and the tree that its
 objects are built from is the tree whose names are compared with what may be built.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from deeplightning.address import is_address
-from deeplightning.checks.own_runs import digest_of, is_own, is_registered
+from deeplightning.config.own_runs import digest_of, is_own, is_registered
 from deeplightning.config.section_kinds import KINDS
 from deeplightning.config.source import Source, Text, short, text_of
 from deeplightning.config.target import find
@@ -75,7 +75,7 @@ _RULES = {section: _Rule(modules, KINDS[section].base) for section, modules in _
 
 @dataclass(frozen=True)
 class RunConfig(Text):
-    """The config of a run, read once. `deeplightning.checks.examine` admits the tree that it builds from.
+    """The config of a run, read once. `deeplightning.config.examine` admits the tree that it builds from.
 
     Attributes:
         is_trusted: whether this user started the run on this machine, or trusts all of it.

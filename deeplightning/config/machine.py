@@ -1,23 +1,14 @@
-"""Resolution of `engine` against the machine, and the Trainer's arguments.
-
-Torch and Lightning are imported only to query the machine or create a strategy.
-"""
+"""Settle `engine` against the machine, the last step of a config's check. Torch is imported only for MPI."""
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
-from deeplightning.config.target import build_inside, is_installed
+from deeplightning.config.target import is_installed
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
 from deeplightning.process.identity import Identity, identity, slurm_step
 
-if TYPE_CHECKING:
-    from pytorch_lightning.strategies import Strategy
-
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-_WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
 
 def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
@@ -47,7 +38,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     except SetupError as error:
         faults.append(Fault(str(error), exit_code=3))
     if engine.gpus is not None and ((here is not None and here.is_binding) or not is_elsewhere(engine)):
-        from deeplightning.engine.gpus import settle_gpus
+        from deeplightning.config.gpus import settle_gpus
 
         missing = settle_gpus(engine, change)
     if here is not None and here.is_binding:
@@ -64,7 +55,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if engine.gpus is None and engine.precision in (16, "16-mixed"):
         change("precision", "bf16-mixed", "half precision on CPU is bf16")
     if engine.gpus is None and str(engine.precision).startswith("bf16"):
-        from deeplightning.engine.devices import cpu_computes_bf16
+        from deeplightning.config.devices import cpu_computes_bf16
 
         if not cpu_computes_bf16():
             text = "engine.precision: this CPU has no instructions for bf16, which then takes longer than 32"
@@ -183,62 +174,6 @@ def local_size(engine: Engine) -> int:
 def world_size(engine: Engine) -> int:
     """Return the number of processes of the whole run."""
     return local_size(engine) * engine.num_nodes
-
-
-def trainer_arguments(cfg: Config) -> dict[str, Any]:
-    """Return keyword arguments of Lightning's Trainer for a resolved config."""
-    from torch import are_deterministic_algorithms_enabled
-
-    engine = cfg.engine
-    profiler = None if engine.profiler == "flops" else engine.profiler
-    return {
-        "accelerator": "cpu" if engine.gpus is None else "gpu",
-        "devices": engine.processes if engine.gpus is None else engine.gpus,
-        "num_nodes": engine.num_nodes,
-        "strategy": _strategy(engine),
-        "precision": _WORDS.get(engine.precision, engine.precision),
-        # Lightning passes False to torch, which imports its compiler for it (torch 2.15: 1.2 CPU seconds).
-        "deterministic": engine.deterministic or (False if are_deterministic_algorithms_enabled() else None),
-        "sync_batchnorm": engine.sync_batchnorm,
-        "profiler": profiler and {"torch": "pytorch"}.get(profiler, profiler),
-    }
-
-
-def clip_arguments(cfg: Config) -> dict[str, Any]:
-    """Return the Trainer's arguments for gradient clipping; `agc` is not one of Lightning's algorithms."""
-    clip = cfg.train.gradient_clip
-    if clip is None or clip.algorithm == "agc":
-        return {}
-    return {"gradient_clip_val": clip.value, "gradient_clip_algorithm": clip.algorithm}
-
-
-def _strategy(engine: Engine) -> "str | Strategy":
-    if engine.backend is None:
-        return "auto"
-    try:
-        params = build_inside(engine.params)
-        if "timeout" in params:
-            params["timeout"] = timedelta(seconds=params["timeout"])
-        if engine.backend == "ddp":
-            params.setdefault("process_group_backend", "gloo" if engine.gpus is None else "nccl")
-            from deeplightning.engine.process_group import Ddp
-
-            return Ddp(**params)
-        if engine.backend == "fsdp":
-            from deeplightning.engine.fsdp import Fsdp
-
-            return Fsdp(**params)
-        if engine.gpus is None:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for one and warns
-        from deeplightning.engine.zero import DeepSpeed
-
-        stage, _, offload = engine.backend.removeprefix("deepspeed_stage_").partition("_")
-        moved: dict[str, object] = {"offload_optimizer": True, "offload_parameters": stage == "3"} if offload else {}
-        if offload == "offload_nvme":
-            moved |= {"offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
-        return DeepSpeed(**{"stage": int(stage), **moved, **params})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
 
 
 def batch_size(cfg: Config) -> int:

@@ -7,8 +7,8 @@ DeepSpeed refuses on eight GPUs is reported on a laptop too, where one process n
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Engine, Optimizer, Target, plain, value_at, with_keys
+from deeplightning.config.signature_check import Meanings
 from deeplightning.config.tree import line
 from deeplightning.faults import Fault, upwards
 

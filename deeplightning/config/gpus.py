@@ -6,10 +6,10 @@ Torch is not imported.
 from collections.abc import Callable
 from typing import Any
 
+from deeplightning.config import devices
+from deeplightning.config.devices import VISIBLE, Machine
 from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.config.schema import Engine
-from deeplightning.engine import devices
-from deeplightning.engine.devices import VISIBLE, Machine
 from deeplightning.words import first_line
 
 _CPU = "`engine.gpus=null` runs on the CPU"

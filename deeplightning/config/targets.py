@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deeplightning.checks.metric_check import check_monitors, settle_modes
-from deeplightning.checks.report import Report
-from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
+from deeplightning.config.metric_check import check_monitors, settle_modes
+from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, Target, with_keys
 from deeplightning.config.section_kinds import HOOK, role_of
+from deeplightning.config.signature_check import Meanings, Verdict, judge
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, nodes, plain
 from deeplightning.faults import Notice, nearest, upwards
@@ -112,7 +112,7 @@ def _note_mapping(report: Report, key: str, target: str, parameter: Parameter) -
         text = f"{key}: the mapping is passed as it is; `type` and `params` in its place make an object"
         report.source.notices.append(Notice(text, unasked=False, key=key))
     else:
-        from deeplightning.checks.allowed import known_elsewhere
+        from deeplightning.config.allowed import known_elsewhere
 
         report.fault(f"unknown key.{known_elsewhere(report, key)}", key, found=key.rpartition(".")[2])
 
@@ -141,7 +141,7 @@ def _strategy(report: Report, engine: schema.Engine) -> None:
     backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
     if backend is None:
         return
-    from deeplightning.checks import strategy
+    from deeplightning.config import strategy
 
     classes = strategy.classes_of(backend)
     report.take(Verdict([*strategy.misfits(backend, engine.params)]))

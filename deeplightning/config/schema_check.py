@@ -10,11 +10,11 @@ from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.report import Report
-from deeplightning.checks.signature_check import is_kind_of
-from deeplightning.checks.targets import note_inside, note_target
 from deeplightning.config import plugins, schema
+from deeplightning.config.report import Report
 from deeplightning.config.schema import Target
+from deeplightning.config.signature_check import is_kind_of
+from deeplightning.config.targets import note_inside, note_target
 from deeplightning.config.tree import Entry, KeyPath, kind, plain, scalar
 from deeplightning.faults import not_installed, plugin_of
 from deeplightning.own_code import original_roots
@@ -68,7 +68,7 @@ def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPat
             if item.value is not None:
                 report.fault(not_installed(plugin), here, item.place, exit_code=3)
         else:
-            from deeplightning.checks.allowed import report_unknown
+            from deeplightning.config.allowed import report_unknown
 
             report_unknown(report, cls, entry, key, name)
     for name, f in known.items():
@@ -102,7 +102,7 @@ def _value(
             if made is not _BAD and not _in_range(report, made, entry, key, path, metadata):
                 return _BAD
             return made
-    from deeplightning.checks.allowed import report_misfit
+    from deeplightning.config.allowed import report_misfit
 
     report_misfit(report, hint, entry, key, path)
     return _BAD
@@ -117,7 +117,7 @@ def _in_range(
     written = report.source.secrets.text_of(path)
     found = f"what {written} gives" if written else value
     if low is not None and not value >= low:
-        from deeplightning.checks.allowed import suggestion
+        from deeplightning.config.allowed import suggestion
 
         report.wrong(f"at least {low}", found, key, entry.place, suggestion(key, value, []))
     elif high is not None and not value <= high:

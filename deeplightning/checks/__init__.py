@@ -1,1 +1,0 @@
-"""All judgement of a config: keys, signatures, combinations, the machine, and whether its source is trusted."""
