@@ -117,6 +117,12 @@ class RunFolder:
         taken = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
         return next(candidate for candidate in taken if not candidate.exists())
 
+    def replace(self, path: Path, text: str) -> None:
+        """Write a file of the run, and keep a former one beside it."""
+        if path.exists():
+            write_whole(self.former(path), path.read_bytes())
+        write_whole(path, text)
+
     def unfinished(self) -> list[Path]:
         """Return partial files of processes that were killed while they wrote. Call it only while no process writes."""
         return [path for path in self.path.glob(".*") if _UNFINISHED.fullmatch(path.name)]

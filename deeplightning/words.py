@@ -1,4 +1,4 @@
-"""Shorten exceptions, recognise a lack of memory, make text safe to show, find near words, and check values.
+"""Shorten exceptions, recognise a lack of memory and addresses, make text safe to show, find near words, check values.
 
 It imports nothing of ours, so that every module may use it.
 """
@@ -6,6 +6,7 @@ It imports nothing of ours, so that every module may use it.
 import contextlib
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,10 @@ _UNPRINTABLE = re.compile(
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f"  # the direction of writing
     "\xad\u180e\u200b-\u200d\u2060-\u2065\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # no width
     "\u2028\u2029\ud800-\udfff\ufffe\uffff]"  # line ends of Unicode; no characters
+)
+
+_ADDRESS = re.compile(  # a Path keeps one slash of two; `zip::s3://…` is a file in another
+    r"((?:[A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL
 )
 
 _STAGES = {
@@ -138,3 +143,15 @@ def require_keys(what: str, values: object, known: Sequence[str], optional: Sequ
     faults = [key for key in known if key not in values]
     if faults := faults + [str(key) for key in values if key not in (*known, *optional)]:
         raise ValueError(f"{what} has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is an address, other than `pkg://`."""
+    found = _ADDRESS.fullmatch(os.fspath(path))
+    return found is not None and found[1] != "pkg"
+
+
+def address_shown(address: str | os.PathLike[str]) -> str:
+    """Return an address for messages: without its query and fragment, which may hold a signature, and without a user
+    and password."""
+    return re.sub(r"://[^/]*@", "://", _ADDRESS.sub(r"\1://\2", os.fspath(address))).partition("?")[0].partition("#")[0]

@@ -39,6 +39,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.signals import Signals
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
+    from deeplightning.tracking.user_calls import UserCalls
 
     loggers = []
     for target in (cfg.logger, *cfg.logger.extra):
@@ -48,8 +49,8 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         loggers.append(build(Target(type=target.type, params=params, place=target.place, name=target.name)))
     train, every = cfg.train, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"
-    record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
-    hooks = hooks_here()
+    calls, hooks = UserCalls(), hooks_here()
+    record = Record(cfg, loggers, calls, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     checkpoints = Checkpoints(train.checkpoint, record, off=train.fast)
     callbacks: list[pl.Callback] = []
     if cfg.model.init_from is not None:  # weights that are missing end the start before a run is opened

@@ -3,29 +3,25 @@
 import logging
 import math
 import platform
-import re
 import sys
 import time
-import warnings
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.batches import batch_loss, has_loss, samples_in
 from deeplightning.callbacks import describe
 from deeplightning.callbacks.checkpoints import Checkpoints
-from deeplightning.callbacks.describe import samples_behind
-from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
-from deeplightning.config.machine import effective_batch
+from deeplightning.callbacks.describe import effective_batch, samples_behind
+from deeplightning.callbacks.log_lines import LABEL
+from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config, Target
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
-from deeplightning.process.identity import own_rank
-from deeplightning.process.terminal import is_interactive, styled, wrapped
+from deeplightning.process.terminal import is_interactive
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
 from deeplightning.words import stage_of
@@ -34,71 +30,6 @@ log = logging.getLogger("deeplightning")
 
 LINE_SECONDS = 30  # between two lines inside one epoch
 DRAW_SECONDS = 0.25  # between two drawings of the bar
-LABEL = 11  # columns of the word that begins a line, and of the space behind it
-
-
-class _Terminal(logging.Handler):
-    """News to stdout; warnings and errors to stderr, with the word. A terminal shows colour, breaks lines between
-    words, and has its own form of a line where the record has one (`extra={"terminal": [...]}`).
-
-    Args:
-        begin: what each line starts with.
-    """
-
-    def __init__(self, begin: str):
-        super().__init__()
-        self.begin = begin
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        is_news = record.levelno < logging.WARNING
-        stream = sys.stdout if is_news else sys.stderr
-        if not is_news:
-            word = record.levelname.lower()
-            text = f"{styled(word, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
-        elif is_interactive(stream):
-            rows = getattr(record, "terminal", None)
-            if epoch := text.startswith("epoch "):  # whose label grows with its number; a value stays beside its name
-                text = re.sub(r"(?<=\S) (?=\S)", "\xa0", text)
-            lines = (wrapped(t, LABEL * (epoch or t[LABEL - 1 : LABEL] == " ")) for t in text.split("\n"))
-            text = "\n".join(rows or lines).replace("\xa0", " ")
-        stream.write(self.begin + text.replace("\n", f"\n{self.begin}") + "\n")  # at once: other ranks write too
-        stream.flush()
-
-
-def to_terminal(cfg: Config) -> None:
-    """Show once what is logged under `deeplightning` on the terminal, on the ranks that `logger.ranks` names."""
-    print_once()
-    for handler in [h for h in log.handlers if isinstance(h, _Terminal)]:
-        log.removeHandler(handler)
-    log.setLevel(logging.INFO)
-    for chatty in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    # Lightning 2.6 under torch 2.15; nothing a user could do about it.
-    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
-    # Our image data resume within an epoch by themselves.
-    warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
-    # No sample counts twice: `deeplightning.engine.process_group.CountsOnce`, which says where one does.
-    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the data", category=PossibleUserWarning)
-    # Ours gives both numbers once: `deeplightning.callbacks.steps.StreamEnds`.
-    warnings.filterwarnings("ignore", message="Length of IterableDataset")
-    # `engine.gpus: null` is a choice.
-    warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
-    # The key is called engine.matmul_precision here. Lightning's is news below its level, see above.
-    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
-    if cfg.model.trainable != "all":  # what does not learn is in evaluation mode
-        warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training")
-    if own_rank() in cfg.logger.ranks:
-        handler = _Terminal(rank_shown(cfg))
-        handler.setFormatter(Redacting(cfg, "%(message)s"))
-        log.addHandler(handler)
-    elif not log.handlers:
-        log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of a silent rank
-
-
-def one_line_warnings() -> None:
-    """Show Python's warnings as one line each, without the place in a library that a user cannot mend."""
-    warnings.showwarning = lambda message, *_, **__: log.warning("%s", str(message).strip())
 
 
 class Console(Callback):

@@ -11,11 +11,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.address import is_address
 from deeplightning.callbacks.describe import data_name
 from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Config
@@ -26,6 +26,7 @@ from deeplightning.tracking.code import Code, collect, describe_program, version
 from deeplightning.tracking.datafiles import describe_files, paths_of
 from deeplightning.tracking.entities import Dataset
 from deeplightning.tracking.store import locate
+from deeplightning.words import is_address
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -48,7 +49,9 @@ class Origin:
     def __init__(self, cfg: Config, folder: RunFolder, tell: Callable[[Dataset], None] = lambda dataset: None):
         self.cfg, self.folder, self.tell = cfg, folder, tell
         values = cfg.secrets.values if cfg.secrets else {}
-        self._values = {value: instead for value, instead in values.items() if is_worth_hiding(value)}
+        values = {value: instead for value, instead in values.items() if is_worth_hiding(value)}
+        # Only plain forms are put back when the run is made again.
+        self._redact = partial(redact, values=values, other=BLOT)
         root = cfg.data.root
         self._root = None if root is None or is_address(root) else root
         self._code: Code | None = None
@@ -106,11 +109,6 @@ class Origin:
                 code.packages = versions_of(code.imported)
                 code.program |= self._program
                 self._keep_code(code)
-
-    def _redact(self, text: str) -> str:
-        """Remove the values of the environment, except those that are too short to be a secret and would be found all
-        over some code. Only plain ones are put back when the run is made again."""
-        return redact(text, self._values, BLOT)
 
     def _keep_code(self, code: Code) -> None:
         packed, path = code.pack(self._redact), self.folder.code
@@ -180,5 +178,6 @@ def keep_out(cfg: Config, code: Code | None = None) -> None:
 
 
 def is_worth_hiding(value: str) -> bool:
-    """Return whether a value of the environment may be a secret: not a short word, and not a small number."""
+    """Return whether a value of the environment may be a secret: not a short word, and not a small number, which would
+    be found all over some code."""
     return len(value) >= (6 if value.isdecimal() else 4)

@@ -2,13 +2,10 @@
 on with a run that was there, and what a checkpoint says of all that."""
 
 import contextlib
-import copy
 import json
 import logging
 import os
 import platform
-import shutil
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,29 +22,29 @@ from torchmetrics import Metric
 
 from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
+from deeplightning.callbacks.log_lines import log_to_file, print_once
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.callbacks.resumption import Resumption, check_schedules
 from deeplightning.config.machine import world_size
 from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Config
-from deeplightning.config.source import text_of
-from deeplightning.config.tree import dump, parse, plain
-from deeplightning.faults import CheckpointError, ConfigError, SetupError
+from deeplightning.config.source import values_of
+from deeplightning.config.tree import dump
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.private.mlflow import autologs
 from deeplightning.private.torch import changes_in_place, non_persistent_buffers
 from deeplightning.process import member
-from deeplightning.process.identity import own_rank, restarts
+from deeplightning.process.identity import restarts
 from deeplightning.process.streams import Interrupted
-from deeplightning.process.terminal import LAYOUT, say
+from deeplightning.process.terminal import say
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, read_object, write_whole
 from deeplightning.tracking.build import end, open_runs, publish, run_folder
 from deeplightning.tracking.entities import DATA, ENGINE, NETWORK, Dataset
 from deeplightning.tracking.environment import REPRODUCES, describe
 from deeplightning.tracking.user_calls import TrackedRun, UserCalls, maker_of, run_of
 from deeplightning.version import __version__
-from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning")
 
@@ -60,6 +57,7 @@ class Record(Callback):
         cfg: the settled config.
         loggers: handed to the trainer when the run opens, not before: Lightning opens the runs of loggers that it
             knows before data are read, and a fault in the data would leave an empty run.
+        user_calls: directs MLflow's own functions to the run.
         fallback: the folder for runs whose loggers keep none.
 
     Attributes:
@@ -67,8 +65,8 @@ class Record(Callback):
         has_learned: whether training has begun; it does not where a finished run is resumed.
     """
 
-    def __init__(self, cfg: Config, loggers: list[Logger], fallback: Path):
-        self.cfg, self.loggers, self.fallback = cfg, loggers, fallback
+    def __init__(self, cfg: Config, loggers: list[Logger], user_calls: UserCalls, fallback: Path):
+        self.cfg, self.loggers, self._user_calls, self.fallback = cfg, loggers, user_calls, fallback
         self.resumption: Resumption | None = None
         self.has_learned = False
         self._folder: RunFolder | None = None
@@ -78,7 +76,6 @@ class Record(Callback):
         self._frozen: list[str] | None = None  # of the checkpoint
         self._outside: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the start, or the save before
         self._lost: set[str] = set()
-        self._user_calls = UserCalls()
 
     @property
     def folder(self) -> RunFolder:
@@ -161,13 +158,13 @@ class Record(Callback):
         self._folder = RunFolder(folder)
         if tracked is not None:
             self._user_calls.begin(tracked, maker_of(self.loggers) if trainer.is_global_zero else None)
+        if (group := member.here()) is not None and trainer.is_global_zero:
+            group.note_run(self._folder.path)
         print_once()
         if self.cfg.logger.per_rank_files:
-            _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
+            log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if environment is None:
             return
-        if (group := member.here()) is not None:
-            group.note_run(self._folder.path)
         self._origin = Origin(self.cfg, self._folder, self._tell_data)
         if self._folder.config.exists() and resumption.run_id is None:
             return  # a later stage of a run that has recorded all this
@@ -189,10 +186,11 @@ class Record(Callback):
 
     def _prepare_loggers(self, trainer: Trainer) -> None:
         """Tell the loggers, before their first use, the run to continue and the name of a new one."""
+        name = f"{network_name(self.cfg)}-{data_name(self.cfg)}"
         self._user_calls.take_over()
         for logger in self.loggers:
             if hasattr(logger, "suggest_name"):
-                logger.suggest_name(f"{network_name(self.cfg)}-{data_name(self.cfg)}")
+                logger.suggest_name(name)
         if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
             first: Any = self.loggers[0]
             first.go_on(self.resumption.run_id, self.resumption.owed, self.resumption.folder)
@@ -236,30 +234,31 @@ class Record(Callback):
             if not hasattr(logger, "go_on"):  # before the files: some loggers warn of a folder that is not empty
                 self._tell(logger, settings, environment)
         any_stages = {"stages": None}  # they may differ from launch to launch
-        is_other = dump(_read(folder.config) | any_stages) != dump(settings | any_stages)
+        is_other = dump(values_of(folder.config) | any_stages) != dump(settings | any_stages)
         if is_other:
-            _replace(folder, folder.config, dump(settings))
+            folder.replace(folder.config, dump(settings))
         note_own(folder.config)
         former = read_object(folder.environment)
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
-            _replace(folder, folder.environment, json.dumps(environment, indent=1))
-        # From here on a restart knows the run by its config and environment. Ours minds changed settings itself.
-        for logger in self.loggers:
-            if hasattr(logger, "go_on"):
-                self._tell(logger, settings, environment)
+            folder.replace(folder.environment, json.dumps(environment, indent=1))
         if is_other or not folder.places.exists():  # a start before may have failed between the two
             # An override's place names its value, which may be anything.
             places = {k: "command line" if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
+        # From here on a restart knows the run by its config and environment. Ours minds changed settings itself.
+        for logger in self.loggers:
+            if hasattr(logger, "go_on"):
+                self._tell(logger, settings, environment)
 
     def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object]) -> None:
         """Log settings, tags and a description to a tracker."""
+        tags, text = self._tags(environment), note(self.cfg, self.folder, getattr(logger, "run_id", None))
         logger.log_hyperparams(settings)
         if hasattr(logger, "log_tags"):
-            logger.log_tags(self._tags(environment))
+            logger.log_tags(tags)
         if hasattr(logger, "describe"):
-            logger.describe(note(self.cfg, self.folder, logger.run_id))
+            logger.describe(text)
 
     def _tags(self, environment: Mapping[str, Any]) -> dict[str, str]:
         """Return what one wants to search runs by, of the config and the environment."""
@@ -285,7 +284,7 @@ class Record(Callback):
         if self.resumption is not None:
             of = self.resumption.checkpoint
             if self.resumption.run_id is not None:
-                of = _read(folder.config).get("train", {}).get("resume_ckpt")
+                of = values_of(folder.config).get("train", {}).get("resume_ckpt")
             settings["train"]["resume_ckpt"] = str(of) if of else None
         return settings
 
@@ -467,106 +466,3 @@ def _due(trainer: Any) -> list[tuple[str, float, int, int]]:
     metrics = {"epoch": float(trainer.current_epoch)} | {name: float(value) for name, value in values.items()}
     now, step = time.time_ns() // 1_000_000, int(metrics.pop("step", step))
     return [(name, value, now, step) for name, value in metrics.items()] if len(metrics) > 1 else []
-
-
-def _replace(folder: RunFolder, path: Path, text: str) -> None:
-    """Write a file of the run; keep one that is there beside it."""
-    if path.exists():
-        shutil.copyfile(path, folder.former(path))
-    write_whole(path, text)
-
-
-def _read(config: Path) -> dict[str, Any]:
-    """Return the values of a config file as they are written; {} if it cannot be read."""
-    try:
-        return plain(parse(text_of(config), config.name, [])) or {}
-    except ConfigError:
-        return {}
-
-
-def _log_to_file(path: Path, cfg: Config) -> None:
-    """Write what any logger says, from INFO on, to a file as well; a second launch appends."""
-    root = logging.getLogger()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for former in [h for h in root.handlers if isinstance(h, _RankFile | _Others)]:  # of an earlier run
-            root.removeHandler(former)
-            former.close()
-        handler = _RankFile(path, encoding="utf-8")
-    except OSError as error:
-        raise SetupError(f"{path}: the log cannot be written: {error.strerror}") from error
-    handler.setFormatter(Redacting(cfg, "%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.setLevel(logging.INFO)
-    if not root.handlers and own_rank() in cfg.logger.ranks:
-        root.addHandler(_Others(cfg))
-    root.addHandler(handler)
-    root.setLevel(min(root.level or logging.INFO, logging.INFO))
-    if log.level == logging.NOTSET:
-        log.setLevel(logging.INFO)
-
-
-def print_once() -> None:
-    """Keep handlers that print what any logger says, as of `logging.basicConfig`, from printing our lines again."""
-    for handler in logging.getLogger().handlers:
-        if type(handler) is logging.StreamHandler and handler.stream in (sys.stdout, sys.stderr):
-            handler.addFilter(_is_of_others)
-
-
-def _is_of_others(record: logging.LogRecord) -> bool:
-    return record.name.partition(".")[0] != log.name
-
-
-class _Others(logging.StreamHandler[Any]):
-    """Warnings of loggers that are not ours, on stderr: Python prints them itself only where there is no handler."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.setLevel(logging.WARNING)
-        self.setFormatter(Redacting(cfg, f"{rank_shown(cfg)}%(message)s"))
-        self.addFilter(_is_of_others)
-
-
-def rank_shown(cfg: Config) -> str:
-    """Return what a line on the terminal begins with where several processes report there."""
-    return f"[rank {own_rank()}] " if len(cfg.logger.ranks) > 1 else ""
-
-
-class _RankFile(logging.FileHandler):
-    """What one process says of one run. A line that the disk does not take costs the run nothing; that is reported
-    once."""
-
-    _is_reported = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._is_reported:
-            self._is_reported = True
-            log.warning("%s: not written completely: %s", self.baseFilename, error.strerror)
-
-
-_format: logging.Formatter | None = None
-
-
-def keep_format() -> None:
-    """Let terminal and rank files keep the format that `engine.setup_hook` has given a handler of ours, of the logger
-    `deeplightning`; they are made anew later."""
-    global _format
-    ours = [h for h in log.handlers if isinstance(h, logging.NullHandler) or type(h).__module__.startswith(__package__)]
-    _format = next((h.formatter for h in ours if h.formatter and not isinstance(h.formatter, Redacting)), None)
-
-
-class Redacting(logging.Formatter):
-    """Write log lines without the values that came from the environment; in another format, if a hook has set one."""
-
-    def __init__(self, cfg: Config | None, pattern: str):
-        super().__init__(pattern)
-        self.cfg = cfg
-
-    def format(self, record: logging.LogRecord) -> str:
-        if _format is not None:  # which may have colours of its own around the message
-            record = copy.copy(record)
-            record.msg, record.args = printable(record.getMessage(), LAYOUT), None
-        text = _format.format(record) if _format else printable(super().format(record), LAYOUT)
-        return self.cfg.redact_message(text) if self.cfg else text

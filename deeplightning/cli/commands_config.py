@@ -106,8 +106,8 @@ def train(
         return
     if jobs is not None:
         raise click.UsageError("--jobs requires --multirun or --seeds")
-    apply_environment(cfg)
     if (launcher := launcher_of(cfg)) is not None:
+        apply_environment(cfg)
         sys.exit(launcher.run(Job(cfg, located(config).absolute(), absolute(overrides))))
     from deeplightning.run.train import launch
 

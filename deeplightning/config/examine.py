@@ -20,7 +20,7 @@ from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.schema_check import read_config, read_section
 from deeplightning.config.signature_check import Meanings
 from deeplightning.config.source import Given, Source, Text, compose
-from deeplightning.config.targets import compare
+from deeplightning.config.target_check import compare
 from deeplightning.config.tree import Entry, entry_at
 from deeplightning.faults import ConfigError, Notice, upwards
 from deeplightning.own_code import added_roots, use_import_roots

@@ -186,22 +186,3 @@ def batch_size(cfg: Config) -> int:
         message = f"null: {cfg.data.module.type} has a batch size of its own, which this command cannot change"
         raise ConfigError(Fault(message, "data.batch_size"))
     return cfg.data.batch_size
-
-
-def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> str:
-    """Return how many samples one optimizer step uses, and its factors.
-
-    Args:
-        size: the batch size of the user's own loader; None for that of the config.
-        samples: of the training set; 0 if unknown.
-    """
-    batch, world, factor = size or cfg.data.batch_size, world_size(cfg.engine), cfg.train.accumulator_factor
-    parts = [f"{batch or 'those of a batch of the data module'} per process"]
-    parts += [f"{world} processes"] if world > 1 else []
-    parts += [f"{factor} batches accumulated"] if factor > 1 else []
-    late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
-    if batch is None:
-        return f"{' x '.join(parts)}{late}"
-    step = batch * world * factor
-    most = f"{samples} samples a step, the whole training set" if 0 < samples < step else f"{step} samples a step"
-    return f"{most}: {' x '.join(parts)}{late}"

@@ -14,7 +14,7 @@ from deeplightning.config import plugins, schema
 from deeplightning.config.report import Report
 from deeplightning.config.schema import Target
 from deeplightning.config.signature_check import is_kind_of
-from deeplightning.config.targets import note_inside, note_target
+from deeplightning.config.target_check import note_inside, note_target
 from deeplightning.config.tree import Entry, KeyPath, kind, plain, scalar
 from deeplightning.faults import not_installed, plugin_of
 from deeplightning.own_code import original_roots

@@ -209,11 +209,11 @@ def _call(
         signature = meanings.signature(name)
     except Undecided as why:
         return Verdict(undecided={f"{key}.params": (f"{name}: {why}", "--import")} if params else {})
-    verdict, meant, may_lack = Verdict(), "", False
+    verdict, meant, may_lack, lacking = Verdict(), "", False, signature.lacking(params)
     if wanted is not None:
         factory = factory_of(wanted())
         paths = meanings.of(name).bases()[0] if meanings.of(name).kind == "class" else ()
-        if is_bound(paths, bool(signature.lacking(params)), factory):  # the rest is given where it is called
+        if is_bound(paths, bool(lacking), factory):  # the rest is given where it is called
             given = factory.arguments if factory is not None else 1
             given, may_lack = given or 0, given is None
     taken = signature.given(given)
@@ -244,7 +244,7 @@ def _call(
             verdict.faults.append(Fault(message, here, found=param, allowed=known))
         else:
             verdict.undecided[here] = f"{name}: {signature.rest}", "--dry-run"
-    absent = [] if may_lack else [param for param in signature.lacking(params) if param not in taken]
+    absent = [] if may_lack else [param for param in lacking if param not in taken]
     missing = [param for param in absent if f"mean {param}?" not in meant]  # a misspelt one is reported once
     if missing:
         words = ", ".join(missing)

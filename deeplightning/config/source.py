@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from deeplightning.address import is_address, shown
 from deeplightning.config import packages
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.schema import Logger
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.section_kinds import role_of
-from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
+from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse, plain
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine
 from deeplightning.own_code import frozen
+from deeplightning.words import address_shown, is_address
 
 if TYPE_CHECKING:
     from deeplightning.config.option_groups import Group
@@ -180,7 +180,7 @@ def located(path: str | Path) -> Path:
         ConfigError: there is no such package or file in it, or it is an address.
     """
     if is_address(path) and not os.path.exists(path):  # noqa: PTH110
-        raise ConfigError(Fault(_ADDRESS, place=shown(path)))
+        raise ConfigError(Fault(_ADDRESS, place=address_shown(path)))
     if packages.is_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
         return packages.locate(path)
     return Path(path)
@@ -329,7 +329,7 @@ def _base(name: str, path: Path, place: str) -> Path:
     file = path.parent / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
     if not os.path.isfile(frozen(file)):  # noqa: PTH113  (Path's fails for a name that is too long)
         missing = f"there is no file {short(file)} to build on{packages.shipped_instead(name)}"
-        message = f"{shown(name)}: {_ADDRESS}" if is_address(name) else missing
+        message = f"{address_shown(name)}: {_ADDRESS}" if is_address(name) else missing
         raise ConfigError(Fault(message, "_base_", place))
     return file
 
@@ -376,6 +376,14 @@ def text_of(path: Path) -> str:
     except UnicodeDecodeError as error:
         message = f"not text in UTF-8 (byte {error.start} is {data[error.start]:#04x}); is this the right file?"
         raise ConfigError(Fault(message, place=place)) from None
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    """Return the values of one config file as they are written; {} if it cannot be read."""
+    try:
+        return plain(parse(text_of(path), path.name, [])) or {}
+    except ConfigError:
+        return {}
 
 
 def short(path: Path) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from deeplightning.address import is_address
 from deeplightning.config.own_runs import digest_of, is_own, is_registered
 from deeplightning.config.section_kinds import KINDS
 from deeplightning.config.source import Source, Text, short, text_of
@@ -21,6 +20,7 @@ from deeplightning.config.tree import Entry, KeyPath, entry_at, leaves, nodes, p
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.own_code import LIBRARIES
 from deeplightning.runfolder import RunFolder
+from deeplightning.words import is_address
 
 ENVIRONMENT = "oc.env"
 """What `--allow` takes beside modules: a foreign config may read environment variables."""

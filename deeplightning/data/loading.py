@@ -12,13 +12,13 @@ import torch
 from torch import Generator
 from torch.utils.data import DataLoader
 
-from deeplightning.address import is_address, shown
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, move_where_there_is_room
 from deeplightning.data.samplers import BatchIndices, go_on, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
+from deeplightning.words import address_shown, is_address
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
     "fit": ("train", "val"),
@@ -132,8 +132,8 @@ class DataOfSets(pl.LightningDataModule):
             raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {content}.")
         if is_address(root):
             raise DataConfigError(
-                f"data.root: {shown(root)} is an address. Copy the data to this machine first, for example with "
-                "`aws s3 sync`, and name the folder."
+                f"data.root: {address_shown(root)} is an address. Copy the data to this machine first, for example "
+                "with `aws s3 sync`, and name the folder."
             )
         return Path(root).expanduser().absolute()
 

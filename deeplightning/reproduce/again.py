@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deeplightning.address import is_address
 from deeplightning.config.own_runs import is_own_code
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
@@ -33,6 +32,7 @@ from deeplightning.tracking.code import Code, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import REPRODUCES, VARIABLES
 from deeplightning.tracking.store import locate
+from deeplightning.words import is_address
 
 MAX_LISTED = 10
 """Maximum number of files that a message lists."""

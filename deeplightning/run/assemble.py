@@ -72,7 +72,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     from pytorch_lightning.callbacks import ProgressBar
 
     from deeplightning.callbacks import all_of
-    from deeplightning.callbacks.console import to_terminal
+    from deeplightning.callbacks.log_lines import to_terminal
     from deeplightning.callbacks.steps import StepCountingTrainer
     from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO

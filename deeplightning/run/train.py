@@ -56,14 +56,15 @@ def launch(cfg: Config) -> RunFolder:
         The run's folder; its path is the last line on stdout once the run has begun, even if it fails. If there is
         nothing to do, the folder of the checkpoint.
     """
-    from deeplightning.callbacks.console import one_line_warnings, to_terminal
+    from deeplightning.callbacks.log_lines import keep_format, one_line_warnings, to_terminal
     from deeplightning.callbacks.provenance import keep_out
-    from deeplightning.callbacks.record import Record, keep_format
+    from deeplightning.callbacks.record import Record
 
     apply_environment(cfg)
+    begins_here = own_rank() == 0 and restarts() == 0
     to_terminal(cfg)
     one_line_warnings()
-    if own_rank() == 0 and restarts() == 0:
+    if begins_here:
         if cfg.train.fast:
             log.info("%-10s one batch of each stage; no checkpoint and no bundle is written", "fast")
         for notice in cfg.notices or []:

@@ -125,7 +125,7 @@ class Grid:
         seal: SearchCode,
         parent: Parent | None = None,
     ):
-        from deeplightning.callbacks.console import one_line_warnings, to_terminal
+        from deeplightning.callbacks.log_lines import one_line_warnings, to_terminal
 
         to_terminal(cfg)
         one_line_warnings()

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deeplightning.address import is_address
 from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import has_run
@@ -14,6 +13,7 @@ from deeplightning.runfolder import from_start
 from deeplightning.tracking.claims import find_run
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import local_path, locate
+from deeplightning.words import is_address
 
 _OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
 _LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")

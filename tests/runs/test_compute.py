@@ -15,7 +15,7 @@ from pytorch_lightning.trainer.setup import _log_device_info
 from torch._inductor import compile_fx
 from torch._prims_common import suggest_memory_format
 
-from deeplightning.callbacks.console import to_terminal
+from deeplightning.callbacks.log_lines import to_terminal
 from deeplightning.config.examine import load_config
 from deeplightning.engine import process_group
 from deeplightning.engine.compute import keep_memory, lay_channels_last

@@ -8,11 +8,11 @@ import torch
 from conftest import digest
 from torch import nn
 
+from deeplightning.callbacks.describe import effective_batch
 from deeplightning.callbacks.start import Recompute
 from deeplightning.config import devices
 from deeplightning.config.examine import examine, load_config
 from deeplightning.config.explain import explain
-from deeplightning.config.machine import effective_batch
 from deeplightning.config.schema import BACKENDS, PRECISIONS
 from deeplightning.engine.trainer_arguments import trainer_arguments
 from deeplightning.faults import ConfigError

@@ -9,7 +9,7 @@ import pytest
 
 from deeplightning.callbacks import provenance
 from deeplightning.callbacks.checkpoints import Checkpoints
-from deeplightning.callbacks.record import _RankFile
+from deeplightning.callbacks.log_lines import _RankFile
 from deeplightning.cli.exit_codes import report
 from deeplightning.config import source
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO

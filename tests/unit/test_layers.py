@@ -30,7 +30,7 @@ LAYERS = [
     *("engine", "config", "signatures", "process", "private", "figures"),
 ]
 BASE = {
-    *("address", "array_spec", "batches", "faults", "image_spec", "kinds", "own_code", "runfolder", "table_spec"),
+    *("array_spec", "batches", "faults", "image_spec", "kinds", "own_code", "runfolder", "table_spec"),
     *("text_spec", "transfer", "unified", "version", "words"),
 }
 """Files that any folder of the core may import, and that import only each other."""
@@ -40,7 +40,7 @@ STAND_ON_SERVE = {
 }
 PARTS = {"data", "task", "model"}
 OPEN_TO_PARTS = {
-    *("config.target.build", "config.part_config", "address", "batches", "figures", "words", "transfer", "kinds"),
+    *("config.target.build", "config.part_config", "batches", "figures", "words", "transfer", "kinds"),
     *("image_spec", "text_spec", "table_spec", "array_spec"),
 }
 FILES = sorted([*ROOT.glob("deeplightning/**/*.py"), *ROOT.glob("serve/**/*.py")])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deeplightning.batches import samples_in
-from deeplightning.callbacks import console, describe
+from deeplightning.callbacks import console, describe, log_lines
 from deeplightning.callbacks.console import Console
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
@@ -61,7 +61,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch):
     """A stdout of 80 columns that says it is a terminal."""
     stream = Terminal()
-    monkeypatch.setattr(console, "sys", SimpleNamespace(stdout=stream, stderr=stream))
+    monkeypatch.setattr(log_lines, "sys", SimpleNamespace(stdout=stream, stderr=stream))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -80,7 +80,7 @@ def test_colour_is_for_terminals_that_want_it(terminal, monkeypatch):
 
 
 def handled(*records):
-    handler = console._Terminal("")
+    handler = log_lines._Terminal("")
     for level, text, extra in records:
         record = logging.makeLogRecord(
             {"levelno": level, "levelname": logging.getLevelName(level), "msg": text} | extra
@@ -99,7 +99,7 @@ def test_a_terminal_breaks_lines_between_words(terminal, monkeypatch):
     path = f"bundle     {'/a' * 50}"
     assert wrapped(path, 11) == path
     file = io.StringIO()
-    monkeypatch.setattr(console, "sys", SimpleNamespace(stdout=file, stderr=file))
+    monkeypatch.setattr(log_lines, "sys", SimpleNamespace(stdout=file, stderr=file))
     handled((logging.INFO, text, {"terminal": ["something else"]}))
     assert file.getvalue() == f"{text}\n"
 
@@ -184,8 +184,8 @@ def test_a_line_is_one_write_so_that_lines_of_several_ranks_stay_apart(monkeypat
     """Standard output may be unbuffered, as in the processes of a launch."""
     written = []
     stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
-    monkeypatch.setattr(console, "sys", SimpleNamespace(stdout=stream))
-    console._Terminal("[rank 1] ").emit(logging.makeLogRecord({"msg": "one\ntwo", "levelno": logging.INFO}))
+    monkeypatch.setattr(log_lines, "sys", SimpleNamespace(stdout=stream))
+    log_lines._Terminal("[rank 1] ").emit(logging.makeLogRecord({"msg": "one\ntwo", "levelno": logging.INFO}))
     assert written == ["[rank 1] one\n[rank 1] two\n"]
 
 

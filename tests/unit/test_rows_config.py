@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from click.testing import CliRunner
 
-from deeplightning.callbacks.console import to_terminal
+from deeplightning.callbacks.log_lines import to_terminal
 from deeplightning.cli import cli
 from deeplightning.config.examine import examine, load_config
 from deeplightning.config.explain import explain

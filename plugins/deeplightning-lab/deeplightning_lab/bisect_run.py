@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.address import is_address
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, line, plain
 from deeplightning.reproduce.again import resolve_data_root
@@ -24,6 +23,7 @@ from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, describe_program
 from deeplightning.tracking.environment import VARIABLES
+from deeplightning.words import is_address
 
 EXCLUDED_KEYS = ("logger", "serve", "tune", "train.export")
 """Keys that affect no metric: a mixed run has those of the first run."""

@@ -13,11 +13,11 @@ import re
 import textwrap
 from typing import Any
 
-from deeplightning.address import is_address
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import dump
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.process.rendezvous import WAIT_VARIABLE
+from deeplightning.words import is_address
 
 WORKING_DIRECTORY = "/work"  # of the container: the image has the user's own code there
 MAX_RESTARTS = 3  # of each pod

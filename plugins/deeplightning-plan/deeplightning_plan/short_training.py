@@ -8,8 +8,8 @@ import warnings
 import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
-from deeplightning.callbacks.console import one_line_warnings, to_terminal
 from deeplightning.callbacks.gradients import AdaptiveClip
+from deeplightning.callbacks.log_lines import one_line_warnings, to_terminal
 from deeplightning.callbacks.random_state import Seeds
 from deeplightning.callbacks.sample_weights import SampleWeights
 from deeplightning.callbacks.start import Recompute, StartWeights

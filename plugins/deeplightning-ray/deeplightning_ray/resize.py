@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from deeplightning.config.machine import effective_batch, note_asked
+from deeplightning.callbacks.describe import effective_batch
+from deeplightning.config.machine import note_asked
 from deeplightning.config.schema import Config
 from deeplightning.faults import Notice
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from PIL import Image
 
-from deeplightning.address import is_address
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.samplers import BatchIndices, go_on, replicas
 from deeplightning.image_spec import ImageError, ImageSpec
-from deeplightning.words import is_whole
+from deeplightning.words import is_address, is_whole
 from deeplightning_shards.addresses import shown
 from deeplightning_shards.tar_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 

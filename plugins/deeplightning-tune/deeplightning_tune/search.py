@@ -79,7 +79,7 @@ class _Search:
     """Search in this process, new or resumed."""
 
     def __init__(self, cfg: Config, path: Path, overrides: Sequence[str], train: Train, code: SearchCode):
-        from deeplightning.callbacks.console import one_line_warnings, to_terminal
+        from deeplightning.callbacks.log_lines import one_line_warnings, to_terminal
 
         to_terminal(cfg)
         one_line_warnings()

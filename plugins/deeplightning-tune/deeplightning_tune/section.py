@@ -8,7 +8,7 @@ from typing import Any
 from deeplightning.config.report import Report
 from deeplightning.config.schema import BETTER, Config, Mode, PluginSection, Target, key
 from deeplightning.config.section_kinds import KINDS, Kind
-from deeplightning.config.targets import GIVEN_BY_NAME
+from deeplightning.config.target_check import GIVEN_BY_NAME
 from deeplightning.faults import Fault
 from deeplightning_tune.space import faults, misfits, space_of
 
