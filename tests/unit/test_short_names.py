@@ -25,6 +25,8 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
         ("model.network.type=SimpleCNN", "deeplightning.model.cnn.SimpleCNN"),
         ("logger.type=TensorBoardLogger", "pytorch_lightning.loggers.TensorBoardLogger"),
         ("train.callbacks.0.type=Timer", "pytorch_lightning.callbacks.Timer"),
+        ("train.callbacks.0.type=EMA", "deeplightning.callbacks.average.EMA"),
+        ("train.callbacks.0.type=Watchdog", "deeplightning.callbacks.watch.Watchdog"),
         ("model.optimizer.type=own.Adam", "own.Adam"),
         ("data.module.type=Digits", "Digits"),
         ("model.loss.type=Linear", "Linear"),
@@ -44,6 +46,15 @@ def test_it_holds_for_several_by_name_and_not_inside_params():
     losses = plain(read(BASE, [several]).root)["model"]["loss"]
     assert [losses["a"]["type"], losses["b"]["type"]] == ["torch.nn.NLLLoss", "torch.nn.CrossEntropyLoss"]
     assert losses["b"]["params"] == {"type": "NLLLoss"}
+
+
+def test_the_manual_names_every_section():
+    """The table of short names has each section, and names each module."""
+    page = (BASE.parents[1] / "docs" / "reference" / "targets.md").read_text().partition("## Short names")[2]
+    rows = [row for row in page.partition("\nCase matters")[0].splitlines() if row.startswith("| `")]
+    assert {key for row in rows for key in row.split("|")[1].replace("`", "").replace(" ", "").split(",")} == {*MODULES}
+    named = {f"`{module.removesuffix('.*')}`" for modules in MODULES.values() for module in modules}
+    assert {name for name in named if name not in page} == {"`deeplightning.launch`"}  # Local alone
 
 
 @pytest.mark.slow
