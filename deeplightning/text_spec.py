@@ -58,7 +58,7 @@ class TextSpec:
         lower: whether words are converted to lower case; a file of Hugging Face has its own setting.
         max_length: longer texts are cut to this number of tokens and keep their last token; None: they are not cut.
         limit: the most tokens that the network accepts; None: any number.
-        column: name of the column of the training table that has the texts; None: unknown.
+        column, encoding: name of the column of the training table that has the texts, None: unknown; its codec.
 
     Raises:
         ValueError: a value is out of range.
@@ -72,6 +72,7 @@ class TextSpec:
     max_length: int | None = None
     limit: int | None = None
     column: str | None = None
+    encoding: str = "utf-8"
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokenizer, str) or self.tokenizer not in FILES:
@@ -82,8 +83,8 @@ class TextSpec:
                 raise ValueError(f"{name} must be null or a whole number of tokens of at least 1, not {value!r}")
         if not isinstance(self.lower, bool):
             raise ValueError(f"lower must be true or false, not {self.lower!r}")
-        if not isinstance(self.column, str | None):
-            raise ValueError(f"column must be null or the name of a column, not {self.column!r}")
+        if not isinstance(self.column, str | None) or not isinstance(self.encoding, str):
+            raise ValueError(f"column must be null or a text, encoding a text, not {self.column!r}, {self.encoding!r}")
         self._encoder  # noqa: B018 (raises if the content is invalid)
 
     @property
@@ -103,9 +104,7 @@ class TextSpec:
 
     @cached_property
     def _encoder(self) -> Any:
-        if self.tokenizer == "words":
-            return _Words(self.content, self.lower)
-        return _HuggingFace(self.content)
+        return _Words(self.content, self.lower) if self.tokenizer == "words" else _HuggingFace(self.content)
 
     def encode(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
         """Return the tokens of each text, at least one.
@@ -145,7 +144,7 @@ class TextSpec:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON types, for a bundle, which keeps the content in another file."""
-        return {name: getattr(self, name) for name in (*_KEYS, "column")}
+        return {name: getattr(self, name) for name in (*_KEYS, "column", "encoding")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], content: str) -> "TextSpec":
@@ -154,7 +153,7 @@ class TextSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is out of range or does not match this content.
         """
-        require_keys("a text spec", values, _KEYS, ["column"])  # older bundles lack it
+        require_keys("a text spec", values, _KEYS, ["column", "encoding"])  # older bundles lack them
         given = {name: value for name, value in values.items() if name not in ("file", "size")}
         spec = cls(content=content, **given)
         for name in ("file", "size"):

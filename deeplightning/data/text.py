@@ -37,17 +37,18 @@ class Texts(Divisible):
         labels: int64 (N,); None: the file has none.
         lines: where each stands in its file, from 1, int64 (N,).
         path: of the file, or where else they come from; for messages.
-        column: name of their column, in which `deeplightning predict` finds the texts of other tables; None: it has
-            none.
+        column, encoding: name of their column, None: it has none, and codec of their file; `deeplightning predict`
+            reads other tables by them.
     """
 
-    shared = ("path", "column")
+    shared = ("path", "column", "encoding")
 
     texts: list[str]
     labels: np.ndarray | None
     lines: np.ndarray
     path: Path
     column: str | None = None
+    encoding: str = "utf-8"
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -217,7 +218,7 @@ class TextData(DataOfSets):
         return found
 
     def learn(self, train: Texts) -> None:
-        self.text_spec = replace(self._spec(train), column=train.column)
+        self.text_spec = replace(self._spec(train), column=train.column, encoding=train.encoding)
 
     def _spec(self, train: Texts) -> TextSpec:
         most = self.max_length if self.cut_always else None
@@ -280,8 +281,7 @@ class TextData(DataOfSets):
 
     def example_texts(self, size: int) -> list[str]:
         """Return some validation texts, or training texts where there is no validation; call `setup` first."""
-        texts: list[str] = self._samples["val" if "val" in self._samples else "train"].texts[:size]
-        return texts
+        return list(self._samples["val" if "val" in self._samples else "train"].texts[:size])
 
     def test_dataloader(self) -> DataLoader:
         """Return the loader of the tests; raise DataError if there is no test set, or it has no labels."""

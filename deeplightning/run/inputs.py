@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from deeplightning.array_spec import SIGNALS, read_signal
 from deeplightning.image_spec import EXTENSIONS
-from deeplightning.table_spec import TableFormat, TableSpec
+from deeplightning.table_spec import TableFormat, TableSpec, decoded
 from deeplightning.text_spec import TextSpec
 from serve.limits import Limits, Refusal
 from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json
@@ -83,9 +83,10 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
         raise ValueError("there is nothing in this file")
 
 
-def _lines(path: Path, ends: str | None = None) -> Iterator[str]:
+def _lines(path: Path, ends: str | None = None, encoding: str = "utf-8") -> Iterator[str]:
     """Yield the lines that are not blank, without blanks, or the characters `ends`, around them."""
-    with io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
+    data = _opened(path) if encoding == "utf-8" else io.BytesIO(decoded(_bytes(path), encoding).encode())
+    with io.TextIOWrapper(data, encoding="utf-8-sig") as file:
         yield from (line.strip(ends) for line in file if line.strip())
 
 
@@ -148,11 +149,12 @@ def _texts(rows: Iterable[Mapping[str, Any]], spec: TextSpec) -> Iterator[str]:
         yield row[names[0]]
 
 
-def _tabbed(path: Path, spec: TextSpec) -> Iterator[dict[str, str]]:
-    """Yield the rows of a tab-separated file, whose first line has the column names. Quotes are plain characters unless
+def _separated(path: Path, spec: TextSpec, delimiter: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table, whose first line has the column names. Quotes between tabs are plain characters unless
     the training texts are of a column: that was read as a table."""
-    if spec.column is not None:
-        yield from rows_from_csv(_bytes(path), _NO_LIMIT, _columns(spec), TableFormat("\t"))
+    if delimiter != "\t" or spec.column is not None:
+        form = TableFormat(delimiter, encoding=spec.encoding)
+        yield from rows_from_csv(_bytes(path), _NO_LIMIT, _columns(spec), form)
         return
     for number, row in enumerate(csv.DictReader(_lines(path, "\n"), delimiter="\t", quoting=csv.QUOTE_NONE), 1):
         if None in row or None in row.values():
@@ -200,9 +202,9 @@ Reader = Callable[[Path, Any], "Iterator[Any] | list[Any]"]
 
 _READERS: dict[str, dict[str, Reader]] = {
     "text": {
-        ".txt": lambda path, _: _lines(path),
-        ".csv": lambda path, spec: _texts(rows_from_csv(_bytes(path), _NO_LIMIT, _columns(spec)), spec),
-        ".tsv": lambda path, spec: _texts(_tabbed(path, spec), spec),
+        ".txt": lambda path, spec: _lines(path, encoding=spec.encoding),
+        ".csv": lambda path, spec: _texts(_separated(path, spec, ","), spec),
+        ".tsv": lambda path, spec: _texts(_separated(path, spec, "\t"), spec),
         **dict.fromkeys((".jsonl", ".ndjson"), lambda path, spec: _texts(_objects(path), spec)),
         ".json": lambda path, _: [text.decode() for text in texts_from_json(_bytes(path))],
     },

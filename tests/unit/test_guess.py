@@ -300,14 +300,17 @@ def test_texts_are_read_with_the_columns_that_init_has_seen(header, monkeypatch)
     assert module.text_spec.column == "review"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
 @pytest.mark.parametrize("ending", ["tsv", "csv"])
-def test_predict_reads_the_texts_of_the_training(ending, monkeypatch):
-    """Also where csv, pandas or Excel have put quotes around a text, or it has two lines. A label that is a sign
-    between numbers is a class."""
-    texts = [f'it is "good {number}", he said' + "\nat last" * (number % 3) for number in range(40)]
+def test_predict_reads_the_texts_of_the_training(ending, encoding, monkeypatch):
+    """Also where csv, pandas or Excel have put quotes around a text, or it has two lines, and in Windows' encoding. A
+    label that is a sign between numbers is a class."""
+    texts = [f'it is "good {number}" for € 3, he said' + "\nat last" * (number % 3) for number in range(40)]
     labels = ["?" if number % 8 == 7 else number % 2 for number in range(40)]
     delimiter = "\t" if ending == "tsv" else ","
     table(f"t.{ending}", ["review", "label"], *zip(texts, labels, strict=True), delimiter=delimiter)
+    Path(f"t.{ending}").write_bytes(Path(f"t.{ending}").read_bytes().decode().encode(encoding))
+    Path("t.txt").write_text("für 3 €\n", encoding=encoding)
     written, notes = config("text", f"t.{ending}")
     assert "3 classes: 0 (20), 1 (15), ? (5)" in notes
     monkeypatch.chdir("new project")
@@ -315,6 +318,7 @@ def test_predict_reads_the_texts_of_the_training(ending, monkeypatch):
     module.setup("fit")
     assert sorted(text for part in module.read().values() for text in part.texts) == sorted(texts)
     assert [text for _, text in inputs_of(Path("..", f"t.{ending}"), "text", module.text_spec)] == texts
+    assert [text for _, text in inputs_of(Path("../t.txt"), "text", module.text_spec)] == ["für 3 €"]
 
 
 def test_a_column_of_sets_is_no_label():

@@ -58,10 +58,12 @@ def test_tokens_are_numbers_of_words_and_an_end():
 
 def test_a_spec_travels_as_plain_types():
     """From its dictionary and its content comes the same spec again; a dictionary that does not fit is refused."""
-    spec = TextSpec("words", vocabulary(["a b"]), lower=False, max_length=9, limit=12, column="review")
+    spec = TextSpec(
+        "words", vocabulary(["a b"]), lower=False, max_length=9, limit=12, column="review", encoding="cp1252"
+    )
     assert TextSpec.from_dict(spec.to_dict(), spec.content) == spec
-    older = {key: value for key, value in spec.to_dict().items() if key != "column"}
-    assert TextSpec.from_dict(older, spec.content) == replace(spec, column=None)
+    older = {key: value for key, value in spec.to_dict().items() if key not in ("column", "encoding")}
+    assert TextSpec.from_dict(older, spec.content) == replace(spec, column=None, encoding="utf-8")
     with pytest.raises(ValueError, match="size is 5, not 6"):
         TextSpec.from_dict(spec.to_dict() | {"size": 6}, spec.content)
     with pytest.raises(ValueError, match="look at lower"):

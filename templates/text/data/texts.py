@@ -54,7 +54,7 @@ class TextsOfColumns(TextData):
             raise DataError(f"{self.file}: no row has values in the columns {self.columns}")
         if incomplete:
             log.warning("%s: %d rows without text or label are left out", self.file, incomplete)
-        found = Texts(texts, np.array(labels, np.int64), np.array(lines), self.file, self.columns[0])
+        found = Texts(texts, np.array(labels, np.int64), np.array(lines), self.file, self.columns[0], self.encoding)
         order = np.random.RandomState(self.cfg.seed).permutation(len(found))
         tenth = max(1, len(found) // 10)
         parts = {"val": order[:tenth], "test": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
