@@ -46,9 +46,7 @@ def class_counts(data: "pl.LightningDataModule", num_classes: int = 0) -> np.nda
         if labels.dtype.kind not in "iub":
             return None
         counts, is_found = counted(labels.astype(np.int64), counts), True
-    if not is_found:
-        return None
-    return counts[:num_classes] if num_classes else counts
+    return counts[: num_classes or None] if is_found else None
 
 
 def class_weights(counts: np.ndarray) -> list[float]:

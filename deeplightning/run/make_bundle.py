@@ -128,8 +128,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     if cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model
 
-        model = write_model(folder)
-        log.info("model      %s", model)
+        log.info("model      %s", write_model(folder))
     return bundle
 
 

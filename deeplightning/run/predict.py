@@ -9,6 +9,7 @@ import csv
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from rich.progress import track
 from deeplightning.faults import CheckpointError, Fault, SetupError
 from deeplightning.image_spec import files_below
 from deeplightning.kinds import KINDS, labels_of
+from deeplightning.process.terminal import say
 from deeplightning.run.inputs import ENDINGS, Place, inputs_of
 from deeplightning.run.load import trained_task
 from deeplightning.run.own_module import servable
@@ -118,27 +120,26 @@ class _Network:
 
     def prepare(self, path: Path, max_pixels: int) -> np.ndarray:
         """Return the image in a file as the network takes it, uint8 (C, H, W)."""
-        decoded: np.ndarray = self.spec.decode(path, max_pixels, self._max_side)
-        return decoded.transpose(2, 0, 1)
+        return np.asarray(self.spec.decode(path, max_pixels, self._max_side)).transpose(2, 0, 1)
 
     def predict(self, batch: np.ndarray) -> np.ndarray:
         """Return the network's answers to prepared inputs (N, …), float32 (N, …)."""
         with torch.inference_mode():
-            answers: np.ndarray = self._model(torch.from_numpy(np.ascontiguousarray(batch))).numpy()
-        return answers
+            return np.asarray(self._model(torch.from_numpy(np.ascontiguousarray(batch))).numpy())
 
 
 def _paths(files: Sequence[Path], takes: str) -> Iterator[Path]:
     """Yield files, and those with the network's endings of each folder, or the folder itself if it has none."""
     for path in files:
-        if not path.is_dir():
-            yield path
-            continue
         try:
-            below = [each for each in files_below(path) if each.name.lower().endswith(ENDINGS[takes])]
+            below = [*files_below(path)] if path.is_dir() else []
         except OSError as error:
             raise SetupError(f"{error.filename}: this folder cannot be read: {error.strerror}") from error
-        yield from below or [path]
+        taken = [each for each in below if each.name.lower().endswith(ENDINGS[takes])]
+        yield from taken or [path]
+        if taken and (others := sorted({*below}.difference(taken))):
+            ends = Counter(each.suffix or "no ending" for each in others).most_common(9)
+            say(f"Files ignored in {path}, by ending: {', '.join(f'{end} ({n})' for end, n in ends)}", err=True)
 
 
 def _inputs(

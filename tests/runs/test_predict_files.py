@@ -171,6 +171,16 @@ def test_arrays_and_signals_are_answered(runs, asked, tmp_path, kind):
     assert len(rows) == sum(map(len, given.values()))
 
 
+def test_the_other_files_of_a_folder_are_counted_on_stderr(asked, capsys, tmp_path):
+    """As a training counts them: a folder of photographs has some that are not read."""
+    table(tmp_path / "a.csv", ROWS)
+    for name in ("b.heic", "c.heic", "README", ".hidden"):
+        (tmp_path / name).touch()
+    rows, error = asked("table_classification", tmp_path)
+    assert (len(rows), error) == (len(ROWS), None)
+    assert capsys.readouterr().err == f"Files ignored in {tmp_path}, by ending: .heic (2), no ending (1)\n"
+
+
 def png(path, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8)
     path.parent.mkdir(exist_ok=True)
