@@ -259,8 +259,7 @@ def runs(
     if last:
         from deeplightning.tracking import resolve_run
 
-        run = of.newest(tracking_uri, statuses, metric, name, experiment)
-        say_path(resolve_run(run, tracking_uri))
+        say_path(resolve_run(of.newest(tracking_uri, statuses, metric, name, experiment), tracking_uri))
         return
     rows = of.listing(tracking_uri, statuses, metric, name, experiment)
     for line in of.lines(rows, width() if is_interactive(sys.stdout) else None):

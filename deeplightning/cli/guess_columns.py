@@ -24,6 +24,8 @@ NUMBERS = 0.9
 """The part of numbers and words that must be numbers, for the words to be missing values; signs always are."""
 _SIGN = re.compile(r"\W*|[+-]?inf(inity)?", re.IGNORECASE)
 """A sign, such as ?, or an infinite number."""
+AMOUNT = re.compile(r"(?=.*[^\d., -])[(+-]?[^\W\d_]{0,4}\W{0,3}\d+(?:[.,' ]\d{3})*[.,]\d+\s?[^\W\d_]{0,4}\)?")
+"""An amount that is no number, such as CHF 12.50, ($1,200.00) or 3.5 kg."""
 
 TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value", "y")
 """Names of a column that is to be predicted, the likeliest first; the manual lists them."""

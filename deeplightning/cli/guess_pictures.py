@@ -77,8 +77,7 @@ def _labelled(data: Path, name: str) -> Guess:
         raise SetupError(f"{data / name} names pictures that cannot be decoded: {some(bad)}; remove them")
     classes = sorted(counts)
     network = _network_for(values, len(classes))
-    values |= {"count": len(files), "classes": some(classes), "labels": name, "images": below, **network}
-    values |= {"separator": separator}
+    values |= {"count": len(files), "classes": some(classes), "labels": name, "images": below, "separator": separator}
     notes = [
         f"{len(classes)} labels, by {data / name}: {counted({label: counts[label] for label in classes})}; "
         f"{sum(not line.labels for line in lines)} of the pictures have none",
@@ -87,7 +86,7 @@ def _labelled(data: Path, name: str) -> Guess:
     ]
     if all(len(line.labels) == 1 for line in lines):
         notes.append("each picture has one label; where it can have no other, put the pictures of each into a folder")
-    return Guess(values, notes, files[0], template="labels")
+    return Guess(values | network, notes, files[0], template="labels")
 
 
 def _network_for(values: dict[str, Any], outputs: int) -> dict[str, Any]:

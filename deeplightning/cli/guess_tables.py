@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deeplightning.cli.guess import Columns, Guess, counted, some
-from deeplightning.cli.guess_columns import DATE, GAPS, MAX_CLASSES, Table, likely_target, table
+from deeplightning.cli.guess_columns import AMOUNT, DATE, GAPS, MAX_CLASSES, Table, likely_target, table
 from deeplightning.faults import SetupError
 from deeplightning.table_spec import TableFormat
 
@@ -143,7 +143,8 @@ def _classes(found: Table, kinds: dict[str, str], target: str, task: str | None)
     if is_number:  # words between numbers are missing values
         classes = {word: number for word, number in classes.items() if word not in column.strays}
     if task == "regression" and not is_number:
-        message = f"the column {target} holds no numbers to be predicted; its columns: {counted(kinds)}"
+        values = some([*column.values][:2])
+        message = f"the column {target} holds no numbers to be predicted, but {values}; its columns: {counted(kinds)}"
         raise SetupError(f"{found.path}: {message}")
     is_few = column.is_whole and 2 <= len(classes) <= min(MAX_FEW, found.read.size // 5)
     if task == "regression" or (task is None and is_number and not is_few):
@@ -151,7 +152,7 @@ def _classes(found: Table, kinds: dict[str, str], target: str, task: str | None)
     if len(classes) > min(MAX_CLASSES, max(MAX_FEW, found.read.size // 2)):
         raise SetupError(
             f"{found.path}: the column {target} has {column.different} different values, too many for classes; "
-            "--regression predicts numbers, and --target NAME names another column"
+            f"{'--regression predicts numbers, and ' * is_number}--target NAME names another column"
         )
     return classes
 
@@ -179,6 +180,7 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
         parts = {part.lower() for part in re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)}
         is_whole = column.is_whole and column.numbers == column.filled
         is_number = column.is_number() and not ("id" in parts and is_whole)
+        amounts = [word for word in column.strays if AMOUNT.fullmatch(word)]
         many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.read.size // 2))
         undated = "dates that are not written as 2024-02-29 or Feb-29-2024"
         holds = {
@@ -188,6 +190,7 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
             "with hardly a value": column.filled < 3,  # a training set may have none of them
             "a number of each row": parts & _NUMBERED and is_whole and column.different == column.filled,
             undated: column.has_dates and not column.is_number(),
+            f"amounts such as {some(amounts[:1])}, not plain numbers": many and len(amounts) > len(column.strays) / 2,
             "different in nearly each row": many and not is_number,
         }
         kinds[name] = "ignore" if any(holds.values()) else "number" if is_number else "category"

@@ -160,11 +160,9 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
             found = replace(found, notes=[each.replace(str(table), name) for each in found.notes])
     if found is not None:
         found = replace(found, notes=[printable(note) for note in found.notes])
-    values = {"project": folder.absolute().name or "project", **(found.values if found else {})}
+    values = {"project": folder.absolute().name or "project", "folder": ".", **(found.values if found else {})}
     if data is not None:
         values["root"], values["folder"] = _seen_from(folder, data), _seen_from(folder, data.parent)
-    elif files:
-        values["folder"] = "."
     templates = TEMPLATES / (chosen.template or kind) / (found.template if found else "sample")
     content = _files(templates, chosen, found is not None, {n: line(v) for n, v in literal_values(values).items()})
     ask = found.ask if found else chosen.ask

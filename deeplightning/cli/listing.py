@@ -54,9 +54,7 @@ def listing(
                 continue
             if name is not None and not any(fnmatchcase(n, f"*{name}*") for n in (run.name, run.experiment)):
                 continue
-            if experiment not in (None, run.experiment):
-                continue
-            if metric is not None and metric not in run.metrics:
+            if experiment not in (None, run.experiment) or (metric is not None and metric not in run.metrics):
                 continue
             rows.append(_row(run, SHOWN if metric is None else (metric,)) | {"status": status})
     return rows

@@ -485,6 +485,21 @@ def test_each_class_is_in_the_training_set(counts, seed):
         assert sorted(itertools.chain(*labels.values())) == [n for n, count in enumerate(counts) for _ in range(count)]
 
 
+@pytest.mark.parametrize("form", ["CHF {:,.2f}", "(${:,.2f})", "{:.1f} kg"])
+def test_amounts_that_are_no_numbers_are_named(form):
+    """With one of them, as a column that is left out and as a target: the next step is to write plain numbers."""
+    rows = [f'{number % 9},"{form.format(number * 99.7)}",{"ab"[number % 2]}' for number in range(60)]
+    Path("t.csv").write_text("\n".join(["area,price,kind", *rows]))
+    notes, _ = init(Path("p"), "table", Path("t.csv"))
+    assert f"ignored, amounts such as {form.format(0)}, not plain numbers: price" in notes
+    for kind, words in (
+        ("table", "too many for classes; --target NAME names"),
+        ("regression", f"but {form.format(0)}"),
+    ):
+        with pytest.raises(SetupError, match=re.escape(words)):
+            init(Path("q"), kind, Path("t.csv"), Columns("price"))
+
+
 REFUSED = [
     ("t.xlsx", b"PK", "python -c \"import pandas; pandas.read_excel('t.xlsx').to_csv('t.csv', index=False)\""),
     ("t.json", b"[]", "pandas.read_json('t.json').to_json('t.jsonl', orient='records', lines=True)"),
