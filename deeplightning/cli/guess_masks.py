@@ -80,24 +80,22 @@ def _values_of(
     check_size: Any = find("deeplightning.data.masked.check_size")
     read_codes: Any = find("deeplightning.data.masked.read_codes")
     value_of: Any = find("deeplightning.data.masked.value_of")
-    codes, colours, palettes = set[int](), set[int](), set[tuple[int, int]]()
+    codes, colours, palettes, alphas = set[int](), set[int](), set[tuple[int, int]](), set[int]()
     for path, mask in files:
         try:
             with Image.open(path) as picture, Image.open(mask) as opened:
                 check_size(str(mask), opened.size, str(path), shown_size(picture))
                 found, first = np.unique(read_codes(opened, by_colour=False), return_index=True)
                 as_colours = read_codes(opened, by_colour=True).ravel()[first]
-                pairs = [*zip(found.tolist(), as_colours.tolist(), strict=True)]
-                palettes |= {*pairs} if opened.mode == "P" else set()
+                palettes |= {*zip(found.tolist(), as_colours.tolist(), strict=True)} if opened.mode == "P" else set()
+                alphas |= {*opened.getchannel("A").getextrema()} if "A" in opened.getbands() else set()
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise SetupError(f"{mask}: the mask of {path} cannot be read: {error}") from None
-        codes |= {code for code, _ in pairs}
-        colours |= {colour for _, colour in pairs}
-    place, notes = top / "masks", []
-    differ = len({index for index, _ in palettes}) < len(palettes)
+        codes |= {*found.tolist()}
+        colours |= {*as_colours.tolist()}
+    place, differ = top / "masks", len({index for index, _ in palettes}) < len(palettes)
     by_colour = differ or any(not isinstance(value_of(code, by_colour=False), int) for code in codes)
-    if differ:
-        notes = [f"the palettes in {place} differ, so a class is a colour there, not an index"]
+    notes = [f"the palettes in {place} differ, so a class is a colour there, not an index"] if differ else []
     seen = sorted(colours if by_colour else codes)
     ignore = 255 if not by_colour and 255 in seen and _are_numbered(sorted({*seen} - {255})) else None
     kinds = [code for code in seen if code != ignore]
@@ -105,7 +103,7 @@ def _values_of(
     if is_numbered and not is_whole:
         kinds = [*range(kinds[-1] + 1)]  # masks that were not looked at may hold what is missing between
     values = [value_of(code, by_colour=by_colour) for code in kinds]
-    shown = some(values)
+    shown = some(values) + " (their alpha channel, which differs, is not read; save it as grey)" * (len(alphas) > 1)
     if len(values) < 2:
         raise SetupError(f"the masks in {place} hold one value only, {shown}; they must hold two classes or more")
     dark, light = ([code for code in kinds if low <= code <= high] for low, high in ((0, 32), (223, 255)))
@@ -116,7 +114,7 @@ def _values_of(
             "with one value or colour for each class"
         )
     found_by, left_out = "colours" if by_colour else "values", "" if ignore is None else f"; {ignore} does not count"
-    return values, ignore, [f"{len(values)} classes, by the {found_by} in {place}: {shown}{left_out}", *notes]
+    return values, ignore, [f"{len(values)} classes, by the {found_by} in {place}: {some(values)}{left_out}", *notes]
 
 
 def _are_numbered(values: list[int]) -> bool:

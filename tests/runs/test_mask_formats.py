@@ -118,6 +118,10 @@ def classes_of(path: str) -> np.ndarray:
         (lambda number: np.zeros((16, 16), np.uint8), "hold one value only, 0; they must hold two classes or more"),
         (lambda number: np.arange(256, dtype=np.uint8).reshape(16, 16), "hold too many values for classes: 0, 1, 2"),
         (lambda number: np.random.default_rng(number).integers(0, 255, (16, 16, 3), np.uint8), "too many values"),
+        (
+            lambda number: np.stack([np.zeros((16, 16), np.uint8)] * 3 + [np.eye(16, dtype=np.uint8) * 255], -1),
+            r"one value only, 0 \(their alpha channel, which differs, is not read; save it as grey\)",
+        ),
     ],
 )
 def test_masks_that_tell_no_classes_are_refused(mask_of, words, tmp_path):
