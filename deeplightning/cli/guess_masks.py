@@ -81,6 +81,7 @@ def _values_of(
     read_codes: Any = find("deeplightning.data.masked.read_codes")
     value_of: Any = find("deeplightning.data.masked.value_of")
     codes, colours, palettes, alphas = set[int](), set[int](), set[tuple[int, int]](), set[int]()
+    bare = 0
     for path, mask in files:
         try:
             with Image.open(path) as picture, Image.open(mask) as opened:
@@ -92,6 +93,7 @@ def _values_of(
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise SetupError(f"{mask}: the mask of {path} cannot be read: {error}") from None
         codes |= {*found.tolist()}
+        bare += {*found.tolist()} == {0, 255}
         colours |= {*as_colours.tolist()}
     place, differ = top / "masks", len({index for index, _ in palettes}) < len(palettes)
     by_colour = differ or any(not isinstance(value_of(code, by_colour=False), int) for code in codes)
@@ -114,6 +116,8 @@ def _values_of(
             "with one value or colour for each class"
         )
     found_by, left_out = "colours" if by_colour else "values", "" if ignore is None else f"; {ignore} does not count"
+    if ignore is not None and bare:
+        left_out += f" ({bare} masks hold 0 and 255 alone; if it is a class there, write its number)"
     return values, ignore, [f"{len(values)} classes, by the {found_by} in {place}: {some(values)}{left_out}", *notes]
 
 

@@ -140,7 +140,6 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
         middle = sorted(min(size) for size in sizes.elements())[sum(sizes.values()) // 2]
         sides = (max(side for side in SIDES if side <= max(middle, SIDES[0])),) * 2
     height, width = (max(multiple, side // multiple * multiple, 4) for side in sides)
-    is_kept = alike and (height, width) == sides
     spec = ImageSpec(height, width, mode="L" if grey else "RGB", resize="crop")
     total, squares, pixels = np.zeros(spec.channels), np.zeros(spec.channels), 0
     for path in good:
@@ -156,7 +155,7 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
         "std": [round(float(value), 4) for value in std],
     }
     looked = len(good) + len(bad)
-    sizes_are = "all of this size" if is_kept else "several sizes, resized to one"
+    sizes_are = "all of this size" if alike and (height, width) == sides else "several sizes, resized to one"
     notes = [
         f"{count(len(files), 'picture')}, {'grey' if grey else 'RGB'}, {height} x {width} pixels, {sizes_are}"
         + (f" (of {looked:,} that were read)" if looked < len(files) else ""),

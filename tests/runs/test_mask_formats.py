@@ -112,6 +112,15 @@ def classes_of(path: str) -> np.ndarray:
     return np.kron(pixels.min((1, 3)) // 60, np.ones((4, 4))).astype(np.uint8)
 
 
+def test_masks_in_two_conventions_are_counted(tmp_path):
+    """Where some masks hold 0 and 1 and others 0 and 255, 255 counts for nothing, and a note says in how many."""
+    data = draw(tmp_path / "data", "numbers")
+    for number, path in enumerate(sorted((data / "masks").iterdir())):
+        Image.fromarray(np.eye(16, dtype=np.uint8) * (255 if number < 7 else 1)).save(path)
+    notes, _ = init(tmp_path / "project", "segmentation", data)
+    assert "; 255 does not count (7 masks hold 0 and 255 alone; if it is a class there, write its number)" in notes[0]
+
+
 @pytest.mark.parametrize(
     ("mask_of", "words"),
     [
