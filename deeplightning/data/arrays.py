@@ -207,8 +207,7 @@ class ArrayData(ColumnData):
     def example_inputs(self, number: int) -> dict[str, np.ndarray]:
         """Return arrays that a bundle is proved on, before they are prepared, of the validation set where there is one:
         (n, C, …)."""
-        found = self._samples.get("val") or self._samples["train"]
-        return {"arrays": found.load(slice(number))}
+        return {"arrays": (self._samples.get("val") or self._samples["train"]).load(slice(number))}
 
 
 def mapped(path: Path, key: str) -> np.ndarray:

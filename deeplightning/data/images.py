@@ -91,8 +91,7 @@ class ImageData(DataOfSets):
         spec, last = self.image_spec, max(0, len(self.class_names) - 1)
         shape = (size, spec.channels, spec.height, spec.width)
         pixels = torch.randint(256, shape, dtype=uint8, generator=Generator().manual_seed(0))
-        labels = torch.linspace(0, last, size).round().long()
-        return {"image": pixels, "label": labels, "index": torch.arange(size)}
+        return {"image": pixels, "label": torch.linspace(0, last, size).round().long(), "index": torch.arange(size)}
 
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
         small = {"label": torch.from_numpy(samples.labels)} if self.has_labels else {}

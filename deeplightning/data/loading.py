@@ -378,6 +378,10 @@ class ColumnData(DataOfSets):
         self.target_names = list(names)
         self.target_mean = targets.mean.tolist()
         self.target_std = np.where(targets.std > 0, targets.std, 1.0).tolist()
+        for name, mean, std in zip(names, self.target_mean, targets.std.tolist(), strict=True):
+            if 0 < std < abs(mean) / 100_000:
+                gap = f"near {mean:.3g} float32 numbers are about {abs(mean) / 2**23:.2g} apart: subtract a constant"
+                warnings.warn(f"the target {name} varies by {std:.3g}, and {gap}", stacklevel=2)
 
     def example_batch(self, size: int) -> Batch:
         """Return the first training samples, to try whether the parts of a config fit; reads the data.

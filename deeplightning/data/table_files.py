@@ -341,8 +341,7 @@ def head(path: Path) -> bytes:
 
 def text_of(data: bytes, encoding: str) -> str:
     """Return the text of the first bytes of a file; the last character may be cut off."""
-    text = codecs.getincrementaldecoder(encoding)().decode(data, final=len(data) < HEAD)
-    return text.removeprefix("\ufeff")
+    return codecs.getincrementaldecoder(encoding)().decode(data, final=len(data) < HEAD).removeprefix("\ufeff")
 
 
 def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
@@ -376,8 +375,7 @@ def _words(column: pa.Array, form: TableFormat) -> Words:
     values = encoded.dictionary.to_pylist()
     gone = [number for number, value in enumerate(values) if form.is_missing(value)]
     indices = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    indices = np.where(np.isin(indices, gone), -1, indices)
-    return Words([*map(word_of, values)], indices)
+    return Words([*map(word_of, values)], np.where(np.isin(indices, gone), -1, indices))
 
 
 def _first(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Tables in the forms in which users bring them: the guess of `init`, the rows of the training, and the endpoint's rows
 of the same file agree."""
 
+import contextlib
 import datetime
 import gzip
 import io
@@ -498,6 +499,15 @@ def test_amounts_that_are_no_numbers_are_named(form):
     ):
         with pytest.raises(SetupError, match=re.escape(words)):
             init(Path("q"), kind, Path("t.csv"), Columns("price"))
+
+
+@pytest.mark.parametrize("first", [0, 1_700_000_000])
+def test_targets_that_float32_tells_apart_badly_are_warned_of(first):
+    """Seconds of an hour since 1970 are 128 apart in 32 bits; the same seconds from 0 on are exact."""
+    Path("t.csv").write_text("\n".join(["a,when", *(f"{n}.5,{first + n * 60}" for n in range(60))]))
+    said = "the target when varies by .* float32 numbers are about 2e[+]02 apart: subtract a constant"
+    with pytest.warns(UserWarning, match=said) if first else contextlib.nullcontext():
+        prepared({"train": "t.csv", "target": "when", "columns": {"when": "number"}})
 
 
 REFUSED = [
