@@ -52,7 +52,8 @@ NAMED_DAY = re.compile(r"[A-Za-z]{3,9}[-/. ]\d\d?[-/., ]+\d{4}|\d\d?[-/. ]+[A-Za
 """A date whose month is a word, so that it is clear which number is the day."""
 
 _SPELLED = re.compile(
-    r"([+-]?[0-9]+)\.0+|([0-9]{4}-[0-9]{2}-[0-9]{2})[T ]00:00:00(?:\.0+)?|true|True|TRUE|false|False|FALSE"
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2})[T ]00:00:00(?:\.0+)?|([+-]?[0-9]+|(?:[0-9-]{10}[T ])?[0-9:]{8})\.0+|"
+    r"true|True|TRUE|false|False|FALSE"
 )
 """Words of a value that has another, usual spelling."""
 
@@ -143,8 +144,8 @@ class TableFormat:
 class Codes(dict[str, int]):
     """The number of each of some words, from `first`, by which `find` knows other spellings of the same value too.
 
-    True of pandas and TRUE of R are true in JSON and Parquet; 1.0, in a column with gaps, is 1, and 2024-02-29 00:00:00
-    the day.
+    True of pandas and TRUE of R are true in JSON and Parquet; 1.0, in a column with gaps, is 1, 2024-02-29 00:00:00 the
+    day, and 08:30:00.000000 of Parquet 08:30:00.
     """
 
     def __init__(self, words: Sequence[str], first: int = 0):

@@ -136,6 +136,15 @@ def test_a_spec_travels_as_plain_types():
             Column(*values)
 
 
+@pytest.mark.parametrize(
+    ("trained", "asked"), [("08:30:00.000000", "08:30:00"), ("2024-02-29 08:30:00", "2024-02-29 08:30:00.000")]
+)
+def test_a_time_is_the_same_category_with_and_without_its_fraction(trained, asked):
+    """Parquet gives times with six digits, CSV and JSON usually without; other fractions are other times."""
+    spec = TableSpec((Column("start", "category", categories=("05:00:00", trained)),))
+    assert [spec.prepare({"start": word}).item() for word in (trained, asked, trained[:-2] + ".5")] == [2, 2, 0]
+
+
 def test_numbers_may_be_those_of_numpy_and_pandas():
     """Dates too, as they are in a DataFrame; true is no number."""
     form = TableFormat()
