@@ -267,5 +267,4 @@ def runs(
     if clean and not delete:
         say(f"{count(len(rows), 'run')} would be removed, with all files; --delete does it", err=True)
     if delete:
-        gone = of.remove(tracking_uri, rows, statuses, note)
-        say(f"{count(len(gone), 'run')} deleted", err=True)
+        say(f"{count(len(of.remove(tracking_uri, rows, statuses, note)), 'run')} deleted", err=True)

@@ -96,8 +96,7 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
             raise ConfigError(Fault("unknown option, see --help", place=place))
         if name.partition(".")[0] != "serve":
             near = nearest(name if "." in name else f"serve.{name}", known)
-            message = f"only keys of `serve` can be set when a run is served.{near}"
-            raise ConfigError(Fault(message, name, place))
+            raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
     theirs = list[str]()
     if config is not None:
         written = read(config)

@@ -22,8 +22,8 @@ MAX_STRAY = 20
 """A column of numbers has at most so many different words for a missing value."""
 NUMBERS = 0.9
 """The part of numbers and words that must be numbers, for the words to be missing values; signs always are."""
-_SIGN = re.compile(r"\W*|[+-]?inf(inity)?", re.IGNORECASE)
-"""A sign, such as ?, or an infinite number."""
+_SIGN = re.compile(r"\W*|[+-]?inf(inity)?|#[A-Z]+(/[A-Z0]+)?[!?]?", re.IGNORECASE)
+"""A sign, such as ?, an infinite number, or an error of a spreadsheet, such as #DIV/0!."""
 AMOUNT = re.compile(r"(?=.*[^\d., -])[(+-]?[^\W\d_]{0,4}\W{0,3}\d+(?:[.,' ]\d{3})*[.,]\d+\s?[^\W\d_]{0,4}\)?")
 """An amount that is no number, such as CHF 12.50, ($1,200.00) or 3.5 kg."""
 

@@ -33,10 +33,9 @@ def text(data: Path, wanted: Columns) -> Guess:
         raise SetupError(f"{found.path}: a project of texts reads plain CSV; convert the file, for example with pandas")
     found.check_names(wanted)
     text = max((n for n in found.columns if n != wanted.target), key=lambda name: found.columns[name].letters)
-    most = min(MAX_CLASSES, found.read.size // 2)
     sets = [name for name, each in found.columns.items() if each.names_sets()]
     others = [name for name in found.columns if name not in (text, *sets)]
-    classes = [name for name in others if 2 <= found.columns[name].different <= most]
+    classes = [name for name in others if 2 <= found.columns[name].different <= min(MAX_CLASSES, found.read.size // 2)]
     fewest = min(classes, key=lambda name: found.columns[name].different, default=None)
     label = wanted.target or likely_target(classes) or fewest
     if label not in classes:
@@ -83,6 +82,10 @@ def rows(data: Path, wanted: Columns) -> Guess:
         raise _too_few(found, kinds)
     numbers = {name: found.columns[name] for name, kind in kinds.items() if kind == "number" or name == target}
     strays = {name: each.strays for name, each in numbers.items() if each.strays and each.is_number()}
+    for name, between in strays.items():
+        if shared := {*map(str.lower, classes)} & {*map(str.lower, between)}:
+            message = f"{some(sorted(shared))} is a class of the column {target}, and between numbers a missing value"
+            raise SetupError(f"{found.path}: {message}; leave such cells empty, or --ignore {name}")
     missing_words = [*GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
     form = replace(found.form, missing_words=tuple(missing_words))
     gaps = found.gaps(inputs, form)
@@ -127,8 +130,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
         *found.left_out([target], form),
         *([f"missing values, which are filled: {counted(gaps)}"] if gaps else []),
     ]
-    first = {name: next(iter(counts)) for name, counts in found.read.counts.items()}
-    row = {name: _cell(first[name], kinds[name], form) for name in inputs}
+    row = {name: _cell(next(iter(found.read.counts[name])), kinds[name], form) for name in inputs}
     return Guess(values, notes, "row.json", {"row.json": json.dumps({"rows": [row]}, ensure_ascii=False) + "\n"})
 
 
@@ -202,7 +204,7 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
 def _too_few(found: Table, kinds: dict[str, str], needed: str = "") -> SetupError:
     message = f"there must be two columns or more of numbers or categories{needed}; its columns: {counted(kinds)}"
     if len(kinds) == 1:
-        message += "; the values of a row are separated by a comma, semicolon, tab, | or blank"
+        message += "; the values of a row are separated by a comma, semicolon, tab, | or one blank"
     return SetupError(f"{found.path}: {message}")
 
 

@@ -486,6 +486,25 @@ def test_each_class_is_in_the_training_set(counts, seed):
         assert sorted(itertools.chain(*labels.values())) == [n for n, count in enumerate(counts) for _ in range(count)]
 
 
+def test_errors_of_a_spreadsheet_are_missing_values():
+    """However many there are, as of other signs: a column that divides by zero stays one of numbers."""
+    errors = ("#DIV/0!", "#N/A", "#NAME?", "#REF!", "#VALUE!", "#NUM!", "#NULL!")
+    rows = [f"{n * 7 if n % 3 else errors[n // 3 % 7]},{n}.5,{'ab'[n % 2]}" for n in range(60)]
+    Path("t.csv").write_text("\n".join(["share,area,kind", *rows]))
+    notes, _ = init(Path("p"), "table", Path("t.csv"))
+    assert "number: share, area" in notes
+
+
+def test_a_word_that_is_a_class_and_between_numbers_is_refused():
+    """It cannot be both; rows of that class would be left out, and the network would have an output too many."""
+    rows = [f"{'unknown' if n == 7 else n},{n}.5,{('a', 'b', 'Unknown')[n % 3]}" for n in range(60)]
+    Path("t.csv").write_text("\n".join(["rooms,area,kind", *rows]))
+    with pytest.raises(SetupError, match=r"unknown is a class of the column kind, and between numbers .*ignore rooms"):
+        init(Path("p"), "table", Path("t.csv"))
+    notes, _ = init(Path("p"), "table", Path("t.csv"), Columns(ignore=("rooms",)))
+    assert "3 classes: Unknown (20), a (20), b (20)" in notes[0]
+
+
 @pytest.mark.parametrize("form", ["CHF {:,.2f}", "(${:,.2f})", "{:.1f} kg"])
 def test_amounts_that_are_no_numbers_are_named(form):
     """With one of them, as a column that is left out and as a target: the next step is to write plain numbers."""
