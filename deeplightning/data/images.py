@@ -102,8 +102,7 @@ class ImageData(DataOfSets):
             return InMemory({"image": pixels}, small, rows[id(samples)], samples)
         if self.in_memory is None:
             spec = self.image_spec
-            channels = spec.channels + (not self.has_labels)
-            self.in_memory = self._fits(channels * spec.height * spec.width)
+            self.in_memory = self._fits((spec.channels + (not self.has_labels)) * spec.height * spec.width)
         if self.in_memory:
             return InMemory(prepare_all(samples, self._preparing), small, None, samples)
         return OnDemand(samples, self._preparing, small)

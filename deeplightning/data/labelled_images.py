@@ -4,6 +4,7 @@ B batch, N pictures, K labels.
 """
 
 import csv
+import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import SPLITS, by_set, checked_names
 from deeplightning.data.splits import SET_NAMES, deal
+from deeplightning.table_spec import decoded
 from deeplightning.words import did_you_mean
 
 
@@ -72,25 +74,27 @@ def label_lines(
             words = "the split must be train, val or test in each line, or in none"
             raise DataError(f"{where}: {words}, not {given!r:.100}.")
         are_divided = split is not None
-        yield Line(number, name, labels, split)
+        yield Line(number, name, [*dict.fromkeys(labels)], split)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number of each line, and what is in it."""
     number = 0
     try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            if path.suffix.lower() == ".jsonl":
-                for number, text in enumerate(stream, 1):
-                    if text.strip():
-                        yield number, json.loads(text)
-                return
-            delimiter = max(",;\t", key=stream.readline().count)
-            stream.seek(0)
-            reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
-            for row in reader:
-                number = reader.line_num
-                yield number, row
+        stream = io.StringIO(decoded(path.read_bytes()), newline="")
+        if path.suffix.lower() == ".jsonl":
+            for number, text in enumerate(stream, 1):
+                if text.strip():
+                    yield number, json.loads(text)
+            return
+        delimiter = max(",;\t", key=stream.readline().count)
+        stream.seek(0)
+        reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
+        for row in reader:
+            number = reader.line_num
+            yield number, row
+    except UnicodeError as error:
+        raise DataError(f"{path} is not in UTF-8 ({error}); save it as UTF-8.") from error
     except (ValueError, RecursionError, csv.Error) as error:
         raise DataError(f"{path}, at line {number} or the next, cannot be read: {error}.") from error
 

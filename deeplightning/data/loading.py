@@ -228,8 +228,7 @@ class DataOfSets(pl.LightningDataModule):
             default_folds = 9  # a ninth of the rest is a tenth of all
         for name in ("train", "test"):
             if self.limit is not None and name in splits and self.limit < len(splits[name]):
-                chosen = shuffled(len(splits[name]), seed, _LIMIT)[: self.limit]
-                splits[name] = splits[name].take(np.sort(chosen))
+                splits[name] = splits[name].take(np.sort(shuffled(len(splits[name]), seed, _LIMIT)[: self.limit]))
         if num_splits is not None or (self.holds_out and "val" not in splits):
             train, folds = splits["train"], num_splits or default_folds
             if len(train) < folds:

@@ -216,8 +216,7 @@ def _write(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: 
             file.write(part.tobytes())
             size += part.nbytes
             cache_files.make_room(data, size, f"{path} takes {size / 2**30:.3g} GiB", written=size)
-        index = {"size": size, "columns": _columns(known)}
-        cache_files.write_index(data, file, json.dumps(index).encode())
+        cache_files.write_index(data, file, json.dumps({"size": size, "columns": _columns(known)}).encode())
 
 
 def _mapped(folder: Path) -> Table:

@@ -105,6 +105,7 @@ def test_a_file_of_labels_gives_several_labels():
         (["file;labels", "0.png;a|b", "1.png;a"], "a (2), b (1)", None),
         (["file,labels", "0.png,a;b", "1.png,a;c"], "a (2), b (1), c (1)", None),
         (["file,labels", '0.png,"a, b"', "1.png,"], "a (1), b (1)", None),
+        (["file,labels", "0.png,a|b|a", "1.png,a"], "a (2), b (1)", None),
         (["file,labels", "0.png,a", "1.png,c"], "a (1), c (1)", "each picture has one label; where it can have no"),
     ],
 )
@@ -410,6 +411,17 @@ def test_data_of_another_form_are_a_note(here, kind, content, words):
         init(Path("new"), kind, Path("d"))
     assert words in str(error.value)
     assert not Path("new").exists()
+
+
+def test_a_file_of_labels_may_be_in_utf_16():
+    """As Excel saves text with tabs; another encoding than these two is refused, with the next step."""
+    for number in range(2):
+        picture(f"many/{number}.png", (number, 0, 0))
+    Path("many/labels.csv").write_text("file\tlabels\r\n0.png\tgrün\r\n1.png\trot\r\n", "utf-16", newline="")
+    assert "2 labels, by many/labels.csv: grün (1), rot (1);" in config("images", "many")[1]
+    Path("many/labels.csv").write_text("file,labels\n0.png,grün\n", "cp1252")
+    with pytest.raises(SetupError, match=r"many/labels\.csv is not in UTF-8 .*; save it as UTF-8"):
+        init(Path("other"), "images", Path("many"))
 
 
 def test_words_that_are_wrong_are_notes():

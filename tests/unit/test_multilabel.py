@@ -155,7 +155,7 @@ def test_a_column_names_the_sets(root):
         ("labels.jsonl", '{"file": "1.png", "labels": ["a"]}\nx\n', "line 2 or the next, cannot be read"),
         ("labels.jsonl", '[1]\n', "line 1: a line must have a JSON object"),
         ("labels.jsonl", '{"file": "1.png", "labels": [1]}\n', "line 1: labels must be a list of names, not"),
-        ("labels.jsonl", b'{"file": "\xff"}\n', "cannot be read: 'utf-8' codec"),
+        ("labels.jsonl", b'{"file": "\xff"}\n', "is not in UTF-8 .'utf-8' codec"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_note(root, name, text, words):
