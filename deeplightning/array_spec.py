@@ -208,7 +208,9 @@ def _csv(path: Path) -> np.ndarray:
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True)
     lines = [(reader.line_num, line) for line in reader if line]
     if lines and any(cell and not is_number(cell) for cell in lines[0][1]):
-        del lines[0]  # the header
+        _, header = lines.pop(0)
+        if delimiter == "," and len(header) == 1 and lines and len(lines[0][1]) == 2:
+            raise ValueError(f"{header[0]!r:.60} is one column, line {lines[0][0]} has two values; write 0.5 for 0,5")
     for number, line in lines:
         if len(line) != len(lines[0][1]) or not all(map(is_number, line)):
             raise ValueError(f"line {number}, {delimiter.join(line)!r:.60}, must have a number for each channel")
@@ -224,8 +226,7 @@ def _wav(path: Path) -> np.ndarray:
     if width == 1:
         values = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
     elif width == 3:
-        bytes_of = np.frombuffer(data, np.uint8).reshape(-1, 3)
-        whole = np.pad(bytes_of, ((0, 0), (1, 0)))
+        whole = np.pad(np.frombuffer(data, np.uint8).reshape(-1, 3), ((0, 0), (1, 0)))
         values = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
     else:
         values = np.frombuffer(data, f"<i{width}").astype(np.float32) / float(2 ** (8 * width - 1))

@@ -229,8 +229,7 @@ class ImageSpec:
         self, image: Image.Image, extent: Extent | None = None, turn: Image.Transpose | None = None
     ) -> np.ndarray:
         image = _to_mode(image, self.mode)
-        sideways = turn in _SWAPS_SIDES
-        goal = (self.height, self.width) if sideways else (self.width, self.height)
+        goal = (self.height, self.width) if turn in _SWAPS_SIDES else (self.width, self.height)
         image = self.fit(image, extent or image.size, goal)
         if turn is not None:  # after scaling, when there is little left to turn
             image = image.transpose(turn)

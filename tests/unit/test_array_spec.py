@@ -114,6 +114,16 @@ def test_a_csv_file_of_a_signal_is_read_as_it_comes(tmp_path):
             read_signal(path)
 
 
+def test_decimal_commas_below_one_name_are_no_two_channels(tmp_path):
+    """A column of Excel's in German would be two channels of whole numbers; a header of two names says that it is."""
+    path = tmp_path / "a.csv"
+    path.write_text("mV\n0,125\n-1,5\n")
+    with pytest.raises(ArrayError, match=r"'mV' is one column, line 2 has two values; write 0\.5 for 0,5"):
+        read_signal(path)
+    path.write_text("mV,µV\n0,125\n")
+    assert read_signal(path).tolist() == [[0], [125]]
+
+
 def test_a_spec_travels_as_plain_types():
     """And what is no spec is refused with what is wrong."""
     assert ArraySpec.from_dict(SPEC.to_dict()) == SPEC
