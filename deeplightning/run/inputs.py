@@ -76,7 +76,7 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
         for number, one in enumerate(reader(path, spec), 1):
             yield Place(path, number), one
     except (Refusal, csv.Error, RecursionError) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error.__cause__ or error)) from error  # the cause says nothing of requests
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error.reason}); save the file as UTF-8") from error
     if not number:

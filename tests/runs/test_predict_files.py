@@ -181,6 +181,12 @@ def test_the_other_files_of_a_folder_are_counted_on_stderr(asked, capsys, tmp_pa
     assert capsys.readouterr().err == f"Files ignored in {tmp_path}, by ending: .heic (2), no ending (1)\n"
 
 
+def npy(array):
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
 def png(path, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8)
     path.parent.mkdir(exist_ok=True)
@@ -262,6 +268,7 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
         ("table_regression", "a.parquet", "no", "this Parquet file cannot be read"),
         ("table_regression", "a.json", "[1]", "The JSON is not an object with the one key rows"),
         ("array_regression", "a.npy", "no", "not an array in numpy's format"),
+        ("array_regression", "a.npy", npy(np.zeros(2, complex)), "The array holds complex128, and not numbers."),
         ("array_regression", "a.csv", "1,2\n3\n", "this is not a signal"),
         ("array_regression", "a.csv", "1,2\n3,4\n", "The array has the shape 2 x 2, not 2 x 12"),
         ("array_regression", "a.wav", "RIFF", "this is not a signal"),
@@ -274,4 +281,5 @@ def test_a_file_of_another_content_says_what_is_wrong(asked, tmp_path, kind, nam
     rows, error = asked(kind, file)
     assert rows == []
     assert words in str(error)
+    assert name.endswith(".json") or "application/json" not in str(error)  # which is for requests
     assert str(error).startswith(str(file))
