@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date, datetime, timedelta
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from email.utils import parsedate
 from functools import cached_property
@@ -410,7 +410,7 @@ def word_of(value: object) -> str:
         value = value.item()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return str(value).strip() if isinstance(value, str | int | float | Decimal | date) else ""
+    return str(value).strip() if isinstance(value, str | int | float | Decimal | date | time) else ""
 
 
 def decoded(data: bytes, encoding: str = "utf-8") -> str:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, time
 
 import numpy as np
 import pytest
@@ -143,6 +143,8 @@ def test_a_time_is_the_same_category_with_and_without_its_fraction(trained, aske
     """Parquet gives times with six digits, CSV and JSON usually without; other fractions are other times."""
     spec = TableSpec((Column("start", "category", categories=("05:00:00", trained)),))
     assert [spec.prepare({"start": word}).item() for word in (trained, asked, trained[:-2] + ".5")] == [2, 2, 0]
+    as_object = time(8, 30) if trained.startswith("08") else datetime(2024, 2, 29, 8, 30)
+    assert spec.prepare({"start": as_object}).item() == 2
 
 
 def test_numbers_may_be_those_of_numpy_and_pandas():
