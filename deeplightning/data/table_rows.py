@@ -82,8 +82,7 @@ class Table:
     def _column(self, name: str, rows: np.ndarray, positions: np.ndarray | slice) -> Column:
         words, place = self.columns[name], self._places[name]
         if words is None:
-            numbers: np.ndarray = rows["numbers"][:, place][positions]
-            return numbers
+            return np.asarray(rows["numbers"][:, place][positions])
         return Words(words, rows["codes"][:, place][positions].astype(np.int64))
 
 
@@ -157,9 +156,10 @@ def read_table(file: "TableFile", types: Mapping[str, str], bounded: Sequence[st
 
 
 def _on_disk(top: Path, file: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> Table:
-    programs = [Path(__file__).with_name(name).read_bytes() for name in ("table_rows.py", "table_files.py")]
+    names = ("table_rows.py", "table_files.py", "../table_spec.py")
+    code = [(Path(__file__).parent / name).read_bytes() for name in names]
     before = stat_of(file.path.stat())
-    folder = top / cache_files.folder_name((sys.byteorder, programs, *types.items(), file.form, bounded), before)
+    folder = top / cache_files.folder_name((sys.byteorder, code, *types.items(), file.form, bounded), before)
 
     def read() -> None:
         _write(folder, file, types, bounded)
