@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from email.utils import parsedate
 from functools import cached_property
@@ -112,7 +112,7 @@ class TableFormat:
 
     def number(self, value: object) -> float:
         """Return a value of a column of numbers, in its unit, such as 12.5 of 12.5%; of a date such as 2024-02-29 or
-        Feb-29-2024 the days since 1970.
+        Feb-29-2024 the days since 1970, and of a time with an offset, such as +02:00, those of UTC.
 
         Raises:
             ValueError: it is not a number.
@@ -137,8 +137,8 @@ class TableFormat:
             return float(text)
         except ValueError:
             named = parsedate(re.sub("[-/.,]", " ", text) + " 0:0") if NAMED_DAY.fullmatch(text) else None
-            day = datetime(*named[:3]) if named else datetime.fromisoformat(text).replace(tzinfo=None)
-            return (day - datetime(1970, 1, 1)) / timedelta(days=1)
+            day = datetime(*named[:3]) if named else datetime.fromisoformat(text)
+            return (day - datetime(1970, 1, 1, tzinfo=UTC if day.tzinfo else None)) / timedelta(days=1)
 
 
 class Codes(dict[str, int]):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta, timezone
 
 import numpy as np
 import pytest
@@ -154,6 +154,14 @@ def test_numbers_may_be_those_of_numpy_and_pandas():
     assert form.number(date(1970, 1, 3)) == form.number(datetime(1970, 1, 3, tzinfo=UTC)) == 2.0
     with pytest.raises(ValueError, match="True"):
         form.number(True)
+
+
+def test_the_same_moment_is_the_same_number_in_each_time_zone():
+    """A table of local times, in summer and winter, and a browser that sends UTC; a time without an offset stays."""
+    words = ["2024-07-01 14:00:00+02:00", "2024-07-01T12:00:00.000Z", "2024-07-01 12:00:00+0000", "2024-07-01 12:00:00"]
+    assert len({TableFormat().number(word) for word in words}) == 1
+    zurich = timezone(timedelta(hours=1))
+    assert TableFormat().number(datetime(1970, 1, 3, 1, tzinfo=zurich)) == 2.0
 
 
 @pytest.mark.parametrize("trained", [",", ";"])
