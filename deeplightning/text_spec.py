@@ -58,7 +58,8 @@ class TextSpec:
         lower: whether words are converted to lower case; a file of Hugging Face has its own setting.
         max_length: longer texts are cut to this number of tokens and keep their last token; None: they are not cut.
         limit: the most tokens that the network accepts; None: any number.
-        column, encoding: name of the column of the training table that has the texts, None: unknown; its codec.
+        column: name of the column of the training table that has the texts; None: unknown.
+        encoding: of the file with the training texts, such as cp1252.
 
     Raises:
         ValueError: a value is out of range.

@@ -267,4 +267,5 @@ def runs(
     if clean and not delete:
         say(f"{count(len(rows), 'run')} would be removed, with all files; --delete does it", err=True)
     if delete:
-        say(f"{count(len(of.remove(tracking_uri, rows, statuses, note)), 'run')} deleted", err=True)
+        gone = of.remove(tracking_uri, rows, statuses, note)
+        say(f"{count(len(gone), 'run')} deleted", err=True)

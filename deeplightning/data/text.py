@@ -37,8 +37,9 @@ class Texts(Divisible):
         labels: int64 (N,); None: the file has none.
         lines: where each stands in its file, from 1, int64 (N,).
         path: of the file, or where else they come from; for messages.
-        column, encoding: name of their column, None: it has none, and codec of their file; `deeplightning predict`
-            reads other tables by them.
+        column: name of their column, in which `deeplightning predict` finds the texts of other tables; None: it has
+            none.
+        encoding: of the file, in which `predict` reads others.
     """
 
     shared = ("path", "column", "encoding")
