@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature_check import Imported
 from deeplightning.faults import CheckpointError
-from deeplightning.private.lightning import before_batches, restart_epoch, training_loaders
+from deeplightning.private.lightning import before_batches, before_cycles, restart_epoch, training_loaders
 
 _WORD = 2**64 - 1
 
@@ -95,47 +95,43 @@ class Seeds(Callback):
     def __init__(self, seed: int):
         self.seed = seed
         self._epoch, self._word = (-1, -1), 0
-        self._begins = False  # whether a resumed run begins an epoch, whose iterator Lightning has made too early
+        self._resumes = False  # whether the next epoch is the first of a run that resumes
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         seed_all(self.seed, 0)  # the same on every rank: all start from the same weights
         build_network(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore_position(trainer)
+        self._resumes = trainer.ckpt_path is not None
         self._seed_batch(trainer)
-        before_batches(trainer, functools.partial(self._begin_epoch, trainer))
-
-    def _restore_position(self, trainer: Trainer) -> None:
-        """Skip the batches that a resumed run has done, in loaders that do not know their position: iterate each epoch
-        from its seed, and read and drop these batches."""
-        loop, loaders = trainer.fit_loop, training_loaders(trainer)
-        number, batches = trainer.current_epoch, loop.epoch_loop.batch_progress
-        if trainer.ckpt_path is None or any(map(knows_position, loaders)):
-            return
-        done, size = batches.current.ready, trainer.num_training_batches
-        self._begins = batches.is_last_batch or done >= size  # the next epoch, when it has its seed
-        if self._begins or done == 0:
-            return
-        if number > 0:  # the iterator of the first epoch is made before training starts, by the same seed
-            # Lightning counts the batches of the last epoch until the next one has its iterator.
-            _seed_from(_mixed(_word(self.seed, 1 + number, trainer.global_rank), int(size) if size < math.inf else 0))
-        restart_epoch(trainer, skip=done, new_iterator=number > 0)
+        before_batches(trainer, self._begin_epoch)
 
     def _begin_epoch(self, trainer: Trainer) -> None:
-        if self._begins:
-            self._begins = False
-            restart_epoch(trainer, skip=0, new_iterator=True)
+        """Skip the batches that a resumed run has done, in loaders that do not know their position: iterate the epoch
+        from its seed, and read and drop these batches."""
+        resumes, self._resumes = self._resumes, False
+        number, batches = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress
+        done, size = batches.current.ready, trainer.num_training_batches
+        if not resumes or batches.is_last_batch or done >= size or any(map(knows_position, training_loaders(trainer))):
+            return
+        # Lightning counts the batches of the last epoch until the next one has its iterator; the first one has it.
+        self._seed(trainer, int(size) if number > 0 and size < math.inf else 0)
+        seeded = itertools.chain([0], map(functools.partial(self._seed, trainer), itertools.count(1)))
+        restart_epoch(trainer, skip=itertools.islice(seeded, done), new_iterator=number > 0)
+        next(seeded)  # for the batch that is learned first
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
             self._seed_batch(trainer)
 
     def _seed_batch(self, trainer: Trainer, *_: object, **__: object) -> None:
+        self._seed(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def _seed(self, trainer: Trainer, batch: int) -> None:
         epoch = (1 + trainer.current_epoch, trainer.global_rank)
         if epoch != self._epoch:
             self._epoch, self._word = epoch, _word(self.seed, *epoch)
-        _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
+        _seed_from(_mixed(self._word, batch))
 
     on_train_epoch_start = on_train_batch_end = _seed_batch
 
@@ -181,9 +177,11 @@ class Generators(Callback):
     """
 
     def __init__(self) -> None:
-        self._trainer: Trainer | None = None
-        self._saved: list[dict[str, Any]] | None = None  # of each process
+        self._trainer: Any = None
+        self._saved: dict[str, Any] = {}  # of the run that is resumed
         self._before: dict[str, Any] | None = None  # the states before the epoch; None: it is the first
+        # The batch of the epoch for which a loader, by its number, last began again, and the states before.
+        self._again: dict[int, tuple[int, Any]] = {}
         self._resumes = False  # whether the next epoch is the first of a run that resumes
         self._validation: dict[str, Any] | None = None  # the states before the validation that is under way
 
@@ -202,7 +200,8 @@ class Generators(Callback):
     def state_dict(self) -> dict[str, Any]:
         # Lightning calls no hook behind a validation that has no batches.
         validates = self._trainer is not None and self._trainer.validating
-        own = {"now": (validates and self._validation) or _states(self._trainer), "before": self._before}
+        now = (validates and self._validation) or _states(self._trainer)
+        own = {"now": now, "before": self._before, "again": self._again}
         every: list[Any] = [own]
         if distributed.is_available() and distributed.is_initialized():
             every *= distributed.get_world_size()
@@ -210,29 +209,29 @@ class Generators(Callback):
         return {"processes": every}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict.get("processes")
-
-    def _take(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what this process has saved, once; a run may resume with more processes.
+        """Take what this process has saved; a run may resume with more processes.
 
         Raises:
             CheckpointError: it is damaged.
         """
-        saved, self._saved = self._saved, None
-        if not saved:
-            return {}
+        path, every = self._trainer.ckpt_path, state_dict.get("processes") or [{"before": None}]
         try:
-            found: dict[str, Any] = saved[trainer.global_rank % len(saved)]
-            self._before = found["before"]
+            self._saved = every[self._trainer.global_rank % len(every)]
+            self._before = self._saved["before"]
         except (TypeError, KeyError) as error:
-            raise CheckpointError(f"{trainer.ckpt_path}: damaged: the states of generators: {error!r}") from error
-        return found
+            raise CheckpointError(f"{path}: damaged: the states of generators: {error!r}") from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._resumes, self._validation = trainer.ckpt_path is not None, None
-        before_batches(
-            trainer, functools.partial(self._begin_epoch, trainer), functools.partial(self._begin_validation, trainer)
-        )
+        before_batches(trainer, self._begin_epoch, self._begin_validation)
+
+    def _begin_again(self, trainer: Trainer, number: int, batch: int) -> None:
+        """Note the states before a loader begins again inside an epoch; where the run resumes, restore them."""
+        last, states = self._again.get(number, (-1, None))
+        if batch == last:
+            _set_states(trainer, states)
+        elif batch > last:
+            self._again[number] = batch, _states(trainer)
 
     def _begin_validation(self, trainer: Trainer) -> None:
         """Note the states before a validation: a run that is interrupted in it repeats all of it."""
@@ -245,23 +244,23 @@ class Generators(Callback):
         """Note the states before an epoch is iterated; where the run resumes, restore them and the iterator."""
         resumes, self._resumes = self._resumes, False
         batches = trainer.fit_loop.epoch_loop.batch_progress
-        done = batches.current.ready
-        now = self._take(trainer).get("now")
-        if resumes and done > 0:
-            is_over = batches.is_last_batch or done >= trainer.num_training_batches  # but for its validation
-            if not is_over and not any(map(knows_position, training_loaders(trainer))):
-                if self._before is not None:
-                    _set_states(trainer, self._before)
-                restart_epoch(trainer, skip=done, new_iterator=self._before is not None)
-            if now is not None:
-                _set_states(trainer, now)
-            return
+        done, now = batches.current.ready, self._saved.pop("now", None)
+        self._again = {}
+        before_cycles(trainer, functools.partial(self._begin_again, trainer))
+        is_over = batches.is_last_batch or done >= trainer.num_training_batches  # but for its validation
+        if resumes and done > 0 and not is_over and not any(map(knows_position, training_loaders(trainer))):
+            if self._before is not None:
+                _set_states(trainer, self._before)
+            self._again = self._saved.get("again", {})
+            restart_epoch(trainer, skip=range(done), new_iterator=self._before is not None)
         if now is not None:
             _set_states(trainer, now)
+        if resumes and done > 0:
+            return
         if trainer.current_epoch > 0:
             self._before = _states(trainer)
         if resumes and now is not None:
-            restart_epoch(trainer, skip=0, new_iterator=True)
+            restart_epoch(trainer, skip=(), new_iterator=True)
 
 
 def _generators(trainer: Trainer) -> list[Any]:
@@ -287,22 +286,18 @@ def _state(generator: Any) -> Any:
     """Return the state of a generator in plain values."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().tolist()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
     is_new = isinstance(generator, np.random.Generator)
-    state = generator.bit_generator.state if is_new else generator.get_state(legacy=False)
+    state = generator.bit_generator.state if is_new else generator.__getstate__()
     return apply_to_collection(state, np.ndarray, np.ndarray.tolist)
 
 
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.tensor(state, dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:
-        generator.set_state(state)
+        generator.__setstate__(state)
 
 
 def _states(trainer: Trainer | None) -> dict[str, Any]:

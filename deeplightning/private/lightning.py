@@ -1,6 +1,6 @@
 """Private names of Lightning 2.6."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def resume_by_epochs(trainer: "pl.Trainer") -> None:
 
 
 def before_batches(
-    trainer: "pl.Trainer", of_training: Callable[[], None], of_validation: Callable[[], None] | None = None
+    trainer: "pl.Trainer", of_training: Callable[[Any], None], of_validation: Callable[[Any], None] = lambda _: None
 ) -> None:
     """Call a function in each epoch of a training after all hooks of its start, before Lightning iterates the training
     data, and one before each validation. If a name moves, a run that resumes draws other random numbers.
@@ -70,23 +70,37 @@ def before_batches(
     validation = loop.val_loop
 
     def on_run_start(fetcher: Any) -> None:
-        of_training()
+        of_training(trainer)
         type(loop).on_run_start(loop, fetcher)
 
     def run() -> Any:
-        if of_validation is not None:
-            of_validation()
+        of_validation(trainer)
         return type(validation).run(validation)
 
     loop.on_run_start, validation.run = on_run_start, run
 
 
-def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
+def before_cycles(trainer: "pl.Trainer", of_loader: Callable[[int, int], None]) -> None:
+    """Call a function before a loader begins again inside this epoch of a training, with the numbers of the loader and
+    the batch. If a name moves, a run that resumes inside an epoch draws other random numbers."""
+    combined: Any = trainer.fit_loop._combined_loader
+
+    class Loaders(list[Any]):
+        """Lightning takes one by its number only to iterate it again."""
+
+        def __getitem__(self, number: Any) -> Any:
+            of_loader(number, combined._iterator._idx)
+            return super().__getitem__(number)
+
+    combined._flattened = combined._iterator.iterables = Loaders(combined.flattened)
+
+
+def restart_epoch(trainer: "pl.Trainer", skip: Iterable[object], new_iterator: bool) -> None:
     """Skip batches of the training data before the first one is read. If a name moves, a run that resumes with the
     user's own loaders fails when training starts.
 
     Args:
-        skip: the number of batches to read and drop.
+        skip: gives something before each batch that is read and dropped.
         new_iterator: replace the iterator that Lightning has created.
     """
     from lightning_fabric.utilities.data import _set_sampler_epoch
@@ -98,7 +112,7 @@ def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
         iter(fetcher)
     # Where the task takes `dataloader_iter`, the fetcher reads nothing itself.
     source = fetcher if getattr(fetcher, "batches", None) else fetcher.iterator
-    for _ in range(skip):
+    for _ in skip:
         next(source, None)
     if fetcher.length is not None:
         fetcher.fetched, fetcher.done = 0, False  # Lightning adds the finished batches
@@ -107,7 +121,7 @@ def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
 def training_loaders(trainer: "pl.Trainer") -> list[Any]:
     """Return the training loaders, each one of a collection."""
     loader: Any = trainer.fit_loop._combined_loader
-    return loader.flattened if loader is not None else []
+    return list(loader.flattened) if loader is not None else []
 
 
 def batches_ahead(trainer: "pl.Trainer") -> list[Any] | None:

@@ -15,7 +15,10 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import CombinedLoader
 from torch import distributed
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
+
+from deeplightning.data.of_datasets import OfDatasets
+from deeplightning.task.classif import Classification
 
 
 def sample(index):
@@ -119,6 +122,7 @@ def loader(kind):
         "batch sampler": lambda: DataLoader(data, batch_sampler=Pairs()),
         "collate": lambda: DataLoader(data, 8, collate_fn=collate),
         "dict": lambda: {"a": DataLoader(data, 8), "b": DataLoader(data, 8, sampler=Backwards())},
+        "shorter": lambda: [DataLoader(data, 8), DataLoader(Subset(data, range(12)), 8, shuffle=True)],
         "combined": lambda: CombinedLoader([DataLoader(data, 8), DataLoader(data, 4)], "max_size_cycle"),
         "own generators": lambda: DataLoader(Noisy(), 8, shuffle=True),
         "workers": lambda: DataLoader(data, 8, num_workers=1, persistent_workers=True),
@@ -146,7 +150,8 @@ class Task(pl.LightningModule):
         self.net, self.seen = torch.nn.Linear(4, 2), []
 
     def loss(self, batch):
-        return torch.nn.functional.cross_entropy(self.net(batch["x"]), batch["y"])
+        x = torch.nn.functional.dropout(batch["x"], 0.1, self.training)
+        return torch.nn.functional.cross_entropy(self.net(x), batch["y"])
 
     def training_step(self, batch, batch_idx):
         parts = list(batch.values()) if isinstance(batch, dict) and "x" not in batch else batch
@@ -163,6 +168,21 @@ class Task(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
+
+
+class DerivedData(OfDatasets):
+    def __init__(self, cfg, kind, sets=0):
+        super().__init__(cfg, train=Samples())
+        self.kind = kind
+
+    def train_dataloader(self):
+        return loader(self.kind)
+
+
+class DerivedTask(Classification):
+    def training_step(self, batch, batch_idx):
+        x, y = (torch.cat([torch.as_tensor(part[name]) for part in batch]) for name in "xy")
+        return super().training_step({"input": x, "label": y}, batch_idx)
 """
 CONFIG = """\
 seed: 3
@@ -181,6 +201,7 @@ ROWS = {  # exact after an epoch, exact inside an epoch
     "collate": (True, True),
     "dict": (True, True),
     "combined": (True, True),
+    "shorter": (True, True),
     "own generators": (True, True),
     "workers": (True, True),
     "stream": (True, True),
@@ -212,19 +233,32 @@ def weights(outcome):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in ("shuffle", "stream") else pytest.mark.slow) for k in ROWS]
+    "kind", [pytest.param(k, marks=() if k in ("shorter", "stream") else pytest.mark.slow) for k in ROWS]
 )
 def test_a_resumed_run_ends_with_the_same_weights_where_the_table_says_so(kind, train):
     """Uninterrupted, interrupted after an epoch, and in the middle of the second."""
     whole = weights(train(kind))
     found = []
-    for cut in ("train.num_epochs=1", "train.max_steps=7"):
+    for cut in ("train.num_epochs=1", "train.max_steps=8"):
         parted = f"{kind} {cut[6:9]}"
         begun = train(kind, cut, f"logger.params.experiment_name='{parted}'")
         ended = train(kind, "train.resume_ckpt=auto", f"logger.params.experiment_name='{parted}'")
         assert ended.folder == begun.folder
         found.append(weights(ended) == whole)
     assert tuple(found) == ROWS[kind]
+
+
+def test_a_module_derived_from_ours_resumes_inside_its_first_epoch(train):
+    """With a shuffled loader, and one that begins again before the interruption."""
+    parts = {"data.module.type": "loaders.DerivedData", "model.module.type": "loaders.DerivedTask"}
+    parts["model.network"] = "{type: torch.nn.Linear, params: {in_features: 4, out_features: 2}}"
+    parts["model.optimizer"] = "{type: torch.optim.SGD, params: {lr: 0.5}}"
+    parts |= {"model.loss": "{type: torch.nn.CrossEntropyLoss}", "train.num_epochs": 1}
+    words = [f"{key}={value}" for key, value in parts.items()]
+    whole = weights(train("shorter", *words, "logger.params.experiment_name=derived"))
+    train("shorter", *words, "train.max_steps=3", "logger.params.experiment_name=parted")
+    ended = train("shorter", *words, "train.resume_ckpt=auto", "logger.params.experiment_name=parted")
+    assert weights(ended) == whole
 
 
 @pytest.mark.parametrize("kind", ["sampler", "stream", pytest.param("batch sampler", marks=pytest.mark.slow)])

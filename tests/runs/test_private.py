@@ -226,15 +226,14 @@ def test_an_epoch_begins_again():
 
     class Again(pl.Callback):
         def on_train_start(self, trainer, module):
-            validates = functools.partial(asked.append, "validation")
-            lightning.before_batches(trainer, functools.partial(self._begin, trainer), validates)
+            lightning.before_batches(trainer, self._begin, lambda _: asked.append("validation"))
 
         def on_train_epoch_start(self, trainer, module):
             trainer.train_dataloader.sampler.set_epoch(7)
             asked.append("hook")
 
         def _begin(self, trainer):
-            lightning.restart_epoch(trainer, skip=0, new_iterator=True)
+            lightning.restart_epoch(trainer, skip=(), new_iterator=True)
 
     class Loader(DataLoader):
         def __iter__(self):
@@ -247,6 +246,26 @@ def test_an_epoch_begins_again():
     trainer.fit(Line(), loader, _loader())
     assert (asked, trainer.global_step) == (["iterator", "hook", "iterator", "validation"], 4)
     assert loader.sampler.epoch == 0
+
+
+def test_a_loader_begins_again_inside_an_epoch():
+    """The shorter one of two; its number and that of the batch are told before."""
+    begun: list[tuple[int, int]] = []
+
+    class Again(pl.Callback):
+        def on_train_start(self, trainer, module):
+            lightning.before_batches(trainer, self._begin)
+
+        def _begin(self, trainer):
+            lightning.before_cycles(trainer, lambda *numbers: begun.append(numbers))
+
+    class Two(Line):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[0], batch_idx)
+
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", callbacks=[Again()], logger=False, **QUIET)
+    trainer.fit(Two(), [DataLoader(torch.zeros(5, 2)), DataLoader(torch.zeros(2, 2))], _loader())
+    assert (begun, trainer.global_step) == ([(1, 2), (1, 4)] * 2, 10)
 
 
 def test_the_end_of_a_stream_is_found_by_reading_ahead():
