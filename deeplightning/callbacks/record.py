@@ -326,10 +326,11 @@ class Record(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # a GPU that has failed gives nothing back
             _log_pending(pl_module)
-        self.fail(exception)
+        self.fail(exception, in_stage=True)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, in_stage: bool = False) -> None:
         """End the run as FAILED with the reason, or as KILLED where a signal was the reason."""
+        tells = not (in_stage or self._failed)  # Lightning tells loggers of others itself, in a stage
         if isinstance(error, Exception) and not isinstance(error, Interrupted) and not self._failed:
             keep_out(self.cfg)
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -341,7 +342,7 @@ class Record(Callback):
             log.info("the run ends: %s", reason)
         self._failed, self._stopped = True, stopped
         # Each time: Lightning says `failed` to its own loggers in between, of a killed run as well.
-        end(self.loggers, "killed" if stopped else "failed", reason)
+        end(self.loggers, "killed" if stopped else "failed", reason, tells)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Add what a checkpoint holds beside weights, states and counters, in plain types.

@@ -119,8 +119,8 @@ def is_a(logger: object, name: str) -> bool:
     return any(base.__name__ == name for base in type(logger).__mro__)
 
 
-def end(loggers: Iterable[Any], status: str, reason: str) -> None:
-    """Give each run its last status, `failed` or `killed`, and the reason where a logger keeps one."""
+def end(loggers: Iterable[Any], status: str, reason: str, others: bool) -> None:
+    """Give each run its last status, `failed` or `killed`, and the reason; `others`: also where none is kept."""
     for logger in loggers:
         if is_a(logger, "MLflowLogger"):
             logger.finalize(status, reason)
@@ -128,7 +128,7 @@ def end(loggers: Iterable[Any], status: str, reason: str) -> None:
             if has_run(logger):
                 logger.experiment.set_tag(logger.run_id, "failure", reason[:1000])
                 logger.experiment.set_terminated(logger.run_id, status.upper())
-        else:
+        elif others:
             logger.finalize(status)
 
 

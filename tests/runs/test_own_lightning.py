@@ -63,6 +63,12 @@ class Lines(Logger):
         pass
 
 
+class Ends(Lines):
+    def finalize(self, status):
+        with open("ends.txt", "a") as file:
+            file.write(f"{status}\\n")
+
+
 class Line(pl.LightningModule):
     def __init__(self, net: nn.Module, losses: list[nn.Module], optimizer: OptimizerCallable = torch.optim.Adam,
                  dropout: float = 0.0, token: str = ""):
@@ -88,6 +94,11 @@ class Line(pl.LightningModule):
 
     def configure_optimizers(self):
         return self.hparams.optimizer(self.parameters())
+
+
+class Fails(Line):
+    def test_step(self, batch, batch_idx):
+        raise RuntimeError("planted")
 
 
 class Drawn(Points):
@@ -389,6 +400,12 @@ def test_a_logger_with_the_methods_that_lightning_asks_for_gets_the_metrics(run,
     lines = (project / "lines.txt").read_text().splitlines()
     assert any("train_loss" in line for line in lines)
     assert any("val_loss" in line for line in lines)
+
+
+def test_a_logger_is_told_once_how_a_stage_ends(run, project):
+    """Also where it fails: by Lightning."""
+    run("logger={type: own_line.Ends, pictures: null}", "model.module.type=own_line.Fails", code=5)
+    assert (project / "ends.txt").read_text().split() == ["success", "failed"]
 
 
 def test_checkpoints_hold_plain_hyperparameters_that_lightning_loads(whole, project, tmp_path):

@@ -544,7 +544,7 @@ def test_lightnings_logger_leads_to_the_same_store_as_ours(store, tmp_path):
     assert history(logger, "train_loss") == [(step, 1 / (step + 1)) for step in range(4)]
     loggers = [CSVLogger(tmp_path), logger]
     assert run_folder(loggers, "x") == store / "0" / logger.run_id / "artifacts"
-    end(loggers, "killed", "SIGTERM")
+    end(loggers, "killed", "SIGTERM", True)
     run = in_store(store, logger.run_id)
     assert (run.info.status, run.data.tags["failure"]) == ("KILLED", "SIGTERM")
     assert run_folder(loggers[:1], "x") == Path(loggers[0].log_dir)
@@ -568,7 +568,7 @@ def test_other_loggers_are_built_as_they_are(tmp_path):
     """Only the arguments of Lightning's MLflow logger are translated, a folder is absolute, and nothing is written."""
     assert prepare("pytorch_lightning.loggers.CSVLogger", {"save_dir": "x"}) == {"save_dir": str(Path.cwd() / "x")}
     params = prepare("lightning.pytorch.loggers.MLFlowLogger", {"tracking_uri": str(tmp_path / "new")})
-    end([MLFlowLogger(**params), MLflowLogger(tracking_uri=tmp_path / "new")], "failed", "before it began")
+    end([MLFlowLogger(**params), MLflowLogger(tracking_uri=tmp_path / "new")], "failed", "before it began", True)
     assert not (tmp_path / "new").exists()
 
 
