@@ -80,9 +80,8 @@ class Console(Callback):
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
         steps, clip = trainer.estimated_stepping_batches, cfg.train.gradient_clip  # the former makes the loader
         loader = trainer.train_dataloader
-        by_sampler = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        own_size = getattr(loader, "batch_size", None) or by_sampler
-        own_size = own_size if isinstance(own_size, int) else None
+        sizes = [getattr(part, "batch_size", None) for part in (loader, getattr(loader, "batch_sampler", None))]
+        own_size = next((size for size in sizes if isinstance(size, int)), None)
         return {
             **({"config": ", ".join(cfg.written)} if cfg.written else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"

@@ -4,6 +4,7 @@ import io
 import logging
 import math
 import re
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -171,12 +172,13 @@ def test_an_epochs_samples_per_second_are_those_of_training_alone(caplog, monkey
         ((torch.zeros(4), torch.zeros(4)), 4),
         (torch.zeros(5, 2), 5),
         ({"name": "a", "parts": [torch.zeros(6, 2)]}, 6),
+        (make_dataclass("Pairs", ["name", "x"], slots=True)("a", torch.zeros(7, 2)), 7),
         ({"factor": torch.tensor(1.0)}, 0),
         ("text", 0),
     ],
 )
 def test_the_rows_of_a_batch_are_counted(batch, rows):
-    """Of mappings, sequences and tensors; a number has none."""
+    """Of mappings, sequences, dataclasses and tensors; a number has none."""
     assert samples_in(batch) == rows
 
 
