@@ -12,6 +12,7 @@ class Sentence(Enum):
     """Parts of messages, as regular expressions, with the library and its version."""
 
     ADDRESS_IN_USE = "EADDRINUSE"  # torch 2.15, torch.distributed.TCPStore
+    ARGUMENT_BY_POSITION = r"can be passed to its parent's `(\w+)="  # Lightning 2.6, which makes a loader again
     BATCH_SIZE_IS_FIXED = "specialized it to be a constant"  # torch 2.15, torch.export
     CANNOT_BUILD = "JIT load"  # DeepSpeed 0.19, op_builder
     HOOK_IS_REMOVED = "has been removed in"  # Lightning 2.6, configuration_validator

@@ -265,11 +265,12 @@ def _explained(error: Exception, trainer: pl.Trainer, task: pl.LightningModule, 
         data = {"val": "validation"}.get(found[1], found[1])
         message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
         return ConfigError(Fault(message, "stages"))
+    if is_misconfigured and (found := says(error, Sentence.ARGUMENT_BY_POSITION)):
+        return ConfigError(f"Lightning sets {found[1]} of a loader of yours: pass it by name there, {found[1]}=…")
     if is_misconfigured:
         return ConfigError(str(error))
-    if isinstance(error, NotImplementedError):
-        is_known = says(error, Sentence.HOOK_IS_REMOVED)
-        return ConfigError(Fault(" ".join(str(error).split()), "model.module")) if is_known else None
+    if isinstance(error, NotImplementedError) and says(error, Sentence.HOOK_IS_REMOVED):
+        return ConfigError(Fault(" ".join(str(error).split()), "model.module"))
     if not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
         return None
     if (fault := _of_part(error, task)) is not None:

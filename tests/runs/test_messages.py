@@ -13,6 +13,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch import nn
 from torch.distributed import TCPStore
+from torch.utils.data import DataLoader
 
 from deeplightning.private.messages import Sentence, says
 from deeplightning.tracking.store import is_locked
@@ -38,6 +39,14 @@ def address_in_use(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         TCPStore("127.0.0.1", taken.getsockname()[1], 1, is_master=True, wait_for_workers=False)
+
+
+def argument_by_position(tmp_path):
+    class Positional(BoringModel):
+        def predict_dataloader(self):
+            return DataLoader(torch.zeros(4, 32), 2)
+
+    a_trainer(tmp_path).predict(Positional())
 
 
 def batch_size_is_fixed(tmp_path):
@@ -104,6 +113,7 @@ def table_exists(tmp_path):
 PROVOKED = {
     Sentence.ADDRESS_IN_USE: address_in_use,
     Sentence.BATCH_SIZE_IS_FIXED: batch_size_is_fixed,
+    Sentence.ARGUMENT_BY_POSITION: argument_by_position,
     Sentence.CANNOT_BUILD: cannot_build,
     Sentence.HOOK_IS_REMOVED: hook_is_removed,
     Sentence.NO_CUDA: no_cuda,
