@@ -87,7 +87,7 @@ class Took:
     def per_step(self, steps: int, clock: bool = False) -> float:
         """Return the CPU seconds of one step, of all processes together, without the time between epochs.
 
-        The first epoch is left out if there are several.
+        The first epoch is left out if there are several; of the others it is the median.
 
         Args:
             steps: of an epoch.
@@ -101,7 +101,7 @@ class Took:
 def _per_step(times: Sequence[float], steps: int) -> float:
     epochs = [times[first : first + steps] for first in range(0, len(times), steps)]
     whole = [epoch for epoch in epochs[1:] or epochs if len(epoch) > 1]
-    return sum(epoch[-1] - epoch[0] for epoch in whole) / sum(len(epoch) - 1 for epoch in whole)
+    return statistics.median((epoch[-1] - epoch[0]) / (len(epoch) - 1) for epoch in whole)
 
 
 def run(command: Sequence[str], folder: Path, limit: float = LIMIT_SECONDS, **variables: str) -> Took:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_BATCH_HOOKS = [f"on_{stage}_batch_{at}" for stage in ("train", "validation", "test") for at in ("start", "end")]
+_BATCH_HOOKS += ["on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
+
 TRIAL = "DEEPLIGHTNING_TRIAL"
 """The environment variable that makes a run a trial of a search; see `deeplightning.callbacks.trial`."""
 
@@ -116,4 +119,17 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
         callbacks.append(Trial(record, os.environ[TRIAL]))
     # A checkpoint holds the states of all others; a signal ends a batch once all have seen it.
-    return [*callbacks, checkpoints, Signals(hooks), *hooks.callbacks(cfg, record, checkpoints)]
+    callbacks += [checkpoints, Signals(hooks), *hooks.callbacks(cfg, record, checkpoints)]
+    _drop_empty_hooks(callbacks)
+    return callbacks
+
+
+def _drop_empty_hooks(callbacks: list[pl.Callback]) -> None:
+    """Set hooks of a batch that callbacks of ours inherit to None. Lightning passes over those; of each other one it
+    makes a call and a context of its profiler, in each step a hundred that do nothing."""
+    from pytorch_lightning import Callback
+
+    for callback in callbacks:
+        for name in _BATCH_HOOKS if type(callback).__module__.startswith("deeplightning.") else ():
+            if getattr(type(callback), name) is getattr(Callback, name):
+                setattr(callback, name, None)

@@ -22,3 +22,20 @@ def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp
     ours = order[: order.index("Watchdog")]
     assert {"FiniteLoss", "Console", "Results", "EarlyStopping", "Histograms", "ValidateParts"} <= {*ours}
     assert order[order.index("Watchdog") :] == ["Watchdog", "Trial", "Checkpoints", "Signals"]
+
+
+def test_hooks_that_do_nothing_are_not_called_in_each_step(monkeypatch, tmp_path):
+    """Lightning passes over a hook that is None: callbacks of ours have those alone that they define; a user's have
+    all."""
+    from pytorch_lightning import Callback
+
+    from deeplightning import load_config
+    from deeplightning.callbacks import all_of
+
+    monkeypatch.chdir(tmp_path)
+    asked = ["train.callbacks=[{type: Timer}]", f"logger.params.tracking_uri={tmp_path}"]
+    for callback in all_of(load_config(BASE, asked)):
+        for name in ("on_train_batch_end", "on_validation_batch_start", "on_before_backward"):
+            is_defined = getattr(type(callback), name) is not getattr(Callback, name)
+            is_ours = type(callback).__module__.startswith("deeplightning.")
+            assert callable(getattr(callback, name)) == (is_defined or not is_ours)
