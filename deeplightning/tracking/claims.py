@@ -95,12 +95,12 @@ def is_elsewhere(claim: Mapping[str, object]) -> bool:
     return any(claim.get(name) != here[name] for name in ("host", "machine"))
 
 
-def claims(store: Store) -> list[Path]:
-    """Return the claims on the runs of a store, those of running processes too, the oldest first."""
-    try:
-        found = [(path.stat().st_mtime_ns, path) for path in folder_of(store).iterdir() if path.suffix == _SUFFIX]
-    except OSError:
-        return []
+def claims(store: Store, run_id: str = "*") -> list[Path]:
+    """Return the claims on all runs of a store or one, those of running processes too, the oldest first."""
+    found = []
+    for path in folder_of(store).glob(f"{run_id}.*{_SUFFIX}"):
+        with contextlib.suppress(OSError):  # its process has removed it meanwhile
+            found.append((path.lstat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 
 
@@ -116,11 +116,9 @@ def find_run(store: Store, run_id: str) -> Run | None:
 
 def unsent_runs(store: Store, run_id: str = "*") -> Iterator[Run]:
     """Yield the runs that may not be in their store yet."""
-    for path in folder_of(store).glob(f"{run_id}.*{_SUFFIX}"):
+    for path, descriptor in _own_claims(store, run_id):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-            with os.fdopen(descriptor, "rb") as file:
-                header = header_in(metrics_of(store, read_claim(file.fileno()))) if _is_private(descriptor) else {}
+            header = header_in(metrics_of(store, read_claim(descriptor)))
             if header.get("run") == path.name.partition(".")[0]:
                 yield run_of(header)
 
@@ -153,28 +151,34 @@ def metrics_of(store: Store, claim: dict[str, Any]) -> Path:
     return path
 
 
-def left_claims(store: Store, run_id: str | None = None) -> Iterator[tuple[Path, int]]:
-    """Yield the claims on all runs or one that ended processes have left, open and locked meanwhile, the oldest first;
-    those that another user can have written are left alone."""
-    for path in claims(store):
-        if run_id not in (None, path.name.partition(".")[0]):
-            continue
+def left_claims(store: Store, run_id: str = "*") -> Iterator[tuple[Path, int]]:
+    """Yield the claims on all runs or one that ended processes have left, open and locked meanwhile, the oldest
+    first."""
+    for path, descriptor in _own_claims(store, run_id):
+        if _hold(descriptor) and os.fstat(descriptor).st_nlink > 0:  # else a process has it, or has removed it
+            yield path, descriptor
+
+
+def _own_claims(store: Store, run_id: str) -> Iterator[tuple[Path, int]]:
+    """Yield the claims that no other user can have written, open meanwhile."""
+    for path in claims(store, run_id):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            if not _is_private(descriptor):
-                log.warning("%s is left alone: another user could have written it", path)
-            elif _hold(descriptor) and os.fstat(descriptor).st_nlink > 0:  # else a process has it, or has removed it
+            state = os.fstat(descriptor)
+            if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022:
                 yield path, descriptor
+            else:
+                _warn_of(path)
         finally:
             os.close(descriptor)
 
 
-def _is_private(descriptor: int) -> bool:
-    state = os.fstat(descriptor)
-    return stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
+@functools.cache
+def _warn_of(path: Path) -> None:
+    log.warning("%s is left alone: another user could have written it", path)
 
 
 def _hold(descriptor: int) -> bool:

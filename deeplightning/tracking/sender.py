@@ -263,7 +263,8 @@ class Sender:
         if self._failures:
             log.warning("%s accepts what is logged again.", self._store.shown)
         self._failures, self._in_vain, self._is_ready = 0, False, True
-        del self._held[: len(held)]
+        sent = {id(line) for line in held}  # of which the file may have some by now
+        self._held = [line for line in self._held if id(line) not in sent]
         self._due = math.inf
         if self._held or (self._file is not None and self._file.size > until):
             self._plan()

@@ -301,6 +301,13 @@ def test_a_deleted_or_unknown_run_is_no_obstacle(folder):
     assert [path.suffix for path in folder_of(locate(folder)).iterdir()] == [".refused"]
 
 
+def test_a_claim_that_is_removed_meanwhile_hides_no_other(folder):
+    """Here a name leads nowhere, as that of a claim whose process ends while the claims are listed."""
+    run_id = killed(folder, *SAID[:5])
+    (folder_of(locate(folder)) / "gone.abc.unsent").symlink_to("nowhere")
+    assert [line.partition(" ")[0] for line in sync(folder)] == [run_id]
+
+
 def test_a_place_that_cannot_be_written_costs_the_claim_only(folder, monkeypatch, caplog):
     """Then a line says so, and the run is tracked."""
     monkeypatch.setattr("deeplightning.tracking.claims.folder_of", lambda store: store.database)
