@@ -59,7 +59,10 @@ class Delivery:
         Args:
             lines: with the position behind each; None: they are not in the file.
         """
-        client = self.client = self.client or Client(self.store)
+        if self.client is None:
+            with self._alone():
+                self.client = Client(self.store)
+        client = self.client
         batch, behind = Batch(), self.position
         for position, line in lines:
             if position is not None and position <= self.known and not line.keys() & _AGAIN:
