@@ -59,8 +59,9 @@ def as_text(found: Mapping[str, list[tuple[str, object, object]]]) -> str:
 def between(one: Mapping[str, object], two: Mapping[str, object]) -> Iterator[tuple[str, object, Any]]:
     """Yield each name whose values differ, with both values; None for a missing value."""
     for name in sorted({*one, *two}):
-        if (name in one) != (name in two) or one[name] != two[name]:
-            yield name, one.get(name), two.get(name)
+        first, second = one.get(name), two.get(name)
+        if (name in one) != (name in two) or (first != second and repr(first) != repr(second)):  # NaN equals NaN
+            yield name, first, second
 
 
 def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, object, object]]:

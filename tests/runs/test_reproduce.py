@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from tiny import git
 from deeplightning.config.own_runs import note_own
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import reproduce
-from deeplightning.reproduce.differences import as_text, differences
+from deeplightning.reproduce.differences import as_text, between, differences
 from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment
@@ -362,6 +363,13 @@ def test_a_run_of_two_processes_is_made_again(job, command, tmp_path):
     done = job("data.batch_size=8", "train.num_epochs=1")
     again = command("reproduce", done.folder, cwd=tmp_path, code=0)
     assert digest(again.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
+
+
+def test_a_result_that_is_no_number_twice_is_no_difference():
+    """NaN, by itself or in a list, equals NaN; another kind of missing number does not."""
+    one = {"a": math.nan, "b": [math.nan], "c": math.nan, "d": 1}
+    two = {"a": float("nan"), "b": [float("nan")], "c": math.inf, "d": 1.0}
+    assert [name for name, _, _ in between(one, two)] == ["c"]
 
 
 def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
