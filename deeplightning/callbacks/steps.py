@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import distributed
 from torch.utils.data import IterableDataset
@@ -51,8 +52,11 @@ class AccumulateFrom(Callback):
     def __init__(self, epoch: int, factor: int):
         self.epoch, self.factor = epoch, factor
 
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        return self.factor if epoch >= self.epoch else 1
+
     def _set(self, trainer: Trainer, *_: object, **__: object) -> None:
-        trainer.accumulate_grad_batches = self.factor if trainer.current_epoch >= self.epoch else 1
+        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     setup = on_train_start = on_train_epoch_start = _set  # in `setup`, since schedules ask how many steps there are
 
@@ -70,12 +74,12 @@ class StepCountingTrainer(pl.Trainer):
         if total < 0:
             return math.inf
         own: Any = self  # Lightning sets `callbacks` without a type
-        later = next((callback for callback in own.callbacks if isinstance(callback, AccumulateFrom)), None)
+        kinds = AccumulateFrom | GradientAccumulationScheduler
+        later = next((callback for callback in own.callbacks if isinstance(callback, kinds)), None)
         batches, epochs = self.num_training_batches, self.max_epochs
         if later is None or epochs is None or epochs < 0 or not math.isfinite(batches):
             return total
-        first = min(later.epoch, epochs)
-        steps = int(first * batches) + (epochs - first) * math.ceil(batches / later.factor)
+        steps = sum(math.ceil(batches / later.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
 

@@ -34,9 +34,10 @@ def uses_optimizer(cfg: Config, *names: str) -> bool:
 EMA = "deeplightning.callbacks.average.EMA"
 
 
-def averages(cfg: Config) -> bool:
-    """Return whether a training averages its weights by the callback of ours."""
-    return "train" in cfg.stages and any(isinstance(c, Target) and c.type == EMA for c in cfg.train.callbacks)
+def has_callback(cfg: Config, name: str) -> bool:
+    """Return whether a training has a callback whose path ends with a name."""
+    paths = [c.type for c in cfg.train.callbacks if isinstance(c, Target)]
+    return "train" in cfg.stages and any(path.endswith(name) for path in paths)
 
 
 def clips_by(cfg: Config, algorithm: str) -> bool:
@@ -150,6 +151,13 @@ RULES = [
         lambda cfg, asked: (
             uses_deepspeed(asked) and cfg.train.accumulator_epoch > 0 and cfg.train.accumulator_factor > 1
         ),
+    ),
+    Rule(
+        "train.callbacks",
+        "GradientAccumulationScheduler, DeepSpeed",
+        "DeepSpeed accumulates from the first batch on, or not at all",
+        "set `train.accumulator_factor` instead",
+        lambda cfg, asked: uses_deepspeed(asked) and has_callback(cfg, "GradientAccumulationScheduler"),
     ),
     Rule(
         "train.accumulator_factor",
@@ -299,7 +307,7 @@ RULES = [
         "averaged weights (EMA), fsdp or DeepSpeed",
         "each process holds parts of the weights, and its checkpoint is put together without the averages",
         "use `engine.backend=ddp`, or remove the callback",
-        lambda cfg, asked: is_sharded(asked) and averages(cfg),
+        lambda cfg, asked: is_sharded(asked) and has_callback(cfg, EMA),
     ),
     Rule(
         "train.fast",
@@ -314,7 +322,7 @@ RULES = [
         "averaged weights (EMA), precision 16-true or bf16-true",
         "16 bits round the small steps of an average to nothing",
         "set `engine.precision=bf16` or `16`, which keep weights in 32 bits",
-        lambda cfg, _: cfg.engine.precision in ("16-true", "bf16-true") and averages(cfg),
+        lambda cfg, _: cfg.engine.precision in ("16-true", "bf16-true") and has_callback(cfg, EMA),
         other="engine.precision",
     ),
     Rule(

@@ -141,7 +141,7 @@ class Parent:
         """Return what a trial's config says differently of its tracking: among others its name."""
         if not self.is_tracked:
             return []
-        moved = [f"logger.params.tracking_uri='{self.address}'"] if self.joined else []
+        moved = [f"logger.params.tracking_uri='{self.address}'"] if self.joined and self.address else []
         return [f"logger.params.run_name={line(name)}", *moved]
 
     def log(self, points: list[Point], tags: dict[str, str]) -> None:

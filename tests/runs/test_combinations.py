@@ -51,6 +51,7 @@ LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
 ADAM = "model.optimizer={type: torch.optim.Adam, params: {lr: 1}}"
 FUSED = ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"]
 EMA = "{type: deeplightning.callbacks.average.EMA}"
+LATER = "{type: GradientAccumulationScheduler, params: {scheduling: {1: 2}}}"
 BREAKING = [
     ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
     ["engine.backend=fsdp", "train.gradient_clip={value: 0.1, algorithm: agc}"],
@@ -59,6 +60,7 @@ BREAKING = [
     ["engine.backend=fsdp", "train.gradient_clip={value: 1, norm_type: 1}"],
     ["engine.backend=deepspeed_stage_1", f"model.optimizer={TWO_OPTIMIZERS}"],
     ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
+    ["engine.backend=fairscale_oss", f"train.callbacks=[{LATER}]"],
     ["model.module={type: some_parts.Manual}", "train.accumulator_factor=2"],
     ["train.seeds=5", "train.resume_ckpt=auto"],
     ["engine.backend=deepspeed_stage_3", "engine.precision=64"],

@@ -147,6 +147,7 @@ def test_two_streams_may_be_one(fit, caplog):
 
 # ---- how many steps
 
+BY_LIGHTNING = "train.callbacks=[{type: GradientAccumulationScheduler, params: {scheduling: {1: 4}}}]"
 CYCLE = "model.scheduler={type: OneCycleLR, params: {max_lr: 0.1, total_steps: auto}, call: {interval: step}}"
 
 
@@ -155,6 +156,7 @@ CYCLE = "model.scheduler={type: OneCycleLR, params: {max_lr: 0.1, total_steps: a
     [
         (["train.accumulator_factor=4", "train.accumulator_epoch=1"], 9 + 3),
         (["train.accumulator_factor=4", "train.accumulator_epoch=1", "train.max_steps=11"], 11),
+        ([BY_LIGHTNING], 9 + 3),
     ],
 )
 def test_a_schedule_of_auto_length_is_as_long_as_the_training(fit, caplog, settings, steps):

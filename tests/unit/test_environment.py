@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from deeplightning.tracking import environment
+from deeplightning.tracking.parent import Parent
 
 
 def git(folder, *arguments):
@@ -90,3 +92,14 @@ def test_a_deleted_working_directory_is_survived(tmp_path):
     (tmp_path / "here").rmdir()
     assert environment.describe()["directory"] is None
     os.chdir(tmp_path)
+
+
+def test_a_run_of_a_group_under_mlflow_run_keeps_its_store_where_none_is_named(monkeypatch):
+    """The runs below a joined run get its address only if there is one: else they find the same store by default."""
+    logger = SimpleNamespace(type="deeplightning.tracking.MLflowLogger", params={})
+    monkeypatch.setenv("MLFLOW_RUN_ID", "a" * 32)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert Parent(SimpleNamespace(logger=logger), "group").overrides("one") == ["logger.params.run_name=one"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "there")
+    moved = Parent(SimpleNamespace(logger=logger), "group").overrides("one")
+    assert moved == ["logger.params.run_name=one", "logger.params.tracking_uri='there'"]
