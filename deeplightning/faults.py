@@ -112,11 +112,7 @@ PROJECTS = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", 
 PROJECTS |= {"skimage": "scikit-image"}
 """Modules whose project has another name."""
 
-_PACKAGES = {
-    "timm": "timm",
-    "transformers": "'deeplightning[text]'",
-    "deepspeed": "'deeplightning[deepspeed]'",
-}
+_PACKAGES = {"timm": "timm", "transformers": "'deeplightning[text]'", "deepspeed": "'deeplightning[deepspeed]'"}
 """How to install the packages whose classes configs name, by module."""
 
 

@@ -322,8 +322,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     low, high = float(samples.min()), float(samples.max())
     if not (low >= 0 and high <= 65535):  # also when a sample is not a number
         raise ImageError(
-            f"The grey values run from {low:g} to {high:g}, which is neither 8 nor 16 bits; save the image as 8.",
-            415,
+            f"The grey values run from {low:g} to {high:g}, which is neither 8 nor 16 bits; save the image as 8.", 415
         )
     if image.mode != "F":
         return Image.fromarray((samples >> 8).astype(np.uint8))

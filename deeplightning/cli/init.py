@@ -85,10 +85,7 @@ KINDS = {
         "shapes/images/0000.jpg",
     ),
     "table": Kind(
-        "Predicts a column of a table from the others.",
-        guess_tables.rows,
-        sample=("wine.csv", _wine),
-        options=_OF_ROWS,
+        "Predicts a column of a table from the others.", guess_tables.rows, sample=("wine.csv", _wine), options=_OF_ROWS
     ),
     "regression": Kind(
         "Predicts a number from the columns of a table.",

@@ -29,10 +29,7 @@ NOT_TAKEN = ("engine", "logger", "tune", "train.callbacks", "train.resume_ckpt",
 """Keys of a foreign config whose defaults are used instead. Launchers, hooks, environment variables, trackers and
 callbacks belong to the machine that trained; a tracker's address could be anywhere."""
 
-_NETWORKS = (
-    *("deeplightning.model", "torch.nn"),
-    *("torchvision.models", "torchvision.ops", "torchvision.transforms"),
-)
+_NETWORKS = (*("deeplightning.model", "torch.nn"), *("torchvision.models", "torchvision.ops", "torchvision.transforms"))
 _NAMED_ONLY = (*LIBRARIES, "optuna")
 _VARIABLE = re.compile(r"\$\{oc\.env:\w+\}", re.ASCII)
 _DECODED = re.compile(rf"\$\{{oc\.decode:{_VARIABLE.pattern}\}}", re.ASCII)

@@ -63,10 +63,7 @@ class DataOfSets(pl.LightningDataModule):
     """Whether a part of the training set validates where there is no validation set and no `data.num_splits`."""
 
     def __init__(
-        self,
-        cfg: PartConfig,
-        in_memory: bool | Literal["auto", "device"] | None = None,
-        limit: int | None = None,
+        self, cfg: PartConfig, in_memory: bool | Literal["auto", "device"] | None = None, limit: int | None = None
     ):
         super().__init__()
         self.cfg = cfg

@@ -1,4 +1,4 @@
-"""MNIST, or anything in its file format: torchvision's class reads the four IDX files, all images at once."""
+"""MNIST, or anything in its file format: four IDX files, which are read whole; torchvision downloads them."""
 
 import struct
 from collections.abc import Sequence

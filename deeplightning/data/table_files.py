@@ -88,10 +88,7 @@ class TableFile:
         """Open a CSV file for some columns, all as text; None: for all, as what its first block looks like."""
         words = {form for word in self.form.missing_words for form in (word, word.upper(), word.capitalize())}
         read = csv.ReadOptions(
-            skip_rows=self.above,
-            column_names=self.names,
-            skip_rows_after_names=1,
-            encoding=self.form.encoding,
+            skip_rows=self.above, column_names=self.names, skip_rows_after_names=1, encoding=self.form.encoding
         )
         convert = csv.ConvertOptions(
             column_types={name: pa.string() for name in types or ()},

@@ -20,13 +20,7 @@ from deeplightning.callbacks.steps import LogSteps
 from deeplightning.config.auto_values import WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build, needs
-from deeplightning.dry_run.diagnosis import (
-    UNCONNECTED,
-    Attempt,
-    error_in_words,
-    faults_of,
-    targets_of,
-)
+from deeplightning.dry_run.diagnosis import UNCONNECTED, Attempt, error_in_words, faults_of, targets_of
 from deeplightning.dry_run.isolation import InMemory, Nowhere, wants_network
 from deeplightning.engine.trainer_arguments import clip_arguments, trainer_arguments
 from deeplightning.faults import ConfigError, Fault

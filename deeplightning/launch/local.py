@@ -58,10 +58,7 @@ class Local:
     """
 
     def __init__(
-        self,
-        master_port: int | str | None = None,
-        master_addr: str | None = None,
-        node_rank: int | None = None,
+        self, master_port: int | str | None = None, master_addr: str | None = None, node_rank: int | None = None
     ):
         if master_port is not None and not (str(master_port).isdecimal() and 0 < int(master_port) < 2**16):
             raise ValueError(f"master_port must be from 1 to 65535, not {master_port}")

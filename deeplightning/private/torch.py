@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 INHERITED = {
     # `to`, `half` and similar methods call it. If it moves, metrics of a run in bf16 accumulate in bf16.
-    "torch.nn.ModuleDict": ("_apply",),
+    "torch.nn.ModuleDict": ("_apply",)
 }
 
 

@@ -9,13 +9,7 @@ from typing import Any
 from deeplightning.signatures.bindings import Module
 from deeplightning.signatures.names import Names
 from deeplightning.signatures.signature import UNKNOWN, Options, allowed_by, in_config
-from deeplightning.signatures.symbol import (
-    UNKNOWABLE,
-    Frame,
-    Thing,
-    is_type_variable,
-    nominal,
-)
+from deeplightning.signatures.symbol import UNKNOWABLE, Frame, Thing, is_type_variable, nominal
 
 TENSOR = types.new_class("Tensor", exec_body=lambda space: space.update(__module__="torch"))
 """Stands for `torch.Tensor`, which is mostly written in C++."""

@@ -46,9 +46,7 @@ class ImageClassification(Classification, ImageTask):
         columns = [self._sheet[name].cpu() for name in ("image", "label", "predicted", "p")]
         samples = [
             class_plots.Sample(
-                _pixels(image),
-                *class_plots.answer(names[label], names[predicted], float(p)),
-                bool(label == predicted),
+                _pixels(image), *class_plots.answer(names[label], names[predicted], float(p)), bool(label == predicted)
             )
             for image, label, predicted, p in zip(*columns, strict=True)
         ]

@@ -136,8 +136,7 @@ class Picked:
                 raise MisfitError(f"{given}, which has no outputs by name", "model.output")
             near = did_you_mean(str(self.name), map(str, names))
             raise MisfitError(
-                f"{given} without {self.name!r}.{near} It has {', '.join(map(str, names)):.300}",
-                "model.output",
+                f"{given} without {self.name!r}.{near} It has {', '.join(map(str, names)):.300}", "model.output"
             )
         is_attribute = isinstance(self.name, str) and not isinstance(outputs, Mapping)
         return getattr(outputs, str(self.name)) if is_attribute else outputs[self.name]

@@ -204,7 +204,7 @@ def _run_time_numbers(params: dict[str, object], trainer: pl.Trainer, key: str) 
     if not math.isfinite(length):
         raise MisfitError(
             f"{key}.params: {', '.join(sorted(asked))}: `auto` needs the number of steps, which is not known: the "
-            "training data have no length, or the training has no end; set train.max_steps, or a number",
+            "training data have no length, or the training has no end; set train.max_steps, or a number"
         )
     total = int(length)
     known = {"total_steps": total, "epochs": epochs, "steps_per_epoch": -(-total // epochs), "T_max": total}

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from deeplightning.batches import by_name, structure
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
-from deeplightning.task.denominators import (
-    CANNOT_WEIGH,
-    can_weigh,
-    denominator,
-    divides_by_samples,
-    mean,
-)
+from deeplightning.task.denominators import CANNOT_WEIGH, can_weigh, denominator, divides_by_samples, mean
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import LabelError, MisfitError, Picked, build_loss, judging
 from deeplightning.task.optimize import freeze, optimizers
