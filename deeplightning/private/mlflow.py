@@ -15,13 +15,13 @@ def register_store(scheme: str, build: Callable[..., object]) -> None:
     utils._tracking_store_registry.register(scheme, build)
 
 
-def add_run(client: Any, run: Any) -> None:
-    """Add a run, with its id, to the SQL store of MLflow's client, if it is not there; the client's `create_run` draws
-    another id, and the id is part of the path of the run's folder, which is there before MLflow is imported. If a
-    column or `_tracking_client` moves, runs stay unsent, with a warning."""
+def add_run(store: Any, run: Any) -> None:
+    """Add a run, with its id, to MLflow's SQL store, if it is not there; the client's `create_run` draws another id,
+    and the id is part of the path of the run's folder, which is there before MLflow is imported. If a column moves,
+    runs stay unsent, with a warning."""
     from mlflow.store.tracking.dbmodels.models import SqlRun, SqlTag
 
-    make = client._tracking_client.store.ManagedSessionMaker
+    make = store.ManagedSessionMaker
     options = {"read_only": False} if "read_only" in inspect.signature(make).parameters else {}
     ids = {"run_uuid": run.id, "experiment_id": int(run.experiment_id), "artifact_uri": run.artifact_uri}
     names = {"name": run.tags["mlflow.runName"], "user_id": run.tags.get("mlflow.user", "unknown")}

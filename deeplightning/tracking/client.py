@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deeplightning.private.mlflow import add_run
 from deeplightning.tracking.entities import (
     RUN_NAME,
     SYSTEM,
@@ -18,7 +17,7 @@ from deeplightning.tracking.entities import (
     is_of_test,
     name_of,
 )
-from deeplightning.tracking.mlflow_store import open_client
+from deeplightning.tracking.mlflow_store import make_run, open_client
 from deeplightning.tracking.store import Store
 
 MAX_MODEL_PARAMS = 100
@@ -32,11 +31,11 @@ class Client:
     """A store; whatever it raises is the store's own, and `is_transient` judges it.
 
     Args:
-        store: made, if it is not there.
+        store: made at the first use, if it is not there.
     """
 
     def __init__(self, store: Store):
-        self._client = open_client(store)
+        self._store, self._client = store, open_client(store)
 
     def experiment(self, name: str) -> Experiment:
         """Return the experiment with this name; create it if necessary."""
@@ -49,7 +48,7 @@ class Client:
 
     def make_run(self, run: Run) -> None:
         """Make a run whose id is known; do nothing if it is there. For SQLite stores."""
-        add_run(self._client, run)
+        make_run(self._store, run)
 
     def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
         """Create a run, RUNNING; without a name it gets that of `stem` and the first digits of its id."""

@@ -59,10 +59,7 @@ class Delivery:
         Args:
             lines: with the position behind each; None: they are not in the file.
         """
-        if self.client is None:
-            with self._alone():
-                self.client = Client(self.store)
-        client = self.client
+        client = self.client = self.client or Client(self.store)
         batch, behind = Batch(), self.position
         for position, line in lines:
             if position is not None and position <= self.known and not line.keys() & _AGAIN:

@@ -5,7 +5,6 @@ Making the logger does nothing. The first use in a hook, on rank 0, opens or joi
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -15,7 +14,7 @@ import sys
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from deeplightning.tracking.claims import find_run, folder_of
 from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, inside, is_of_test
 from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
-from deeplightning.tracking.mlflow_store import NO_FORK, open_client, uri_of
+from deeplightning.tracking.mlflow_store import NO_FORK, Lazy, open_client, uri_of
 from deeplightning.tracking.reader import client_of, find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender, sampler
 from deeplightning.tracking.store import Store, check_writable, explained, local_path, locate
@@ -46,16 +45,6 @@ SAMPLE_SECONDS = 10.0
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED"}
 _STATUS |= {word.lower(): word for word in ("FINISHED", "FAILED", "KILLED")}
-
-
-class _Lazy:
-    """An object that is made when an attribute of it is first used."""
-
-    def __init__(self, make: Callable[[], object]):
-        self._make = functools.cache(make)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._make(), name)
 
 
 class MLflowLogger(Logger):
@@ -120,7 +109,7 @@ class MLflowLogger(Logger):
     def experiment(self) -> Any:
         """MLflow's `MlflowClient` on the run's store; opens the run. MLflow is imported when the client is used."""
         self._open()
-        return _Lazy(self._client)
+        return Lazy(self._client)
 
     def _client(self) -> Any:
         self.make_run()

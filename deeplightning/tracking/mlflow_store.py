@@ -7,13 +7,16 @@ import shutil
 import sqlite3
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import SetupError
-from deeplightning.private.mlflow import latest_schema, register_store, upgrade_database
+from deeplightning.private.mlflow import add_run, latest_schema, register_store, upgrade_database
 from deeplightning.runfolder import sync_names
+from deeplightning.tracking.entities import Run
 from deeplightning.tracking.store import DATABASE, Store, explained, lock_of, locked, quiet_mlflow, revision_of
 
 if TYPE_CHECKING:
@@ -27,20 +30,21 @@ NO_FORK = threading.RLock()
 os.register_at_fork(before=NO_FORK.acquire, after_in_parent=NO_FORK.release, after_in_child=NO_FORK.release)
 
 _attached: dict[str, Store] = {}
+_stores: "dict[str, Lazy]" = {}
 
 
 def attach(store: Store) -> str:
     """Prepare this process for the store and return the URI to hand to `MlflowClient`. Still nothing is written.
 
-    MLflow's client would make an SQLite store without a lock, with its artifacts in `mlruns` under the working
-    directory. So its registry gets a function of ours that makes it under a lock, with the right folder.
+    MLflow's client would make an SQLite store at once, without a lock, with its artifacts in `mlruns` under the
+    working directory. So its registry gets a store of ours that opens late, under a lock, with the right folder.
     """
     quiet_mlflow()
     uri = uri_of(store)
-    if store.database is not None:
-        _attached[uri] = store
-        register_store("sqlite", _open_database)
-    elif store.folder is not None:
+    if store.address is not None:
+        return uri
+    if store.database is None:
+        assert store.folder is not None
         # MLflow 3.17 refuses its old file stores without this switch, which its own error message names.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         log.warning(
@@ -48,6 +52,9 @@ def attach(store: Store) -> str:
             "mlflow migrate-filestore --source '%s' --target 'sqlite:///%s'",
             *(store.shown, store.folder, store.folder / DATABASE),
         )
+        return uri
+    _attached[uri] = store
+    register_store("sqlite", _build_late)
     return uri
 
 
@@ -72,19 +79,47 @@ def uri_of(store: Store) -> str:
     return store.address or store.folder.as_uri()  # type: ignore[union-attr]
 
 
-def _open_database(store_uri: str, artifact_uri: str | None = None):
-    """Return MLflow's store on a database; create or migrate that where needed.
+def make_run(store: Store, run: Run) -> None:
+    """Make a run whose id is known, in an SQLite store; do nothing if it is there."""
+    add_run(_build_late(attach(store)).made(), run)
+
+
+class Lazy:
+    """An object that is made when an attribute of it is first used."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._making = make, threading.Lock()
+        self._made: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made(), name)
+
+    def made(self) -> Any:
+        """Return the object; make it first, if it is not there."""
+        with self._making:
+            if self._made is None:
+                self._made = self._make()
+        return self._made
+
+
+def _build_late(store_uri: str, artifact_uri: str | None = None) -> Lazy:
+    """Return MLflow's SQL store, opened late: its client builds the store when the client is made."""
+    return _stores.setdefault(store_uri, Lazy(partial(_open_database, store_uri, artifact_uri)))
+
+
+def _open_database(uri: str, artifact_uri: str | None):
+    """Create or migrate the database where needed, and open it.
 
     Raises:
         SetupError: the folder cannot be made, the database is locked for too long, damaged, or of a newer MLflow.
     """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    store = _attached.get(store_uri)
+    store = _attached.get(uri)
     if store is None:  # someone else's database, opened in this process: as MLflow does it
         from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 
-        return SqlAlchemyStore(store_uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+        return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     assert store.database is not None
     assert store.artifact_root is not None
     with explained(store):
@@ -94,9 +129,9 @@ def _open_database(store_uri: str, artifact_uri: str | None = None):
                 if (revision := revision_of(store.database)) is None:
                     _make_database(store.database, root)
                 elif revision not in ("", latest_schema()):
-                    _migrate(store.database, store_uri, revision)
+                    _migrate(store.database, uri, revision)
                 lock_of(store.database).unlink(missing_ok=True)
-        return SqlAlchemyStore(store_uri, root)
+        return SqlAlchemyStore(uri, root)
 
 
 _links: dict[Path, Path] = {}

@@ -19,6 +19,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from commands import python
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -384,6 +385,14 @@ def test_threads_are_shared(monkeypatch):
         torch.set_num_threads(before)
 
 
+def test_lightnings_logger_tells_whether_it_has_a_run(tmp_path):
+    """`_initialized` tells whether it has opened one."""
+    logger = pl.loggers.MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifact_location=str(tmp_path))
+    assert not lightning.has_run(logger)
+    assert logger.run_id
+    assert lightning.has_run(logger)
+
+
 # ---- torch
 
 
@@ -446,8 +455,9 @@ def test_a_run_with_a_known_id_is_added_as_the_client_adds_it(tmp_path):
     folder = client.get_run(one).info.artifact_uri
     other = "0" * 32
     run = Run(other, "0", "RUNNING", 5, folder.replace(one, other), True, {}, tags)
-    mlflow.add_run(client, run)
-    mlflow.add_run(client, run)  # what is there stays
+    store = SqlAlchemyStore(uri, str(tmp_path))
+    mlflow.add_run(store, run)
+    mlflow.add_run(store, run)  # what is there stays
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         rows = {row[0]: row[1:] for row in database.execute("SELECT * FROM runs")}
         assert sorted(rows) == sorted((one, other))

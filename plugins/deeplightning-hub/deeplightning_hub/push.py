@@ -178,7 +178,7 @@ def register(run: str, name: str) -> str:
             "MLFLOW_TRACKING_URI names one; --to DIR writes the files into a folder"
         )
     from deeplightning.tracking.flavour import write_model
-    from deeplightning.tracking.mlflow_store import open_client
+    from deeplightning.tracking.mlflow_store import attach
     from deeplightning.tracking.store import explain
 
     if not folder.model.is_dir():
@@ -189,10 +189,12 @@ def register(run: str, name: str) -> str:
                 f"{folder.path}: the run has no MLflow model on {store.shown}. Train it with logger.log_model=true"
             )
         write_model(folder)
-    client: Any = open_client(store)
+    uri = attach(store)
     from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
 
     try:
+        client: Any = MlflowClient(uri)
         try:
             client.create_registered_model(name)
         except MlflowException as error:
