@@ -145,7 +145,8 @@ class TextSpec:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON types, for a bundle, which keeps the content in another file."""
-        return {name: getattr(self, name) for name in (*_KEYS, "column", "encoding")}
+        kept = {name: getattr(self, name) for name in (*_KEYS, "column")}
+        return kept if self.encoding == "utf-8" else kept | {"encoding": self.encoding}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], content: str) -> "TextSpec":

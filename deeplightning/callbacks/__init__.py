@@ -32,7 +32,7 @@ def callback_of(trainer: Any, kind: type[T]) -> T:
 def all_of(cfg: Config) -> list[pl.Callback]:
     """Return the callbacks of a run, in the order in which their hooks are called; Lightning moves those that save
     checkpoints to the end."""
-    from pytorch_lightning.callbacks import EarlyStopping
+    from pytorch_lightning.callbacks import Callback, EarlyStopping
 
     from deeplightning.callbacks import gathered, random_state, results, steps
     from deeplightning.callbacks.checkpoints import Checkpoints
@@ -120,16 +120,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(Trial(record, os.environ[TRIAL]))
     # A checkpoint holds the states of all others; a signal ends a batch once all have seen it.
     callbacks += [checkpoints, Signals(hooks), *hooks.callbacks(cfg, record, checkpoints)]
-    _drop_empty_hooks(callbacks)
-    return callbacks
-
-
-def _drop_empty_hooks(callbacks: list[pl.Callback]) -> None:
-    """Set hooks of a batch that callbacks of ours inherit to None. Lightning passes over those; of each other one it
-    makes a call and a context of its profiler, in each step a hundred that do nothing."""
-    from pytorch_lightning import Callback
-
+    # Lightning passes over hooks that are None, and calls all others in a context of its profiler: a hundred a step.
     for callback in callbacks:
         for name in _BATCH_HOOKS if type(callback).__module__.startswith("deeplightning.") else ():
             if getattr(type(callback), name) is getattr(Callback, name):
                 setattr(callback, name, None)
+    return callbacks

@@ -1,2 +1,1 @@
-"""A YAML file becomes a typed `Config`, checked against schema, signatures, rules and machine; its values know their
-places. Imports no torch, Lightning or MLflow."""
+"""A YAML file becomes a typed `Config`, checked and settled. Imports no torch, Lightning or MLflow."""

@@ -17,11 +17,7 @@ MODULES = {
     "model.scheduler": ("torch.optim.lr_scheduler",),
     "model.loss": ("torch.nn",),
     "model.network": ("torchvision.models", "deeplightning.model.*"),
-    "train.callbacks": (
-        "pytorch_lightning.callbacks",
-        "deeplightning.callbacks.average",
-        "deeplightning.callbacks.watch",
-    ),
+    "train.callbacks": ("pytorch_lightning.callbacks", *(f"deeplightning.callbacks.{n}" for n in ("average", "watch"))),
     LAUNCHER: ("deeplightning.launch",),
     **dict.fromkeys(("logger", "logger.extra"), ("pytorch_lightning.loggers", "deeplightning.tracking")),
 }

@@ -37,8 +37,7 @@ class Texts(Divisible):
         labels: int64 (N,); None: the file has none.
         lines: where each stands in its file, from 1, int64 (N,).
         path: of the file, or where else they come from; for messages.
-        column: name of their column, in which `deeplightning predict` finds the texts of other tables; None: it has
-            none.
+        column: name of their column, by which `predict` finds the texts of other tables; None: it has none.
         encoding: of the file, in which `predict` reads others.
     """
 
