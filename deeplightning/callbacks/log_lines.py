@@ -151,8 +151,8 @@ _format: logging.Formatter | None = None
 
 
 def keep_format() -> None:
-    """Let terminal and rank files keep the format that `engine.setup_hook` has given a handler of ours, of the logger
-    `deeplightning`; they are made anew later."""
+    """Keep the format that `engine.setup_hook` has given a handler of the logger `deeplightning`, for the handlers of
+    terminal and rank files that are created later."""
     global _format
     ours = [h for h in log.handlers if isinstance(h, logging.NullHandler) or type(h).__module__.startswith(__package__)]
     _format = next((h.formatter for h in ours if h.formatter and not isinstance(h.formatter, Redacting)), None)

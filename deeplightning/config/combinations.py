@@ -35,9 +35,9 @@ EMA = "deeplightning.callbacks.average.EMA"
 
 
 def has_callback(cfg: Config, name: str) -> bool:
-    """Return whether a training has a callback whose path ends with a name."""
-    paths = [c.type for c in cfg.train.callbacks if isinstance(c, Target)]
-    return "train" in cfg.stages and any(path.endswith(name) for path in paths)
+    """Return whether a training has a callback of a class: its path, or the class' name alone."""
+    paths = [str(c.type) for c in cfg.train.callbacks if isinstance(c, Target)]
+    return "train" in cfg.stages and any(name in (path, path.rpartition(".")[2]) for path in paths)
 
 
 def clips_by(cfg: Config, algorithm: str) -> bool:

@@ -1,4 +1,4 @@
-"""Settle `engine` against the machine, the last step of a config's check. Torch is imported only for MPI."""
+"""Settle `engine` against the machine, a step of a config's check. Torch is imported only for MPI."""
 
 import os
 from collections.abc import Callable

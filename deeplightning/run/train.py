@@ -56,7 +56,7 @@ def launch(cfg: Config) -> RunFolder:
         The run's folder; its path is the last line on stdout once the run has begun, even if it fails. If there is
         nothing to do, the folder of the checkpoint.
     """
-    apply_environment(cfg)  # before what follows is imported: libraries read it then
+    apply_environment(cfg)  # first, since libraries read it when they are imported
     from deeplightning.callbacks.log_lines import keep_format, one_line_warnings, to_terminal
     from deeplightning.callbacks.provenance import keep_out
     from deeplightning.callbacks.record import Record

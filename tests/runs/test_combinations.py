@@ -1,4 +1,4 @@
-"""Settings that do not go together are told with both keys and a remedy: `deeplightning.config.combinations`."""
+"""A fault of two settings that exclude each other names both keys and a remedy: `deeplightning.config.combinations`."""
 
 import re
 from pathlib import Path
@@ -194,6 +194,17 @@ def test_deepspeed_computes_an_optimizer_in_32_bits():
 def test_what_goes_together_passes(overrides):
     """Each half of a pair is right beside other settings."""
     assert [str(fault) for fault in examine("c.yaml", overrides).faults if fault.key not in OTHER_FAULTS] == []
+
+
+@pytest.mark.parametrize(
+    "callback", ["3", "null", "{type: 3}", "{params: {}}", "{type: my.OwnGradientAccumulationScheduler}"]
+)
+@pytest.mark.parametrize("backend", ["deepspeed_stage_2", "fsdp"])
+def test_a_callback_that_is_none_breaks_no_rule(callback, backend):
+    """It is a fault of its own key, or the user's own class."""
+    found = examine("c.yaml", [f"train.callbacks=[{callback}]", f"engine.backend={backend}"]).faults
+    assert [fault.key for fault in found if fault.key == "train.callbacks"] == []
+    assert any(str(fault.key).startswith("train.callbacks.0") for fault in found)
 
 
 def test_two_contradictions_are_told_at_once():

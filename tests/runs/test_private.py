@@ -249,7 +249,7 @@ def test_an_epoch_begins_again():
 
 
 def test_a_loader_begins_again_inside_an_epoch():
-    """The shorter one of two; its number and that of the batch are told before."""
+    """The shorter of two loaders: the function gets its number and that of the batch before it begins again."""
     begun: list[tuple[int, int]] = []
 
     class Again(pl.Callback):

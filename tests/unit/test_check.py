@@ -1,4 +1,4 @@
-"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.config.examine`."""
+"""`check` reports all faults of a config at once, each with its place: `deeplightning.config.examine`."""
 
 import json
 import subprocess
