@@ -21,7 +21,7 @@ SCHEMA = "deeplightning.schema"  # sections of a config: a dataclass each, a sub
 DRY_RUN = "deeplightning.dry_run"  # repeats a dry run on the devices and in the processes of a config
 
 
-def entry_points(**which: str) -> Any:
+def entry_points(**which: Any) -> Any:
     """Return the entry points with this group, and perhaps name."""
     from importlib import metadata  # 0.06 CPU s, which most commands do without
 

@@ -34,8 +34,8 @@ from deeplightning.signatures.symbol import (
 T = TypeVar("T")
 
 _HELD = (
-    "abc", "builtins", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "functools", "itertools",
-    "operator", "os", "os.path", "types", "typing",
+    "abc", "builtins", "collections", "collections.abc", "contextlib", "dataclasses", "datetime", "enum", "functools",
+    "itertools", "operator", "os", "os.path", "types", "typing",
 )  # fmt: skip
 
 # Decorators that leave alone what a function or class with a constructor of its own takes.
