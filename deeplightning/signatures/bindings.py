@@ -109,13 +109,12 @@ class Module:
 
 
 _read: dict[str, tuple[bytes, ast.Module]] = {}  # by file, until its text changes
-_STAND_INS = {"collections.abc": "_collections_abc"}  # from Python 3.13 on it has no file of its own
 
 
 def module(name: str) -> Module | None:
     """Return the module of this name, or None if there is none. Its parents are not imported."""
     folders: Sequence[str] | None = None
-    parts = _STAND_INS.get(name, name).split(".")
+    parts = ("_collections_abc" if name == "collections.abc" else name).split(".")  # Python 3.13 gives it no file
     spec: Any = None
     for depth in range(1, len(parts) + 1):
         if depth > 1 and not folders:
