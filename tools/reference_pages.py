@@ -9,6 +9,7 @@ or metric cannot be left out.
 import ast
 import inspect
 import re
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -342,6 +343,25 @@ def exit_codes() -> str:
     return f"## Exit codes\n\n`deeplightning` and the scripts end with these:\n\n{table}"
 
 
+# ---- versions
+
+
+def versions() -> str:
+    """What the package requires, each with the releases that are allowed and the one that the lock has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
+    extras = project["optional-dependencies"]
+    needed = {None: project["dependencies"]} | {name: extras[name] for name in ("deepspeed", "text")}
+    found = [("Python", project["requires-python"], "3.11 to 3.14")]
+    for extra, requirements in needed.items():
+        for requirement in requirements:
+            name, allowed = re.findall(r"^([\w-]+)([^;]*)", requirement)[0]
+            found.append((name + (f" (extra `{extra}`)" if extra else ""), allowed.strip(), locked[name]))
+    table = rows("Package, Allowed, Tested", [(name, f"`{allowed}`", tested) for name, allowed, tested in found])
+    about = "`bash test.sh --all` tests these releases, and the lowest that are allowed, with the Python that it finds."
+    return f"## Versions\n\n{about}\n\n{table}"
+
+
 # ---- words of other tools
 
 WORDS = "../../plugins/deeplightning-migrate/deeplightning_migrate/docs/words"
@@ -376,7 +396,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "files": metrics,
     "http": http,
     "python": python,
-    "environment": exit_codes,
+    "environment": lambda: f"{exit_codes()}\n\n{versions()}",
     WORDS: words_of_others,
 }
 """By the name of a page, what makes the rest of it."""
