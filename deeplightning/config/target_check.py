@@ -16,6 +16,7 @@ from deeplightning.config.signature_check import Meanings, Verdict, judge
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, nodes, plain
 from deeplightning.faults import Notice, nearest, upwards
+from deeplightning.kinds import KINDS
 from deeplightning.signatures.signature import UNKNOWN, Options, Parameter, Undecided, of_item
 
 Wanted = Callable[[], Options]
@@ -126,7 +127,7 @@ def compare(report: Report, config: Config) -> None:
     if config.data is not None:
         _loader(report, config.data.loader)
     if config.model is not None:
-        _networks(report, config.model)
+        _task(report, config)
         _groups(report, config.model)
         if "train" in config.stages:
             _rates(report, config.model)
@@ -174,11 +175,18 @@ def _loader(report: Report, options: dict[str, object]) -> None:
             report.param(_LOADER, name, value, "data.loader", key)
 
 
-def _networks(report: Report, model: schema.Model) -> None:
-    """Compare the names of several networks, optimizers and schedulers with those that the task needs."""
+def _task(report: Report, config: Config) -> None:
+    """Compare what a task says of itself: its kind with those that can be served, and the names of several networks,
+    optimizers and schedulers with those that it needs."""
+    model = config.model
     task = model.module and model.module.type
     definition = (Meanings() if report.meanings.importing else report.meanings).known(task)
     needed = definition.declared_words("network_names") if definition is not None else None
+    if config.train.export and definition is not None and definition.defines("inference_model"):
+        is_ours = any(base.startswith("deeplightning.task.") for base in definition.bases()[0])
+        for word in (definition.declared_words("kind") or set()) - set(KINDS) if is_ours else ():
+            remedy = f"take one of {', '.join(KINDS)}, or set train.export=false"
+            report.fault(f"{task} has the kind {word!r}, which no server knows; {remedy}", "model.module", found=word)
     for section in ("network", "optimizer", "scheduler"):
         key, given = f"model.{section}", getattr(model, section)
         if isinstance(given, dict) and needed == set():

@@ -251,7 +251,8 @@ class TableData(ColumnData):
             values = samples.column(str(self.divider))
             if isinstance(values, Words):
                 late = [*filter(_YEAR_NOT_FIRST.match, values.words)]
-                has_counts = len(late) < len(values.words) and len({*map(_without_number, values.words)}) == 1
+                beside = {re.sub(r"\d+", "", word, count=1) for word in values.words}  # such as "step " of "step 2001"
+                has_counts = len(late) < len(values.words) and len(beside) == 1
                 if late and not has_counts:
                     raise DataError(
                         f"{self._describe()}, column {self.divider}: {late[0]!r:.60} does not begin with its year, so "
@@ -349,11 +350,6 @@ class TableData(ColumnData):
                 columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
         rows = zip(*columns.values(), strict=True)
         return {"rows": np.array([json.dumps(dict(zip(columns, row, strict=True))) for row in rows])}
-
-
-def _without_number(word: str) -> str:
-    """Return what is beside the first number of a text, such as "step " of "step 2001"."""
-    return re.sub(r"\d+", "", word, count=1)
 
 
 def _in_time(word: str) -> tuple[list[int | str], str]:

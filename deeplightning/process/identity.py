@@ -171,9 +171,10 @@ def _of_rank_variables(variables: _Variables) -> Identity:
     address, port, size = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), variables.text(*_LOCAL_SIZE)
     in_step = slurm_step(variables.environment) is not None and variables.text(*_SLURM_SIZE) is not None
     slurm = _of_slurm(variables) if in_step else None
+    is_here = address in (None, "localhost", "::1") or str(address).startswith("127.")
     if size is None and slurm is not None:
         local_world = slurm.local_world
-    elif size is None and "LOCAL_RANK" not in variables and not _is_here(address):
+    elif size is None and "LOCAL_RANK" not in variables and not is_here:
         local_world = 1  # one machine per process, as in Kubernetes
     else:
         local_world = variables.number(*_LOCAL_SIZE, default=world)
@@ -182,11 +183,6 @@ def _of_rank_variables(variables: _Variables) -> Identity:
     node = slurm.node if slurm is not None else _node(rank, local_rank, world, local_world)
     node, nodes = variables.number("NODE_RANK", "GROUP_RANK", default=node), max(1, -(-world // max(1, local_world)))
     return Identity("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_launch(variables))
-
-
-def _is_here(address: str | None) -> bool:
-    """Return whether processes that rendezvous at this address may be assumed to run on one machine."""
-    return address is None or address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:

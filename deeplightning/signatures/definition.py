@@ -172,8 +172,8 @@ class Definition:
         return Logged(self._names, own).names(complete)
 
     def declared_words(self, attribute: str) -> set[str] | None:
-        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none) or
-        `network_names` (the networks that it needs, () for a single one); None: it does not say."""
+        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none),
+        `network_names` (the networks that it needs, () for a single one) or `kind`; None: it does not say."""
         return self._declared(self.line()[0], attribute)[0]
 
     def _declared(self, own: list[Thing], attribute: str) -> tuple[set[str] | None, int]:

@@ -145,7 +145,8 @@ class Handed:
                 continue
             why.append(taken.rest)
             for parameter in taken.parameters:
-                more[parameter.name] = _either(more.get(parameter.name, parameter), parameter)
+                if (former := more.setdefault(parameter.name, parameter)) != parameter:  # they differ: not known
+                    more[parameter.name] = replace(former, required=False, default=UNKNOWN, allowed=None)
             if position and len(uses.calls) == 1:
                 first = [p for p in taken.parameters if p.position]
         words = uses.words
@@ -245,11 +246,6 @@ class Handed:
         if uses.other or uses.calls or uses.passed:
             return None
         return uses.words
-
-
-def _either(one: Parameter, other: Parameter) -> Parameter:
-    """Return the parameter that two functions have: what they differ in is not known."""
-    return one if one == other else replace(one, required=False, default=UNKNOWN, allowed=None)
 
 
 def _written(annotation: ast.expr) -> str:

@@ -517,7 +517,7 @@ class Texts:
         return whole
 
     def items(self, node: ast.expr | None) -> set[str]:
-        """Return the texts in a list, or the keys of a mapping.
+        """Return the texts in a list, the keys of a mapping, or a single text.
 
         Raises:
             Undecided: there may be others.
@@ -527,6 +527,8 @@ class Texts:
                 return set().union(*(self.items(e.value) if isinstance(e, ast.Starred) else self.of(e) for e in items))
             case ast.Dict(keys=keys):
                 return set().union(*map(self.of, keys))
+            case ast.Constant(value=str()):
+                return self.of(node)
             case ast.Name() | ast.Attribute():
                 return set().union(*(texts.items(e) for texts, e in self.options(node)))
         raise Undecided("the items of a list show only when it is run")

@@ -521,6 +521,7 @@ def test_a_store_that_cannot_be_is_named(uri):
     assert locate("https://me:secret@host/x").shown == "https://***@host/x"
 
 
+@pytest.mark.filterwarnings("ignore:codecs.open:DeprecationWarning")  # MLflow calls it, also on Python 3.14
 def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
     """A file store of an older MLflow keeps working, with a notice that says how to migrate it."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -647,3 +647,39 @@ def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
     assert report.faults == []
     (unchecked,) = report.unchecked
     assert unchecked.message == "whether `val_x` is logged: own_tasks.Computed computes names; `--dry-run` settles it"
+
+
+@pytest.mark.parametrize(
+    ("module", "override", "wrong"),
+    [
+        ("Graded", "train.export=true", "Graded"),
+        ("Derived", "train.export=true", "Derived"),
+        ("Graded", "train.export=false", None),
+        ("Known", "train.export=true", None),
+        ("Theirs", "train.export=true", None),
+    ],
+)
+def test_a_kind_that_no_server_knows_is_told_before_a_training(module, override, wrong):
+    """Of a task that is derived from one of ours and is exported; `kind` means nothing in a LightningModule."""
+    Path("own_tasks.py").write_text("""\
+import pytorch_lightning as pl
+from deeplightning.task.img_classif import ImageClassification
+
+class Graded(ImageClassification):
+    kind = "image_grades"
+
+class Derived(Graded):
+    pass
+
+class Known(Graded):
+    kind = "image_multilabel"
+
+class Theirs(pl.LightningModule):
+    kind = "grades"
+
+    def inference_model(self):
+        return self
+""")
+    found = [one for one in notes(f"model.module.type=own_tasks.{module}", override) if "kind" in one]
+    told = f"own_tasks.{wrong} has the kind 'image_grades', which no server knows; take one of image_classification, "
+    assert [told in one for one in found] == [True] * (wrong is not None), found
