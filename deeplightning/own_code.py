@@ -248,7 +248,7 @@ def short(file: str) -> str:
     """Return a file as the user would write it: relative where it lies below the working directory. Of sealed code it
     is the original."""
     file, here = original(file), start_folder()
-    return os.path.relpath(file, here) if Path(file).is_relative_to(here) else file
+    return os.path.relpath(file, here) if file.startswith(os.path.join(here, "")) else file  # noqa: PTH118  (Path is slow)
 
 
 def lines_of(error: BaseException) -> list[tuple[str, int]]:

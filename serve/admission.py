@@ -74,7 +74,8 @@ class Hosts:
 def is_loopback(name: str) -> bool:
     """Return whether a name or an address always denotes the machine itself (RFC 6761, section 6.3)."""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
+        return address.is_loopback and getattr(address, "ipv4_mapped", None) is None  # which Python 3.13 takes for one
     except ValueError:
         return name == "localhost" or name.endswith(".localhost")
 

@@ -88,4 +88,5 @@ def open_streams() -> None:
         except OSError:
             null = os.open(os.devnull, os.O_RDWR)  # the lowest free number
             assert null == descriptor, "those below are open"
-            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+        if getattr(sys, name) is None:  # a library may have opened a file under this number since
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115  (it stays open)
