@@ -99,7 +99,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = {*sys.modules}
     yield tmp_path
     for name in {*sys.modules} - before:
-        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
+        spec = getattr(sys.modules[name], "__spec__", None)
+        folders = getattr(spec, "submodule_search_locations", None) or ()  # a folder without `__init__.py` has no file
+        if any(str(place).startswith(str(tmp_path)) for place in (getattr(spec, "origin", None), *folders)):
             del sys.modules[name]
 
 

@@ -126,9 +126,9 @@ def test_ctrl_c_ends_the_cases_and_keeps_what_ran(tmp_path):
     """All that they have started ends as well."""
 
     def case(draw, place):
-        if place.folder.parent.name != "one-0":
+        while place.folder.parent.name != "one-0":
             os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(100)
+            time.sleep(5)  # Python loses an exception that a signal raises in a `__del__`: then again
         return "fine"
 
     def is_interrupted():

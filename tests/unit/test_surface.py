@@ -1,7 +1,7 @@
 """What users and maintainers must know is frozen in `tests/surface.toml`: whoever adds to it edits that file.
 
 The commit that adds a verb, a key, a variable, an exit code, an entry point or an upper bound says what was removed for
-it or why it is worth it. The number of lines that a folder may have only falls.
+it or why it is worth it. The number of lines that a folder may have falls, or the commit says what they are worth.
 """
 
 import inspect
