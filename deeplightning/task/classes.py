@@ -101,7 +101,7 @@ class Classification(Supervised):
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
         probability, predicted = outputs.float().softmax(1).max(1)
-        columns: dict[str, object] = {name: batch[name] for name in ("index", "label") if name in batch}
+        columns: dict[str, object] = {"label": batch["label"]} if "label" in batch else {}
         names = self.class_names
         return columns | {
             "predicted_class": predicted,

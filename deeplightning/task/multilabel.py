@@ -141,12 +141,10 @@ class Labels(Supervised):
                 metric.thresholds = thresholds
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
-        """Return a row per sample: its index, the labels of the answer and the true ones, divided by |, and the
-        probability of each label."""
+        """Return a row per sample: the labels of the answer and the true ones, divided by |, and all probabilities."""
         scores = self.measured(outputs)
         names = self._names(scores.shape[1])
-        columns: dict[str, object] = {"index": batch["index"]} if "index" in batch else {}
-        columns["predicted_labels"] = _joined(names, chosen(scores, self.thresholds))
+        columns: dict[str, object] = {"predicted_labels": _joined(names, chosen(scores, self.thresholds))}
         if "label" in batch or "target" in batch:
             columns["labels"] = _joined(names, self.truth(batch) == 1)
         return columns | {f"probability_{name}": scores[:, number] for number, name in enumerate(names)}

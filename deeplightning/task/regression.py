@@ -163,10 +163,8 @@ class Regression(RowTask):
             raise MisfitError(message, "model.network")
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
-        """Return a row per sample: index, prediction and target, with a number behind where there are several."""
-        if "index" not in batch:
-            return {}
-        columns = {"index": batch["index"], **_columns("prediction", self.in_units(outputs.detach().float()))}
+        """Return a row per sample: prediction and target, with a number behind where there are several."""
+        columns = _columns("prediction", self.in_units(outputs.detach().float()))
         return columns | _columns("target", _without_one(batch["target"])) if "target" in batch else columns
 
     # ---- travelling

@@ -81,7 +81,7 @@ class Segmentation(ImageTask):
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
         """Return a row per picture: the share of each class in the answer; with a mask, how right it is."""
-        columns: dict[str, object] = {"index": batch["index"]} if "index" in batch else {}
+        columns: dict[str, object] = {}
         answered = outputs.argmax(1)  # (B, H, W)
         if "mask" in batch:
             counts = counts_of(answered, self.truth(batch))

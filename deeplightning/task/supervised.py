@@ -210,7 +210,7 @@ class Supervised(pl.LightningModule):
         """Check that a network that was just built fits the data; it is in training mode, before and after."""
 
     def answers(self, batch: Batch, outputs: Any) -> dict[str, Any]:
-        """Return columns for the file of predictions, `index` among them: tensors (B,), or lists of B texts."""
+        """Return columns for the file of predictions, beside `index`: tensors (B,), or lists of B texts."""
         return {}
 
     def take_form(self, inputs: Tensor, outputs: Any) -> None:
@@ -556,9 +556,10 @@ class Supervised(pl.LightningModule):
         return self._answers(batch, outputs)
 
     def _answers(self, batch: object, outputs: object) -> dict[str, Any]:
-        """Return the columns of `answers` for a batch of any form."""
-        named = by_name(batch, self.batch_names)
-        return self.answers(batch if named is None else named, outputs)  # type: ignore[arg-type]
+        """Return the columns of `answers` for a batch of any form, behind its `index`."""
+        named, index = by_name(batch, self.batch_names), _index(batch)
+        columns = self.answers(batch if named is None else named, outputs)  # type: ignore[arg-type]
+        return {"index": index, **columns} if columns and index is not None else columns
 
     # ---- travelling
 

@@ -101,6 +101,16 @@ def test_results_are_on_the_disk_whole_or_not_at_all(fit, monkeypatch):
     assert all(name.startswith(".test_") for name in written), written
 
 
+def test_the_position_of_each_sample_stands_before_the_columns_of_a_task(fit, monkeypatch):
+    """`answers` of a task of one's own need not return it."""
+    done = fit("train.max_steps=1")
+    monkeypatch.setattr(done.task, "answers", lambda batch, outputs: {"first": outputs[:, 0]})
+    done.trainer.test(done.task, done.data)
+    head, *rows = (done.folder / "test_predictions.csv").read_text().split()
+    assert head == "index,first"
+    assert [int(row.partition(",")[0]) for row in rows] == [*range(len(rows))] != []
+
+
 class Answers(pl.LightningModule):
     """A user's module, whose steps return numbers of the batch beside columns, as plain Lightning allows."""
 
