@@ -98,7 +98,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     before = {*sys.modules}
     yield tmp_path
-    for name in {*sys.modules} - before:
+    for name in sorted({*sys.modules} - before, reverse=True):  # a package behind what is in it, which asks for it
         spec = getattr(sys.modules[name], "__spec__", None)
         folders = getattr(spec, "submodule_search_locations", None) or ()  # a folder without `__init__.py` has no file
         if any(str(place).startswith(str(tmp_path)) for place in (getattr(spec, "origin", None), *folders)):

@@ -83,10 +83,11 @@ def find(name: str) -> Any:
         raise no_module(parts[0], name, known, own_code.roots())
     read = own_code.read_from(name, getattr(found, "__file__", None))
     for part in parts[depth:]:
+        owner = ".".join(parts[:depth])
+        module = None if hasattr(found, part) else _module(f"{owner}.{part}", name)
         try:
-            found = getattr(found, part)
+            found = module or getattr(found, part)
         except AttributeError:
-            owner = ".".join(parts[:depth])
             public = _public_names(found)
             things = [n for n in public if own_code.full_name(f"{owner}.{n}") not in sys.modules]
             near = nearest(part, things if depth == len(parts) - 1 else public).replace("mean ", f"mean {owner}.", 1)

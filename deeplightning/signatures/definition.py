@@ -177,12 +177,14 @@ class Definition:
         return self._declared(self.line()[0], attribute)[0]
 
     def _declared(self, own: list[Thing], attribute: str) -> tuple[set[str] | None, int]:
-        """Return the words of the first class that assigns literal words to an attribute, and its position."""
+        """Return the literal words that the first class with an attribute assigns to it, and its position."""
         for position, each in enumerate(own):
             for option in self._names.scope(each).names.get(attribute, ()):
                 if isinstance(option, Assigned):
                     with contextlib.suppress(*UNKNOWABLE):
                         return Texts(self._names, Frame(self._names.home(each))).items(option.value), position
+            if self._names.own(each, attribute):  # it is a property, or computed
+                break
         return None, len(own)
 
     def steps_itself(self) -> bool:
