@@ -176,15 +176,15 @@ def _loader(report: Report, options: dict[str, object]) -> None:
 
 
 def _task(report: Report, config: Config) -> None:
-    """Compare what a task says of itself: its kind with those that can be served, and the names of several networks,
-    optimizers and schedulers with those that it needs."""
+    """Compare the kind of a task with those that can be served, and the names of several networks, optimizers and
+    schedulers with those that it needs."""
     model = config.model
     task = model.module and model.module.type
     definition = (Meanings() if report.meanings.importing else report.meanings).known(task)
     needed = definition.declared_words("network_names") if definition is not None else None
     if config.train.export and definition is not None and definition.defines("inference_model"):
         is_ours = any(base.startswith("deeplightning.task.") for base in definition.bases()[0])
-        for word in (definition.declared_words("kind") or set()) - set(KINDS) if is_ours else ():
+        for word in sorted((definition.declared_words("kind") or set()) - set(KINDS)) if is_ours else ():
             remedy = f"take one of {', '.join(KINDS)}, or set train.export=false"
             report.fault(f"{task} has the kind {word!r}, which no server knows; {remedy}", "model.module", found=word)
     for section in ("network", "optimizer", "scheduler"):
