@@ -178,13 +178,13 @@ def _loader(report: Report, options: dict[str, object]) -> None:
 def _task(report: Report, config: Config) -> None:
     """Compare the kind of a task with those that can be served, and the names of several networks, optimizers and
     schedulers with those that it needs."""
-    model = config.model
-    task = model.module and model.module.type
+    model, task = config.model, config.model.module and config.model.module.type
     definition = (Meanings() if report.meanings.importing else report.meanings).known(task)
     needed = definition.declared_words("network_names") if definition is not None else None
     if config.train.export and definition is not None and definition.defines("inference_model"):
         is_ours = any(base.startswith("deeplightning.task.") for base in definition.bases()[0])
-        for word in sorted((definition.declared_words("kind") or set()) - set(KINDS)) if is_ours else ():
+        kinds = definition.declared_words("kind") if is_ours else None
+        for word in sorted((kinds or set()) - {*KINDS, "supervised"}):  # the last: it sets its kind later, or never
             remedy = f"take one of {', '.join(KINDS)}, or set train.export=false"
             report.fault(f"{task} has the kind {word!r}, which no server knows; {remedy}", "model.module", found=word)
     for section in ("network", "optimizer", "scheduler"):

@@ -102,7 +102,7 @@ def test_results_are_on_the_disk_whole_or_not_at_all(fit, monkeypatch):
 
 
 def test_the_position_of_each_sample_stands_before_the_columns_of_a_task(fit, monkeypatch):
-    """`answers` of a task of one's own need not return it."""
+    """A task need not return `index` from `answers`."""
     done = fit("train.max_steps=1")
     monkeypatch.setattr(done.task, "answers", lambda batch, outputs: {"first": outputs[:, 0]})
     done.trainer.test(done.task, done.data)

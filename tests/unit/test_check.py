@@ -657,6 +657,8 @@ def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
         ("Graded", "train.export=false", None),
         ("Known", "train.export=true", None),
         ("Theirs", "train.export=true", None),
+        ("Late", "train.export=true", None),
+        ("Computed", "train.export=true", None),
     ],
 )
 def test_a_kind_that_no_server_knows_is_told_before_a_training(module, override, wrong):
@@ -664,6 +666,7 @@ def test_a_kind_that_no_server_knows_is_told_before_a_training(module, override,
     Path("own_tasks.py").write_text("""\
 import pytorch_lightning as pl
 from deeplightning.task.img_classif import ImageClassification
+from deeplightning.task.pixel_input import ImageTask
 
 class Graded(ImageClassification):
     kind = "image_grades"
@@ -673,6 +676,19 @@ class Derived(Graded):
 
 class Known(Graded):
     kind = "image_multilabel"
+
+class Late(ImageTask):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.kind = "image_regression"
+
+    def inference_model(self):
+        return self
+
+class Computed(Graded):
+    @property
+    def kind(self):
+        return "image_regression"
 
 class Theirs(pl.LightningModule):
     kind = "grades"
