@@ -18,7 +18,7 @@ from typing import Any
 import pytorch_lightning as pl
 import side_by_side
 import torch
-from deeplightning_plan.memory_tracker import MemoryTracker, Phases, gradients_of, state_of
+from deeplightning_plan.memory_tracker import MemoryTracker, Phases, state_of
 from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent
@@ -72,7 +72,10 @@ class Counts(Phases):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         zero = optimizer
-        kept: list[Any] = [*gradients_of(pl_module), getattr(zero, "grad_partitions_flat_buffer", None)]
+        kept: list[Any] = [
+            *(p.grad for p in pl_module.parameters()),
+            getattr(zero, "grad_partitions_flat_buffer", None),
+        ]
         for partition in getattr(zero, "averaged_gradients", {}).values():
             kept += partition if isinstance(partition, list) else [partition]
         self.found["gradients"] = self.tracker.add("gradients", kept)

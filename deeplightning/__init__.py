@@ -1,17 +1,17 @@
 """Deep Lightning: a YAML file becomes a tracked training run, and the run an HTTP endpoint.
 
-What a program may import from here; `import deeplightning` alone loads none of it:
+Public names; they are imported lazily, so `import deeplightning` alone is cheap:
 
-- `train(config, overrides)`: a config becomes a `Run`, as by the command.
-- `load_run(run)`: a `Run` that was made before.
-- `Run(past)`: what both return: config, metrics, network, answers and server of a run.
-- `load_config(path, overrides)`: the config of a file, checked and settled.
+- `train(config, overrides)`: trains a config as the command does, and returns its `Run`.
+- `load_run(run)`: the `Run` of an earlier training.
+- `Run(past)`: config, metrics, network, bundle and answers of a run, as both return it.
+- `load_config(path, overrides)`: the config of a file, checked and resolved.
 - `init_module(cfg, "data")`, `init_module(cfg, "model")`: its data module and its task.
 - `init_trainer(cfg)`: a Lightning Trainer that tracks the run.
 - `build(target)`: the object that `{type: MODULE.CLASS, params: {...}}` describes.
 - `resolve_run(name)`: the folder of a run, by its id, its path or `latest`.
 - `trained_task(folder)`: the task of a finished run with its best weights.
-- `predict_files(folder, files)`: a table of what a finished run answers to files of inputs.
+- `predict_files(folder, files)`: writes a table of a finished run's answers to files of inputs.
 """
 
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from deeplightning.run.predict import predict_files
     from deeplightning.tracking import resolve_run
 
-_HOMES = {
+_MODULES = {
     "Run": "api",
     "build": "config.target",
     "init_module": "run.assemble",
@@ -56,8 +56,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from deeplightning.config.target import find
 
-    return find(f"{__name__}.{_HOMES[name]}.{name}")
+    return find(f"{__name__}.{_MODULES[name]}.{name}")

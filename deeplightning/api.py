@@ -6,8 +6,8 @@ run = dl.train("config.yaml", ["train.num_epochs=3"])
 run.metrics["val_loss"].plot()
 run.predict(["a.png", "b.png"])
 
-A training happens in the same child processes that the command starts: several processes, launchers and GPUs work as
-they do there, and neither an error nor an interruption harms this process.
+Training runs in the same child processes that the command starts: several processes, launchers and GPUs work as they do
+there, and neither an error nor an interruption harms this process.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from serve.model import Model
 
 RUN_FOLDER = "Artifact storage path: "
-"""Start of the last line that a training prints on stdout."""
+"""Start of the last line that a training prints to stdout."""
 
 MAX_PIXELS = 178_956_970
-"""Largest width x height of a picture: what Pillow decodes without a warning. The file is the caller's own."""
+"""Largest width x height of a picture: what Pillow decodes without a warning. The caller is trusted."""
 
 
 def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) -> Run:
@@ -66,17 +66,17 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
 
     Raises:
         ConfigError: the config is wrong.
-        SetupError: this machine, the data or the tracker lack something.
+        SetupError: this machine, the data or the tracker do not meet the needs of the config.
         CheckpointError: the checkpoint to resume from cannot be used.
         RunError: the training failed.
         KeyboardInterrupt: it was interrupted.
     """
-    with _as_file(config, overrides) as (words, environment):
+    with _command_arguments(config, overrides) as (words, environment):
         command = [sys.executable, "-P", "-m", "deeplightning", "train", *words]
         temporary = None if words[0] == str(config) else words[0]
         folder = watch(command, environment, RUN_FOLDER, temporary, GIVEN)
     if folder is None:
-        raise RunError("the command has printed no run folder; its lines above say why")
+        raise RunError("the command printed no run folder; its output above shows why")
     return load_run(folder)
 
 
@@ -151,7 +151,7 @@ class Run:
         return self._past.results
 
     def network(self) -> nn.Module:
-        """Return the network with the best weights, or the last where no metric is monitored, on the CPU and in eval
+        """Return the network with the best weights, or the last ones if no metric is monitored, on the CPU and in eval
         mode.
 
         If the task has no single attribute `network`, the task itself is returned.
@@ -161,7 +161,7 @@ class Run:
             ConfigError: a part of the config can no longer be built.
         """
         with warnings.catch_warnings():
-            # Lightning imports tqdm, which wants ipywidgets in a notebook; nothing here shows such a bar.
+            # Lightning imports tqdm, which asks for ipywidgets in a notebook; no progress bar is shown here.
             warnings.filterwarnings("ignore", "IProgress not found")
             from torch import nn
 
@@ -193,7 +193,7 @@ class Run:
 
     @cached_property
     def _model(self) -> Model:
-        """Model that a server would use: the bundle, or torch where ONNX cannot express the network."""
+        """Model that a server would use: the bundle, or torch if ONNX cannot express the network."""
         from deeplightning.export.bundle import NotExpressible
         from serve.bundle import Bundle
 
@@ -208,7 +208,7 @@ class Run:
         """Return the answers that the endpoint gives, one for each input, computed in this process.
 
         Args:
-            inputs: a list of what the network takes: pictures (paths, bytes of a file, Pillow images, or uint8 arrays
+            inputs: a list of inputs of the network: pictures (paths, bytes of a file, Pillow images, or uint8 arrays
                 (H, W) or (H, W, C)); texts; rows of a table (mappings, or a DataFrame); arrays of numbers.
             top_k: number of classes to name, the most probable first.
 
@@ -223,14 +223,14 @@ class Run:
         if hasattr(inputs, "to_dict"):
             inputs = inputs.to_dict("records")
         if KINDS[self._model.task].takes == "image":
-            inputs = (_file_of(index, picture) for index, picture in enumerate(inputs))
+            inputs = (_image_bytes(index, picture) for index, picture in enumerate(inputs))
         return answers(self._model, inputs, MAX_PIXELS, top_k)
 
     def __repr__(self) -> str:
         return f"Run({self.id or str(self.folder)!r}, {printable(self.status or 'status unknown')})"
 
 
-def _file_of(index: int, picture: object) -> bytes:
+def _image_bytes(index: int, picture: object) -> bytes:
     """Return a picture as the image file that a client would send.
 
     Raises:
@@ -260,10 +260,10 @@ def _file_of(index: int, picture: object) -> bytes:
 
 
 @contextlib.contextmanager
-def _as_file(
+def _command_arguments(
     config: str | Path | Given | Config, overrides: Sequence[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Yield the arguments that name a config to the command, and the environment variables that it needs."""
+    """Yield the arguments that pass a config to the command, and the environment variables that it needs."""
     if isinstance(config, str | Path):
         yield [str(config), *overrides], {}
         return

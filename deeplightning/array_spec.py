@@ -1,7 +1,7 @@
-"""Convert arrays of numbers to the input of a network: `ArraySpec` takes signals, and arrays of any shape, to float32.
+"""Convert arrays of numbers to the input of a network: `ArraySpec` converts signals and arrays of any shape to float32.
 
-Training and serving both call it, so they cannot disagree. numpy and the standard library only. `read_signal` reads the
-files of signals. Letters: N arrays, C channels, T steps of a signal.
+Training and serving both call it, so they cannot disagree. Uses numpy and the standard library only. `read_signal`
+reads signal files. Letters: N arrays, C channels, T steps of a signal.
 """
 
 import csv
@@ -38,7 +38,7 @@ class ArraySpec:
     """Describe how arrays are prepared for one network.
 
     Attributes:
-        shape: of one array, for a signal (C, T).
+        shape: of one array; (C, T) for a signal.
         mean, std: one number, or one for each entry of the first dimension; the array becomes (array - mean) / std, in
             float64. Empty: 0 and 1.
         takes_any_length: whether `prepare` fits arrays of another length, see `fitted`.
@@ -97,9 +97,9 @@ class ArraySpec:
         with np.errstate(over="ignore", invalid="ignore"):
             prepared: np.ndarray = ((values - mean) / std).astype(np.float32)
         if not np.isfinite(prepared).all():
-            place = np.argwhere(~np.isfinite(prepared))[0].tolist()
+            index = np.argwhere(~np.isfinite(prepared))[0].tolist()
             raise ArrayError(
-                f"The number at {place} is {values[tuple(place)]!s:.40}, which is not finite, or too large."
+                f"The number at {index} is {values[tuple(index)]!s:.40}, which is not finite, or too large."
             )
         return prepared
 
@@ -146,7 +146,7 @@ def read_npy(data: bytes | bytearray | memoryview) -> np.ndarray:
     Nothing is unpickled, and no more memory is allocated than the file has.
 
     Raises:
-        ArrayError: it is no such file, or holds something other than numbers.
+        ArrayError: it is not such a file, or contains anything other than numbers.
     """
     data = bytes(data)
     if not data.startswith(MAGIC):
@@ -164,7 +164,7 @@ def read_npy(data: bytes | bytearray | memoryview) -> np.ndarray:
         return found
     except ArrayError:
         raise
-    except Exception as error:  # the parser of a hostile header raises anything
+    except Exception as error:  # parsing a hostile header may raise anything
         raise ArrayError(f"The array is cut off, or its header cannot be read: {error!s:.100}.") from error
 
 
@@ -176,12 +176,12 @@ def shown(shape: Sequence[int]) -> str:
 def read_signal(path: Path) -> np.ndarray:
     """Read a signal, float32 or float64 (C, T), from a file with one of the extensions in `SIGNALS`.
 
-    A .npy file has an array (C, T) or (T,); a .csv file a line for each step and a column for each channel, with or
-    without a header, divided by commas, semicolons, tabs or blanks; a .wav file samples of 8, 16, 24 or 32 bits, which
-    become numbers from -1 to 1.
+    A .npy file has an array (C, T) or (T,). A .csv file has a line for each step and a column for each channel, with or
+    without a header, separated by commas, semicolons, tabs or blanks. A .wav file has samples of 8, 16, 24 or 32 bits,
+    which become numbers from -1 to 1.
 
     Raises:
-        ArrayError: it cannot be read, or is of another shape.
+        ArrayError: it cannot be read, or has another shape.
         OSError: the file cannot be opened.
     """
     readers = {".npy": lambda file: read_npy(file.read_bytes()), ".csv": _csv, ".wav": _wav}
@@ -189,7 +189,7 @@ def read_signal(path: Path) -> np.ndarray:
         signal = readers[path.suffix.lower()](path)
     except (ArrayError, OSError):
         raise
-    except Exception as error:  # csv and wave each raise their own
+    except Exception as error:  # csv and wave raise their own exceptions
         hint = ". Save it with PCM samples: ffmpeg -i FILE -c:a pcm_s16le NEW.wav" * (path.suffix.lower() == ".wav")
         raise ArrayError(f"this is not a signal: {error}{hint}") from error
     signal = signal[None] if signal.ndim == 1 else signal
@@ -199,7 +199,7 @@ def read_signal(path: Path) -> np.ndarray:
 
 
 def _csv(path: Path) -> np.ndarray:
-    from deeplightning.table_spec import decoded  # imported lazily: a server does without
+    from deeplightning.table_spec import decoded  # imported lazily: a server does not need it
 
     text = [line.strip(" ") for line in decoded(path.read_bytes(), "latin-1").rstrip().splitlines()]
     delimiter = next((sign for sign in "\t;, " if sign in (text or [""])[-1]), ",")
@@ -218,7 +218,7 @@ def _csv(path: Path) -> np.ndarray:
 
 
 def _wav(path: Path) -> np.ndarray:
-    import wave  # imported lazily: a server does without
+    import wave  # imported lazily: a server does not need it
 
     with wave.open(str(path), "rb") as file:
         width, channels, data = file.getsampwidth(), file.getnchannels(), file.readframes(file.getnframes())

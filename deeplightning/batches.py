@@ -1,5 +1,5 @@
-"""Name and describe the parts of batches in the forms that torch's loaders give: a tensor, a tuple or list, a mapping,
-a named tuple."""
+"""Name and describe the parts of batches in the forms that torch's loaders return: tensors, tuples, lists, mappings and
+named tuples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -57,8 +57,8 @@ def has_loss(outputs: Any) -> bool:
 
 
 def batch_loss(trainer: Any, outputs: Any) -> Tensor:
-    """Return the loss of one batch, from the outputs of `on_train_batch_end`; nan: they have none. Lightning has
-    divided it by the accumulation factor, except for a task that steps its optimizers itself."""
+    """Return the loss of one batch from the outputs of `on_train_batch_end`, or nan if they have none. This undoes
+    Lightning's division by the accumulation factor, which tasks that step their optimizers themselves do not have."""
     if not has_loss(outputs):
         return tensor(float("nan"))
     loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -67,9 +67,9 @@ def batch_loss(trainer: Any, outputs: Any) -> Tensor:
 
 
 def samples_in(batch: object) -> int:
-    """Return the number of rows in a batch, which is the length of its first tensor that has rows; 0: it has none."""
+    """Return the number of rows in a batch: the length of its first tensor that has rows, or 0 if none has."""
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 0  # `len` of a tensor takes 2 µs, in each step
+        return batch.shape[0] if batch.ndim else 0  # `len` of a tensor takes 2 µs at each step
     parts = [getattr(batch, field.name) for field in fields(batch)] if is_dataclass(batch) else batch
     for part in parts.values() if isinstance(parts, Mapping) else parts if isinstance(parts, list | tuple) else ():
         if rows := samples_in(part):

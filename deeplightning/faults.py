@@ -1,4 +1,4 @@
-"""Describe errors for the person who can fix them, with an exit code that says what kind of error it is."""
+"""Describe errors for the person who can fix them, with an exit code for each kind of error."""
 
 import difflib
 import errno
@@ -18,11 +18,11 @@ class Fault:
     """Description of one error.
 
     Attributes:
-        message: what was found, what is allowed, and the next step, in a sentence or two.
+        message: what was found, what is allowed, and the next step, in one or two sentences.
         key: the dotted config key it is about, if any.
         place: `file:line:col`, or the override that set the value, if known.
         found: the wrong value, if a value is wrong.
-        allowed: the allowed values, if a word or a list can describe them.
+        allowed: the allowed values, if they can be described by a word or a list.
         exit_code: exit code of the process if no other error has a higher one.
     """
 
@@ -35,15 +35,15 @@ class Fault:
 
     def __str__(self) -> str:
         text = ": ".join(part for part in (self.place, self.key, self.message) if part)
-        if len(text) > 2 * MAX_HALF_CHARACTERS:  # it quotes something that no person wrote
+        if len(text) > 2 * MAX_HALF_CHARACTERS:  # it quotes generated text
             text = f"{text[:MAX_HALF_CHARACTERS]} … {text[-MAX_HALF_CHARACTERS:]}"
         return printable(text)
 
     def to_dict(self) -> dict[str, object]:
         """Return the error for programs.
 
-        `file`, `line` and `column` or the `override` that set the value, `key`, `message`, and where they are known
-        `found`, `allowed` and `suggestion`, the nearest right word.
+        It has `file`, `line` and `column` or the `override` that set the value, `key`, `message`, and if known `found`,
+        `allowed` and `suggestion`, the nearest valid word.
         """
         place, override = self.place or "", None
         file, line, column = ([*place.rsplit(":", 2), "", ""])[:3]
@@ -82,8 +82,8 @@ def upwards(key: str) -> Iterator[str]:
 
 
 def place_of(key: str, places: Mapping[str, str]) -> str | None:
-    """Return the place of a key or of the nearest section around it that is set; the key "" has that of the whole
-    config."""
+    """Return the place of a key or of the nearest section around it that is set, else that of the whole config, which
+    has the key ""."""
     return next((places[k] for k in upwards(key) if k in places), places.get(""))
 
 
@@ -91,7 +91,7 @@ MAX_WORD_CHARACTERS, MAX_WORDS = 200, 2000  # torch itself has 1,500 names
 
 
 def nearest(word: str, words: Collection[str]) -> str:
-    """Return ` Did you mean …?`, or "" if no word is near. Long texts and thousands of words are not compared."""
+    """Return ` Did you mean …?`, or "" if no word is similar. Long texts and thousands of words are not compared."""
     if len(word) > MAX_WORD_CHARACTERS or len(words) > MAX_WORDS:
         return ""
     words = sorted({*map(str, words)})
@@ -110,7 +110,7 @@ def nearest(word: str, words: Collection[str]) -> str:
 
 PROJECTS = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "yaml": "PyYAML"}
 PROJECTS |= {"skimage": "scikit-image"}
-"""Modules whose project has another name."""
+"""Modules whose package has another name, and that name."""
 
 _PACKAGES = {"timm": "timm", "transformers": "'deeplightning[text]'", "deepspeed": "'deeplightning[deepspeed]'"}
 """How to install the packages whose classes configs name, by module."""
@@ -127,7 +127,7 @@ PLUGINS = {
     "tune": ("tune", "tune:"),
 }
 """What each of our plug-ins adds: verbs in lower case, targets, launchers, and sections of a config, which end with a
-colon. The note that a plug-in is not installed uses it."""
+colon. Used to report that a plug-in is not installed."""
 
 _RENAMED = {
     "deeplightning.data.multilabel": "deeplightning.data.labelled_images",
@@ -149,12 +149,12 @@ def plugin_of(name: str) -> str | None:
 
 
 def not_installed(plugin: str) -> str:
-    """Return the note that a plug-in is not installed, with the command that installs it."""
+    """Return the message that a plug-in is not installed, with the command that installs it."""
     return f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
 
 
 def refuse_moved(name: str) -> None:
-    """Raise ValueError with the new name for the former dotted name of a target that is elsewhere now."""
+    """Raise ValueError with the new name if a dotted name is the former name of a target that has moved."""
     moved = {each.rpartition(".")[2]: f"deeplightning_{p}.{each}" for p, names in PLUGINS.items() for each in names}
     package, _, last = name.rpartition(".")
     new = f"{_RENAMED[package]}.{last}" if package in _RENAMED else None if last.islower() else moved.get(last)
@@ -162,14 +162,14 @@ def refuse_moved(name: str) -> None:
         raise ValueError(f"`{name}` is called {new} here.")
 
 
-def install(module: str) -> str:
+def install_command(module: str) -> str:
     """Return the command that installs the package of a module."""
     top = module.partition(".")[0]
     return f"pip install {_PACKAGES.get(top) or PROJECTS.get(top, top)}"
 
 
-OF_A_SCRIPT = " A run is a process of its own: put the class of a script or notebook into a file, and name that."
-"""A sentence on names in `__main__`."""
+SCRIPT_HINT = " A run is a separate process: put the class of a script or notebook into a file, and use that module."
+"""Hint for names in `__main__`."""
 
 
 def no_module(top: str, name: str, known: Collection[str], places: Collection[str] = ()) -> ValueError:
@@ -177,8 +177,8 @@ def no_module(top: str, name: str, known: Collection[str], places: Collection[st
     if top.startswith("deeplightning_") and (plugin := plugin_of(top)):
         return Missing(not_installed(plugin))
     is_known = top in _PACKAGES or top in PROJECTS
-    hint = OF_A_SCRIPT if top == "__main__" else nearest(top, known)
-    hint = f" It is a package that is not installed here: {install(top)}." if is_known else hint
+    hint = SCRIPT_HINT if top == "__main__" else nearest(top, known)
+    hint = f" It is a package that is not installed here: {install_command(top)}." if is_known else hint
     searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
     return (Missing if is_known else ValueError)(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
 
@@ -203,7 +203,7 @@ def count(number: float, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-FREE_SOME = (
+FREE_SPACE_HINT = (
     "remove runs that are not needed (`deeplightning runs --clean --delete`: the unfinished ones), or set "
     "logger.params.tracking_uri to a folder on another disk"
 )
@@ -217,13 +217,13 @@ def is_full(error: OSError) -> bool:
 _DISK_ERRORS = ("EIO", "EROFS", "ESTALE", "ENOLCK", "ENODEV", "ENXIO", "EREMOTEIO", "EINTR")
 
 
-def is_of_machine(error: OSError) -> bool:
+def is_disk_failure(error: OSError) -> bool:
     """Return whether a disk or a file server has failed or become read-only."""
     return error.errno in {getattr(errno, name) for name in _DISK_ERRORS if hasattr(errno, name)}
 
 
-def no_room(folder: Path, written: int = 0) -> str:
-    """Return how much space the disk of a folder has; `written` bytes more belong to a file that is removed."""
+def free_space(folder: Path, written: int = 0) -> str:
+    """Return how much free space the disk of a folder has, plus `written` bytes of a file that is being removed."""
     try:
         return f"{folder} has {megabytes(shutil.disk_usage(folder).free + written)} free"
     except OSError:
@@ -278,10 +278,10 @@ class RunError(UserError):
 
 
 ERRORS = {kind.exit_code: kind for kind in (ConfigError, SetupError, CheckpointError, RunError, UserError)}
-"""The kinds of errors by exit code, those first that `error_of` prefers."""
+"""Error classes by exit code, in the order in which `error_of` prefers them."""
 
 
 def error_of(faults: list[Fault]) -> UserError:
-    """Return an error with these faults, of the first kind present: config, machine, weights, run, user code."""
+    """Return an error with these faults, of the first class that occurs: config, machine, weights, run, user code."""
     codes = {fault.exit_code for fault in faults}
     return next(kind for code, kind in ERRORS.items() if code in codes)(faults)

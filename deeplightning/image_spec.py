@@ -1,6 +1,6 @@
-"""Convert pictures to numbers: `ImageSpec` takes an encoded image to the uint8 array that a network was trained on.
+"""Convert pictures to numbers: `ImageSpec` converts an encoded image to the uint8 array that a network was trained on.
 
-Training and serving both call it, so they cannot disagree. Pillow, numpy and the standard library only.
+Training and serving both call it, so they cannot disagree. Uses Pillow, numpy and the standard library only.
 Shapes: H height, W width, C channels (1 for "L", 3 for "RGB").
 """
 
@@ -21,18 +21,18 @@ from PIL import AvifImagePlugin, Image, TiffImagePlugin, UnidentifiedImageError,
 
 from deeplightning.words import InputError, are_numbers, is_whole, require_keys
 
-# Importing these three registers them; otherwise Pillow loads all its forty formats at the first unknown file.
+# Importing these three registers them; otherwise Pillow loads all of its forty formats at the first unknown file.
 _REGISTERED = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""Formats that are read. The list is short on purpose: Pillow also reads formats that start other programs (EPS) or
-hide a second image behind the size in the header (ICO)."""
+"""Supported formats. The list is short on purpose: Pillow also reads formats that start other programs (EPS) or contain
+a second image with another size than the header (ICO)."""
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
 """File name extensions of images, in lower or upper case."""
 
 MODES = {"L": 1, "RGB": 3}
-"""Colour modes that a network may get, with their number of channels."""
+"""Colour modes of a network's inputs, with their number of channels."""
 
 RESIZES = ("stretch", "crop", "pad")
 
@@ -124,8 +124,8 @@ class ImageSpec:
     ) -> np.ndarray:
         """Decode an image and prepare it.
 
-        The picture is turned upright by its EXIF. Of an animation the first frame counts. Transparent pixels are laid
-        on white, as browsers and viewers show them, and 16 bits per sample are reduced to the upper 8.
+        The picture is turned upright according to EXIF. Only the first frame of an animation is used. Transparency is
+        blended with white, as in browsers and viewers, and 16 bits per sample are reduced to the upper 8.
 
         Args:
             data: the encoded bytes, the path of a file, or a seekable binary file.
@@ -133,11 +133,11 @@ class ImageSpec:
             max_side: refuse wider or higher pictures as well; None: no limit.
 
         Returns:
-            uint8 (H, W, C), contiguous, the caller's own. A picture of the right size and mode is not changed.
+            uint8 (H, W, C), a contiguous new array. A picture of the right size and mode is not changed.
 
         Raises:
-            ImageError: if it is not a picture, damaged, or too large.
-            OSError: if a path cannot be opened.
+            ImageError: it is not a picture, is damaged, or is too large.
+            OSError: a path cannot be opened.
         """
         _silence_pillow()
         if isinstance(data, bytes | bytearray | memoryview):
@@ -174,9 +174,9 @@ class ImageSpec:
             except Image.DecompressionBombError:
                 raise ImageError(f"The image has too many pixels; at most {max_pixels:,} are accepted.", 413) from None
             except MemoryError:
-                raise ImageError("The image needs more memory than there is.", 413) from None
+                raise ImageError("The image needs more memory than is available.", 413) from None
             except Exception as error:
-                # Parsers of hostile bytes raise anything: OSError, SyntaxError, struct.error, zlib.error, KeyError …
+                # Parsing hostile bytes may raise anything: OSError, SyntaxError, struct.error, zlib.error, KeyError …
                 reason = f" ({error})" if str(error) else ""
                 raise ImageError(f"The image cannot be decoded, it may be damaged or cut off{reason}.", 400) from error
 
@@ -184,10 +184,10 @@ class ImageSpec:
         """Prepare pixels: uint8 (H', W') or (H', W', C') with 1, 2 (grey, alpha), 3 or 4 (with alpha) channels.
 
         Returns:
-            uint8 (H, W, C), contiguous, the caller's own; the values of `decode` for a picture of these pixels.
+            uint8 (H, W, C), a contiguous new array, with the values of `decode` for a picture of these pixels.
 
         Raises:
-            ImageError: if the array is of another kind.
+            ImageError: the array has another dtype or shape.
         """
         if array.dtype != np.uint8 or array.ndim not in (2, 3) or 0 in array.shape:
             raise ImageError(f"Pixels must be uint8 (H, W) or (H, W, C), not {array.dtype} {array.shape}.", 400)
@@ -215,11 +215,11 @@ class ImageSpec:
         """Let libjpeg decode a large photo at a half, a quarter or an eighth of its size, to save most of the work.
 
         At least two pixels remain in both directions for each pixel of the result, so that the filter still averages:
-        of 255 levels the result differs from a full decode by 0.4 in the mean and by 10 at most (two photos, nine
-        output shapes). 1280 x 960 to 64 x 64 takes 3 ms instead of 15 (Pillow 13, November 2026).
+        the result differs from a full decode by 0.4 of 255 levels on average and by 10 at most (two photos, nine output
+        shapes). 1280 x 960 to 64 x 64 takes 3 ms instead of 15 (Pillow 13, November 2026).
 
         Returns:
-            Width and height of the picture after decoding; the last column and row may be there in part only.
+            Width and height of the picture after decoding; the last column and row may be fractional.
         """
         side = 2 * max(self.height, self.width)  # whatever the orientation
         drafted = image.draft(None, (side, side))  # None: not a JPEG file
@@ -231,7 +231,7 @@ class ImageSpec:
         image = _to_mode(image, self.mode)
         goal = (self.height, self.width) if turn in _SWAPS_SIDES else (self.width, self.height)
         image = self.fit(image, extent or image.size, goal)
-        if turn is not None:  # after scaling, when there is little left to turn
+        if turn is not None:  # after scaling, when fewer pixels are left
             image = image.transpose(turn)
         if image.size != (self.width, self.height):
             canvas = Image.new(image.mode, (self.width, self.height))
@@ -253,7 +253,7 @@ class ImageSpec:
             fitted = [max(1, round(side * min(scales))) for side in extent]
             goal = (fitted[0], fitted[1])
         elif self.resize == "crop":
-            # The centre is cut out of the source, not of an enlarged copy: a picture of 1 x 1,000,000 stays harmless.
+            # Crop the source, not an enlarged copy: a picture of 1 x 1,000,000 stays harmless.
             kept = [min(side, wanted / max(scales)) for side, wanted in zip(extent, goal, strict=True)]
             left, top = (right - kept[0]) / 2, (bottom - kept[1]) / 2
             right, bottom = left + kept[0], top + kept[1]
@@ -261,14 +261,14 @@ class ImageSpec:
 
 
 def _silence_libtiff() -> None:
-    """Print no messages of decoders to standard error: a TIFF of 12 kB had 2,000.
+    """Silence the messages that decoding TIFF prints to standard error: a file of 12 kB caused 2,000.
 
-    This concerns libtiff, by its public interface, and Pillow's log of TIFF; the other decoders print nothing (Pillow
-    13, November 2026). Where Pillow is linked in another way, libtiff prints as before.
+    This concerns libtiff, through its public interface, and Pillow's TIFF logger; other decoders print nothing (Pillow
+    13, November 2026). If Pillow is linked differently, libtiff still prints.
     """
     logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)
     with contextlib.suppress(AttributeError, OSError):
-        library = ctypes.CDLL(Image.core.__file__)  # finds the names of the libraries that it is linked with, too
+        library = ctypes.CDLL(Image.core.__file__)  # also finds symbols of the libraries that it is linked with
         library.TIFFSetWarningHandler(None)
         library.TIFFSetErrorHandler(None)
 
@@ -287,16 +287,16 @@ def _silence_pillow() -> None:
 
 
 def shown_size(image: Image.Image) -> tuple[int, int]:
-    """Return width and height of a picture as it is shown: its camera may have lain on its side."""
+    """Return width and height of a picture as it is displayed, after the rotation that EXIF asks for."""
     return image.size[::-1] if image.getexif().get(_EXIF_ORIENTATION, 1) >= 5 else image.size
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """Return the transposition that makes a picture upright. The picture must be loaded: some formats do not know
-    earlier."""
+    """Return the transposition that makes a picture upright. The picture must be loaded: in some formats EXIF is read
+    with the pixels."""
     try:
         return _TURNS.get(image.getexif().get(_EXIF_ORIENTATION, 1))
-    except Exception:  # A damaged EXIF block says nothing about the pixels: viewers show such a picture as it is.
+    except Exception:  # damaged EXIF; the pixels may be fine, and viewers show such a picture unrotated
         return None
 
 
@@ -322,7 +322,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     low, high = float(samples.min()), float(samples.max())
     if not (low >= 0 and high <= 65535):  # also when a sample is not a number
         raise ImageError(
-            f"The grey values run from {low:g} to {high:g}, which is neither 8 nor 16 bits; save the image as 8.", 415
+            f"The grey values run from {low:g} to {high:g}, which is neither 8 nor 16 bits; save it with 8 bits.", 415
         )
     if image.mode != "F":
         return Image.fromarray((samples >> 8).astype(np.uint8))

@@ -1,7 +1,6 @@
-"""Name what an exportable task takes and gives: its `kind`, such as `table_regression`, contains both.
+"""Define the kinds of exportable tasks: a `kind` such as `table_regression` names input and output.
 
-A bundle keeps the kind under `task`, and export, server and page follow from it. Importing this module loads nothing
-else.
+A bundle stores the kind as `task`; it determines export, server and page. Importing this module loads nothing else.
 """
 
 import math
@@ -32,10 +31,10 @@ CLASS_COLOURS = (
     *((40, 40, 40), (230, 75, 60), (50, 160, 240), (85, 190, 90), (250, 200, 50), (165, 90, 200)),
     *((245, 140, 40), (70, 205, 200), (235, 120, 180), (140, 110, 80), (190, 220, 90), (110, 120, 220)),
 )
-"""Red, green and blue of each class of pixels on pictures; further classes start again with the first."""
+"""Red, green and blue of each class in segmentation pictures; further classes reuse them from the first."""
 
 MAX_COMPARED_NUMBERS = 2**15
-"""Most numbers of an answer that a bundle keeps, if it has some for each pixel."""
+"""Most numbers of a per-pixel answer that a bundle keeps."""
 
 
 class Kind(NamedTuple):
@@ -51,7 +50,7 @@ class Kind(NamedTuple):
 
     @property
     def nouns(self) -> str:
-        """Its inputs in the plural, for people and as keys of files."""
+        """Plural noun of its inputs, for messages and as a key in files."""
         return "texts" if self.takes == "text" else self.input
 
     @property
@@ -75,13 +74,13 @@ class Kind(NamedTuple):
         return self.gives != "reconstruction"
 
     def answer(self, labels: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of one answer to a prepared input of a shape, for a number of labels."""
+        """Return the shape of one answer, for a number of labels and the shape of a prepared input."""
         return {"reconstruction": tuple(shape), "segmentation": (labels, *shape[1:])}.get(self.gives, (labels,))
 
     def compared(self, answers: "np.ndarray") -> "np.ndarray":
         """Return the part of golden answers that a bundle keeps and a server compares, (N, …).
 
-        Of a segmentation, float (N, K, H, W), it is each s-th row and column, so that no answer has more than
+        For a segmentation, float (N, K, H, W), this is every s-th row and column, so that no answer has more than
         `MAX_COMPARED_NUMBERS` numbers.
         """
         if self.gives != "segmentation":
@@ -104,19 +103,19 @@ KINDS = {
 
 
 def labels_of(task: Any) -> list[str]:
-    """Return a different name for each number of a task's answers; a name that occurs twice gets its place, from 0.
+    """Return a unique name for each number of a task's answers: repeated names get their index, from 0.
 
     ImageNet, for example, has two classes named crane.
     """
     names = [str(name) for name in task.class_names] if KINDS[task.kind].has_labels else []
-    times = Counter(names)
-    return [f"{name} ({place})" if times[name] > 1 else name for place, name in enumerate(names)]
+    counts = Counter(names)
+    return [f"{name} ({index})" if counts[name] > 1 else name for index, name in enumerate(names)]
 
 
 def is_plain(task: object) -> bool:
     """Return whether a task is the user's own LightningModule and does not define how it is exported.
 
-    It may have attributes with the names of ours, such as `kind`.
+    It may have attributes with the same names as ours, such as `kind`.
     """
     is_ours = any(each.__module__.startswith("deeplightning.task.") for each in type(task).__mro__)
     return not is_ours and not hasattr(task, "inference_model")
@@ -128,13 +127,13 @@ def has_spec(task: object) -> bool:
 
 
 def row_spec(takes: str, values: Mapping[str, object]) -> "TableSpec | ArraySpec":
-    """Return the spec of rows of a table, or of arrays, from what its `to_dict` returned.
+    """Return a table or array spec from the result of its `to_dict`.
 
     Raises:
         ValueError: the values are not those of such a spec.
     """
     if takes == "table":
-        from deeplightning.table_spec import TableSpec  # imported lazily: a server of pictures does without
+        from deeplightning.table_spec import TableSpec  # imported lazily: a server of pictures does not need it
 
         return TableSpec.from_dict(values)
     from deeplightning.array_spec import ArraySpec

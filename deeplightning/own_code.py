@@ -1,13 +1,13 @@
 """Import the user's own modules: those in the working directory and beside the configs that the user names.
 
-These folders come first on `sys.path`, as the folder of a program does under `python program.py`, in every process that
-a run starts. A file there that hides an installed module is one warning with both paths.
+These folders come first on `sys.path` in every process of a run, as the folder of a program does with
+`python program.py`. A file there that shadows an installed module causes one warning with both paths.
 
 `lightning` means `pytorch_lightning`, whose classes Deep Lightning uses, in own code, configs and installed modules,
-whether the package `lightning` is installed or not: modules of libraries that are written for it train as they are.
+whether or not the package `lightning` is installed: library modules that are written for it work unchanged.
 
-A sealed launch (`deeplightning.launch.sealed`) keeps a copy of these folders as they were when it was submitted. In its
-processes the copy of each folder takes the place of the folder, here and in `sys.path`.
+A sealed launch (`deeplightning.launch.sealed`) has a copy of these folders from the time of its submission. In its
+processes the copies replace the folders, here and in `sys.path`.
 """
 
 import builtins
@@ -24,57 +24,57 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deeplightning.faults import OF_A_SCRIPT, SetupError
+from deeplightning.faults import SCRIPT_HINT, SetupError
 from deeplightning.runfolder import start_folder
 
 ROOTS = "DEEPLIGHTNING_ROOTS"
-"""The environment variable in which the processes that a run starts get the folders, as a JSON list."""
+"""Environment variable that passes the folders to the processes of a run, as a JSON list."""
 
 SEALED = "DEEPLIGHTNING_SEALED"
-"""The environment variable in which the processes of a sealed launch get the folder of its frozen code and configs."""
+"""Environment variable that passes the folder of frozen code and configs to the processes of a sealed launch."""
 SEAL = "seal.json"
-"""The file of that folder that maps originals to copies inside it: `roots` the folders of own code, `configs` the
+"""File in that folder that maps originals to copies inside it: `roots` for the folders of own code, `configs` for the
 config files."""
 
 LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
-"""Names that always mean what is installed: a foreign config may name these alone, see `deeplightning.config.trust`."""
+"""Names that always mean the installed module. A foreign config may use only these (`deeplightning.config.trust`)."""
 
 _NEVER_OWN = {*LIBRARIES, "serve", *sys.builtin_module_names}
 
 _UNIFIED = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
-"""The packages that the package `lightning` unites, and their own names."""
+"""The packages inside the package `lightning`, and their own names."""
 UNIFIED = "deeplightning.unified"
-"""The module that has the names of its top level; imported with any part of `lightning`."""
+"""Module with the names of its top level; imported with any part of `lightning`."""
 
 ON_IMPORT: dict[str, Callable[[], None]] = {}
-"""What to call, by the name of an installed module, after own code imports it."""
+"""Functions to call after own code imports an installed module, by its name."""
 
 _TARGETS = [place for place in sys.path if place not in ("", os.getcwd()) and any(Path(place).glob("*.dist-info"))]  # noqa: PTH109
 INSTALLED = tuple(
     f"{place}{os.sep}"
     for place in [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), *_TARGETS]
 )
-"""The folders of installed modules, also those of `pip install --target`."""
+"""Folders of installed modules, including those of `pip install --target`."""
 
 OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve", "plugins"))
 EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
-"""Where an installed Deep Lightning has its examples, whose modules are a user's own as in a clone."""
+"""Folder of the examples of an installed Deep Lightning; their modules count as the user's own, as in a clone."""
 
-_added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
+_added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # roots for every config of this process
 _roots: list[str] = [*_added]
-_on_path: list[str] = []  # the entries that were put in front of `sys.path`
+_on_path: list[str] = []  # entries that were prepended to `sys.path`
 _reported: set[str] | None = None if ROOTS in os.environ else set()  # names; None: the parent process reports them
-_seal: tuple[str, dict[str, Any]] = ("", {})  # the folder of the launch's seal, and the content of its file
+_seal: tuple[str, dict[str, Any]] = ("", {})  # folder of the seal, and the content of its file
 
 
 def add_import_roots(*folders: Path) -> None:
-    """Import the names of every config from these folders, before those that were added earlier."""
+    """Add folders from which the names of every config are imported, ahead of those that were added earlier."""
     _added[:] = dict.fromkeys([*(str(folder.absolute()) for folder in folders), *_added])
     use_import_roots(*_added, *roots())
 
 
 def added_roots() -> list[str]:
-    """Return the folders of `add_import_roots`, and those of the process that started this one."""
+    """Return the folders of `add_import_roots`, including those from the process that started this one."""
     return [*_added]
 
 
@@ -85,7 +85,7 @@ def use_import_roots(*folders: str | Path) -> None:
     module of that name now comes first.
 
     Raises:
-        SetupError: the code that this launch has sealed is gone.
+        SetupError: the sealed code of this launch cannot be read.
     """
     copies = seal().get("roots", {})
     new = [*dict.fromkeys(copies.get(root, root) for root in (str(Path(folder).absolute()) for folder in folders))]
@@ -93,28 +93,28 @@ def use_import_roots(*folders: str | Path) -> None:
     for root in _on_path:
         if root in sys.path:
             sys.path.remove(root)
-    _put_copies_on_path(copies)
+    _replace_by_copies(copies)
     _roots[:] = _on_path[:] = new
     sys.path[:0] = new
     for root in _roots:
         sys.path_importer_cache.pop(root, None)
-    _forget(top for top, places in own.items() if (spec := top_level(top)) is None or _places(spec) != places)
+    _unload(top for top, places in own.items() if (spec := top_level(top)) is None or _locations(spec) != places)
 
 
 def _own_modules() -> dict[str, set[str]]:
-    """Return the top-level modules that were imported from the folders of the user's own code, and their files."""
+    """Return the top-level modules that were imported from the folders of own code, and their files."""
     found = {}
     for name, module in [*sys.modules.items()]:
         spec = None if "." in name or name == "__main__" else top_level(name)
-        there = getattr(module, "__spec__", None)
-        if spec is None or there is None or _places(there) != _places(spec):
+        loaded = getattr(module, "__spec__", None)
+        if spec is None or loaded is None or _locations(loaded) != _locations(spec):
             continue
         if is_own(spec.origin or f"{next(iter(spec.submodule_search_locations or ()), '')}{os.sep}"):
-            found[name] = _places(spec)
+            found[name] = _locations(spec)
     return found
 
 
-def _forget(tops: Iterable[str]) -> None:
+def _unload(tops: Iterable[str]) -> None:
     gone = {*tops}
     for name in [*sys.modules]:
         if name.partition(".")[0] in gone:
@@ -122,7 +122,7 @@ def _forget(tops: Iterable[str]) -> None:
 
 
 def use_seal(folder: Path | None) -> None:
-    """Import own code from the copies of a seal, in this process and in those that it starts; None: from the originals
+    """Import own code from the copies of a seal, in this process and in its child processes; None: from the originals
     again.
 
     Raises:
@@ -158,7 +158,7 @@ def seal() -> dict[str, Any]:
     return _seal[1]
 
 
-def _put_copies_on_path(copies: Mapping[str, str]) -> None:
+def _replace_by_copies(copies: Mapping[str, str]) -> None:
     ours = str(Path(__file__).parents[1])
     path = []
     for entry in sys.path:
@@ -168,7 +168,7 @@ def _put_copies_on_path(copies: Mapping[str, str]) -> None:
 
 
 def original(path: str) -> str:
-    """Return the path of the original of a file or folder of sealed code, and any other path as it is."""
+    """Return the original path of a file or folder of sealed code, and any other path unchanged."""
     for root, copy in seal().get("roots", {}).items():
         if path == copy or path.startswith(f"{copy}{os.sep}"):
             return f"{root.rstrip(os.sep)}{path[len(copy) :]}" or os.sep
@@ -176,18 +176,18 @@ def original(path: str) -> str:
 
 
 def frozen(path: Path) -> Path:
-    """Return the copy of a config file that this process's launch has sealed, and any other file as it is."""
+    """Return the copy of a config file that is sealed for this launch, and any other file unchanged."""
     copies: dict[str, str] = seal().get("configs", {})
     return Path(copies.get(os.path.abspath(path), path))  # noqa: PTH100 (without `..`)
 
 
 def roots() -> list[str]:
-    """Return the folders of the user's own code, the first to be searched first."""
+    """Return the folders of the user's own code, in search order."""
     return [root for root in _roots if root in sys.path]
 
 
 def original_roots() -> list[str]:
-    """Return the same folders; of sealed code the originals."""
+    """Return the same folders, with the originals in place of sealed copies."""
     return [*map(original, roots())]
 
 
@@ -204,8 +204,8 @@ def is_own(file: str | None) -> bool:
 
 
 def full_name(name: str) -> str:
-    """Return the module that code and configs mean by a name: `lightning` is `pytorch_lightning`, but for a module of
-    the user's own."""
+    """Return the module that a name in code and configs refers to: `lightning` is `pytorch_lightning`, unless the user
+    has a module of that name."""
     top, *rest = name.split(".")
     if top != "lightning" or getattr(top_level(top), "loader", None) is not None:
         return name
@@ -214,7 +214,7 @@ def full_name(name: str) -> str:
 
 
 def top_level(name: str) -> ModuleSpec | None:
-    """Return the user's own module of this name, if there is one."""
+    """Return the spec of the user's own module of this name, or None if there is none."""
     return None if name in _NEVER_OWN else PathFinder.find_spec(name, roots())
 
 
@@ -222,70 +222,70 @@ def _installed(name: str) -> ModuleSpec | None:
     return PathFinder.find_spec(name, [entry for entry in sys.path if os.path.abspath(entry) not in _roots])  # noqa: PTH100
 
 
-def _warn_if_hides(own: ModuleSpec) -> None:
-    """Log a warning, once and on rank 0, where a module of the user's has the name of an installed one."""
+def _warn_if_shadows(own: ModuleSpec) -> None:
+    """Log a warning, once and on rank 0, if a module of the user shadows an installed one."""
     is_first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
     if _reported is None or not is_first or own.name in _reported or not is_own(own.origin):
         return
     _reported.add(own.name)
     hidden = _installed(own.name)
-    if hidden is not None and hidden.loader is not None and _places(hidden) != _places(own):
+    if hidden is not None and hidden.loader is not None and _locations(hidden) != _locations(own):
         import logging
 
         text = "%s hides %s, which libraries may need: rename it"
         logging.getLogger("deeplightning").warning(text, short(str(own.origin)), hidden.origin)
 
 
-def read_from(name: str, file: object) -> str:
-    """Return a sentence on the file that a name of a config was looked up in; "": there is no question."""
+def lookup_hint(name: str, file: object) -> str:
+    """Return a sentence that names the file in which a name of a config was looked up, or "" if that is obvious."""
     top = name.partition(".")[0]
     if top == "__main__":
-        return OF_A_SCRIPT
+        return SCRIPT_HINT
     return f" `{top}` was read from {short(file)}." if top not in LIBRARIES and isinstance(file, str) else ""
 
 
 def short(file: str) -> str:
-    """Return a file as the user would write it: relative where it lies below the working directory. Of sealed code it
-    is the original."""
+    """Return the path of a file as the user would write it: relative if below the working directory, and the original
+    of sealed code."""
     file, here = original(file), start_folder()
     return os.path.relpath(file, here) if file.startswith(os.path.join(here, "")) else file  # noqa: PTH118  (Path is slow)
 
 
-def lines_of(error: BaseException) -> list[tuple[str, int]]:
-    """Return file and line of each call of the user's own code that an error came through."""
+def user_frames(error: BaseException) -> list[tuple[str, int]]:
+    """Return file and line of each frame of the user's own code in the traceback of an error."""
     calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    return [(file, line) for file, line in calls if is_theirs(file)]
+    return [(file, line) for file, line in calls if is_user_file(file)]
 
 
-def is_theirs(file: str) -> bool:
-    """Return whether the code of a file is the user's: neither ours nor installed."""
+def is_user_file(file: str) -> bool:
+    """Return whether a file contains the user's code: neither ours nor installed."""
     return file.startswith(EXAMPLES) or not file.startswith((*INSTALLED, *OURS, "<"))
 
 
-def line_of(error: BaseException) -> str:
-    """Return ` (file:line)` of the innermost of them, or nothing."""
-    lines = lines_of(error)
-    return f" ({short(lines[-1][0])}:{lines[-1][1]})" if lines else ""
+def user_location(error: BaseException) -> str:
+    """Return ` (file:line)` of the innermost frame of the user's own code, or "" if there is none."""
+    frames = user_frames(error)
+    return f" ({short(frames[-1][0])}:{frames[-1][1]})" if frames else ""
 
 
-def forget() -> None:
-    """Forget the user's own modules, so that the next use imports them again."""
-    _forget(_own_modules())
+def unload_own_modules() -> None:
+    """Remove the user's own modules from `sys.modules`, so that the next use imports them again."""
+    _unload(_own_modules())
 
 
-def raiser(error: BaseException) -> str:
+def raising_file(error: BaseException) -> str:
     """Return the file whose code raised an error."""
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
 
 
-def _places(spec: ModuleSpec) -> set[str]:
+def _locations(spec: ModuleSpec) -> set[str]:
     return {
         os.path.realpath(place) for place in ([spec.origin] if spec.origin else spec.submodule_search_locations or [])
     }
 
 
 class _Finder:  # importlib.abc would import a dozen modules
-    """Finds own modules, and gives them their own `import`; finds `lightning`, unless it was imported before."""
+    """Finds own modules and replaces their `__import__`; also finds `lightning`, unless it was imported before."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -299,7 +299,7 @@ class _Finder:  # importlib.abc would import a dozen modules
             spec = top_level(name)
             if spec is None or spec.loader is None:
                 return None
-            _warn_if_hides(spec)
+            _warn_if_shadows(spec)
         elif path and is_own(f"{next(iter(path))}{os.sep}"):
             spec = PathFinder.find_spec(name, path)
         else:
@@ -317,7 +317,7 @@ class _Alias:
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._name)
-        self._spec = module.__spec__  # importlib puts that of the second name in its place
+        self._spec = module.__spec__  # importlib replaces it with that of the second name
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -337,7 +337,7 @@ def _import(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> ModuleType:
-    """Do what an `import` in own code asks for."""
+    """Import as `import` does, then call the hook of `ON_IMPORT`, if any."""
     module = builtins.__import__(name, globals, locals, fromlist, level)
     if (call := ON_IMPORT.get(name.partition(".")[0])) is not None and not level:
         call()

@@ -17,7 +17,7 @@ BUNDLE_FORMAT = 2
 class Card(TypedDict):
     """Content of `bundle.json`, which `deeplightning.export.bundle.export` documents.
 
-    Somebody else may have written the file that a card is read from: the server checks each value before it uses it.
+    The file may come from somebody else, so the server checks each value before it uses it.
     """
 
     format: int  # BUNDLE_FORMAT
@@ -33,31 +33,31 @@ class Card(TypedDict):
 
 
 RUNS_FILE = "runs.csv"
-"""Table with a row for each run that `train --seeds` and `train --multirun` write to their folder."""
+"""Table with a row for each run, which `train --seeds` and `train --multirun` write to their folder."""
 
-_start: str | None = None  # the working directory when the command started
+_start_directory: str | None = None  # the working directory when the command started
 
 
 @contextlib.contextmanager
-def started_here() -> Iterator[None]:
-    """Remember the working directory: relative paths of a command refer to it, also after user code has changed it."""
-    global _start
-    before = _start
+def remember_start_folder() -> Iterator[None]:
+    """Remember the working directory: relative paths of a command refer to it even if user code changes it."""
+    global _start_directory
+    before = _start_directory
     try:
         with contextlib.suppress(OSError):  # the folder was removed
-            _start = _start or os.getcwd()  # noqa: PTH109
+            _start_directory = _start_directory or os.getcwd()  # noqa: PTH109
         yield
     finally:
-        _start = before
+        _start_directory = before
 
 
 def start_folder() -> Path:
     """Return the folder that relative paths refer to: the working directory when the command started."""
-    return Path(_start or os.getcwd())  # noqa: PTH109
+    return Path(_start_directory or os.getcwd())  # noqa: PTH109
 
 
 def from_start(path: str | os.PathLike) -> Path:
-    """Return a path as absolute, seen from `start_folder`, with `~` expanded."""
+    """Make a path absolute relative to `start_folder`, with `~` expanded."""
     path = Path(path).expanduser()
     return path if path.is_absolute() else start_folder() / path
 
@@ -65,14 +65,14 @@ def from_start(path: str | os.PathLike) -> Path:
 class RunFolder:
     """Paths of the files in the folder of one run (`path` is made absolute).
 
-    It creates nothing: whoever writes a file makes its folder.
+    It creates nothing: code that writes a file creates its folder.
     """
 
     def __init__(self, path: str | Path):
         self.path = from_start(path)
         self.config = self.path / "cfg.yaml"
         self.environment = self.path / "environment.json"
-        self.code = self.path / "code.zip"  # the user's own code at the start
+        self.code = self.path / "code.zip"  # the user's own code when the run started
         self.data = self.path / "data.json"  # name, size and SHA-256 of the files that were read
         self.metrics = self.path / "metrics.jsonl"  # all points, see `deeplightning.tracking.metrics_file`
         self.last = self.path / "last.ckpt"
@@ -101,7 +101,7 @@ class RunFolder:
         First comes the last one, then the others by step, the latest first; `best.ckpt` without `best.json` comes at
         the end.
         """
-        kept = {path: int(found[1]) for path in self.path.glob("*.ckpt") if (found := _KEPT.fullmatch(path.name))}
+        kept = {path: int(found[1]) for path in self.path.glob("*.ckpt") if (found := _KEPT_NAME.fullmatch(path.name))}
         if self.best.is_file():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 kept[self.best] = -1
@@ -118,14 +118,14 @@ class RunFolder:
         return next(candidate for candidate in taken if not candidate.exists())
 
     def replace(self, path: Path, text: str) -> None:
-        """Write a file of the run, and keep a former one beside it."""
+        """Write a file of the run, and keep an existing one under another name."""
         if path.exists():
             write_whole(self.former(path), path.read_bytes())
         write_whole(path, text)
 
     def unfinished(self) -> list[Path]:
-        """Return partial files of processes that were killed while they wrote. Call it only while no process writes."""
-        return [path for path in self.path.glob(".*") if _UNFINISHED.fullmatch(path.name)]
+        """Return partial files of processes that were killed while writing. Call it only while no process writes."""
+        return [path for path in self.path.glob(".*") if _PARTIAL_NAME.fullmatch(path.name)]
 
     def lock(self) -> "FolderLock | None":
         """Lock the folder, which must exist, for this process, or return None if a running process has the lock.
@@ -150,22 +150,22 @@ class RunFolder:
 
     def results(self, stage: str) -> Path:
         """Return the path of the metrics of `validate` (`val_results.json`) or `test` (`test_results.json`)."""
-        return self.path / f"{_short(stage)}_results.json"
+        return self.path / f"{_stage_prefix(stage)}_results.json"
 
     def stage_predictions(self, stage: str) -> Path:
         """Return the path of the predictions of the validation or test set, one row per sample in data order."""
-        return self.path / f"{_short(stage)}_predictions.csv"
+        return self.path / f"{_stage_prefix(stage)}_predictions.csv"
 
     def mistakes(self, stage: str) -> Path:
         """Return the path of the worst answers of the validation or test set, each with its sample."""
-        return self.path / f"{_short(stage)}_mistakes.json"
+        return self.path / f"{_stage_prefix(stage)}_mistakes.json"
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
 
 
 def make_private(folder: Path, store: Path) -> None:
-    """Make a folder below a store, and the folder of the store if it is missing: only its owner can enter it."""
+    """Create a folder below a store and, if missing, the store itself, which only its owner can enter."""
     if not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
         store.mkdir(mode=0o700, exist_ok=True)
@@ -173,7 +173,7 @@ def make_private(folder: Path, store: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; {} if that fails."""
+    """Read a JSON object from a file, or return {} if that fails."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -192,15 +192,15 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that appears completely or not at all, even if the process is killed or the machine
     fails.
 
-    It is written beside its path, synced, then renamed.
+    It is written to a temporary file beside its path, synced, then renamed.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
         sync_names(path.parent)
     except OSError as error:
         error.filename = error.filename or str(path)  # a failed write names no file
@@ -228,10 +228,10 @@ def sync_names(folder: Path) -> None:
 
 
 def card_digest(card: Mapping[str, object]) -> str:
-    """Return the digest of a bundle's card: SHA-256 of all its content but `digest`, which reveals an edit.
+    """Return the digest of a bundle's card, which reveals an edit: SHA-256 of its content without `digest`.
 
     Raises:
-        ValueError: it holds a number that is not finite, which JSON does not allow.
+        ValueError: it contains a number that is not finite, which JSON does not allow.
     """
     content = {key: value for key, value in card.items() if key != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -239,11 +239,11 @@ def card_digest(card: Mapping[str, object]) -> str:
 
 
 def golden_digest(card: Card) -> str:
-    """Return the digest of a bundle's golden answers and of all that they depend on: SHA-256 of the card without its
-    digests.
+    """Return the digest of a bundle's golden answers and of everything that they depend on: SHA-256 of the card without
+    its digests.
 
-    Labels, task, input and files are therefore those that gave the answers, even if `digest` is renewed after an edit.
-    Models of another precision may be added to the bundle later.
+    It reveals an edit of labels, task, input or files even if `digest` was recomputed. Models of another precision are
+    not included, because they may be added to the bundle later.
     """
     golden = {key: value for key, value in card["golden"].items() if key != "digest"}
     names = RunFolder(".")
@@ -253,7 +253,7 @@ def golden_digest(card: Card) -> str:
 
 
 class FolderLock:
-    """Lock on a folder or a file. Forked processes, such as loader workers, release their copy: it would outlive us."""
+    """Lock on a folder or a file. Forked processes such as loader workers close their copy, or it would outlive us."""
 
     def __init__(self, descriptor: int):
         self._descriptor: int | None = descriptor
@@ -264,13 +264,13 @@ class FolderLock:
         _locks.discard(self)
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # the lock is released all the same
+            with contextlib.suppress(OSError):  # the lock is released even if closing fails
                 os.close(descriptor)
 
 
 _locks: set[FolderLock] = set()
-_UNFINISHED = re.compile(r"\..+\.(\d+|partial)")
-_KEPT = re.compile(r"epoch=\d+-step=(\d+)\.ckpt")
+_PARTIAL_NAME = re.compile(r"\..+\.(\d+|partial)")
+_KEPT_NAME = re.compile(r"epoch=\d+-step=(\d+)\.ckpt")
 
 
 def _release_all() -> None:
@@ -282,15 +282,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_release_all)
 
 
-def _short(stage: str) -> str:
+def _stage_prefix(stage: str) -> str:
     return "val" if stage == "validate" else stage
 
 
 def shards_folder(checkpoint: Path) -> Path:
-    """Return the folder of the shards of a checkpoint that several processes have written."""
+    """Return the folder of the shards of a checkpoint that several processes write."""
     return checkpoint.with_suffix(".pieces")
 
 
 def shards_of(checkpoint: Path, token: str, rank: int) -> Path:
-    """Return the file of one process' shards of a checkpoint; the token tells one writing of it from another."""
+    """Return the file of one process's shards of a checkpoint; the token identifies one save of it."""
     return shards_folder(checkpoint) / f"{token}-{rank}.pt"

@@ -1,11 +1,11 @@
-"""Turn rows of a table into the array that a network was trained on (`TableSpec`), and the text of CSV into rows.
+"""Convert rows of a table to the array that a network was trained on (`TableSpec`), and CSV text to rows.
 
-Training and serving both call it, so they cannot disagree. numpy and the standard library only. Letters: N rows, F
+Training and serving both call it, so they cannot disagree. Uses numpy and the standard library only. Letters: N rows, F
 columns.
 
-The array is float32 (N, F), a column of the table each, first the numbers and then the categories, each in the order of
-the spec. A number is standardised in float64. A category is the number of its word in the spec's list, from 1; 0 stands
-for a word that is not in the list, and for a missing one.
+The array is float32 (N, F), with one entry per column: first the numbers and then the categories, each in the order of
+the spec. A number is standardised in float64. A category is the index of its word in the spec's list, from 1; 0 means
+that the word is missing or not in the list.
 """
 
 import codecs
@@ -32,10 +32,10 @@ from deeplightning.words import InputError, are_numbers, is_number, require_keys
 KINDS = ("number", "category")
 
 MISSING = ("na", "n/a", "nan", "null", "none")
-"""Words, in small or capital letters, that stand for a missing value unless a config names others."""
+"""Words, in any case, that mean a missing value unless a config lists others."""
 
 DELIMITERS = (",", ";", "\t", "|")
-"""Signs that may separate the values of a row, the most usual first."""
+"""Characters that may separate the values of a row, the most common first."""
 
 _GROUPED = {
     decimal: re.compile(
@@ -43,24 +43,24 @@ _GROUPED = {
     )
     for decimal, group in ((".", ","), (",", "."))
 }
-"""Numbers with a separator of thousands, by the decimal sign."""
+"""Patterns of numbers with a thousands separator, by decimal sign."""
 
-_UNIT = re.compile(r"(?<![^+-])[$€£¥₹]\s?|\s?[$€£¥₹%]$")
-"""A currency sign before or behind a number, or a percent sign behind it."""
+_UNIT_SIGN = re.compile(r"(?<![^+-])[$€£¥₹]\s?|\s?[$€£¥₹%]$")
+"""A currency sign before or after a number, or a percent sign after it."""
 
 NAMED_DAY = re.compile(r"[A-Za-z]{3,9}[-/. ]\d\d?[-/., ]+\d{4}|\d\d?[-/. ]+[A-Za-z]{3,9}[-/. ]+(?:\d\d){1,2}", re.ASCII)
-"""A date whose month is a word, so that it is clear which number is the day."""
+"""A date with the name of the month, so that it is clear which number is the day."""
 
-_SPELLED = re.compile(
+_UNUSUAL_SPELLING = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})[T ]00:00:00(?:\.0+)?|([+-]?[0-9]+|(?:[0-9-]{10}[T ])?[0-9:]{8})\.0+|"
     r"true|True|TRUE|false|False|FALSE"
 )
-"""Words of a value that has another, usual spelling."""
+"""Values that also have a more usual spelling."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 MAX_SHOWN = 40
-"""Letters of a value that a message shows."""
+"""Most characters of a value that a message shows."""
 
 
 class TableError(InputError):
@@ -69,13 +69,13 @@ class TableError(InputError):
 
 @dataclass(frozen=True)
 class TableFormat:
-    """How the values of a table are written.
+    """Describe how the values of a table are written.
 
     Attributes:
         delimiter: the character between the values of a row.
         decimal: the decimal sign, "." or ",".
         encoding: the Python codec of a file.
-        missing_words: words that stand for a missing value, in small or capital letters; the empty text always does.
+        missing_words: words that mean a missing value, in any case; the empty text always does.
 
     Raises:
         ValueError: a value is impossible.
@@ -92,9 +92,9 @@ class TableFormat:
         if self.decimal not in [*_GROUPED]:
             raise ValueError(f'decimal must be "." or ",", not {self.decimal!r}')
         try:
-            "a".encode(self.encoding)  # codecs that give no text are refused here
+            "a".encode(self.encoding)  # raises for codecs that do not encode text
         except (LookupError, TypeError, ValueError):
-            raise ValueError(f"encoding must be utf-8, utf-16, latin-1 or so, not {self.encoding!r}") from None
+            raise ValueError(f"encoding must be a codec such as utf-8 or latin-1, not {self.encoding!r}") from None
         words = self.missing_words
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             raise ValueError(f'missing_words must be a list of texts such as ["?", "na"], not {words!r}')
@@ -106,27 +106,27 @@ class TableFormat:
             word = value.strip().lower()
             return not word or word in self.missing_words
         if isinstance(value, date):
-            return value != value  # pandas has one that is no time
-        is_infinite = isinstance(value, float | np.floating | Decimal) and not math.isfinite(value)
-        return value is None or (is_infinite and str(value).lower() in ("nan", *self.missing_words))
+            return value != value  # pandas.NaT
+        is_not_finite = isinstance(value, float | np.floating | Decimal) and not math.isfinite(value)
+        return value is None or (is_not_finite and str(value).lower() in ("nan", *self.missing_words))
 
     def number(self, value: object) -> float:
-        """Return a value of a column of numbers, in its unit, such as 12.5 of 12.5%; of a date such as 2024-02-29 or
-        Feb-29-2024 the days since 1970, and of a time with an offset, such as +02:00, those of UTC.
+        """Convert a value of a number column to float, without its unit: 12.5% is 12.5. A date such as 2024-02-29 or
+        Feb-29-2024 becomes the days since 1970, and a time with an offset, such as +02:00, is converted to UTC.
 
         Raises:
             ValueError: it is not a number.
         """
-        if isinstance(value, int | float | Real | Decimal) and not isinstance(value, bool):  # Real: of numpy
+        if isinstance(value, int | float | Real | Decimal) and not isinstance(value, bool):  # Real: numpy's numbers
             try:
                 return float(value)
             except OverflowError:
                 return math.inf
         if isinstance(value, date):
             value = value.isoformat()
-        if not isinstance(value, str) or "_" in value:  # Python reads 1_000, and no table means it
+        if not isinstance(value, str) or "_" in value:  # Python accepts 1_000, but tables do not mean it
             raise ValueError(repr(value))
-        text = _UNIT.sub("", value.strip().replace("\u2212", "-"), count=1)
+        text = _UNIT_SIGN.sub("", value.strip().replace("\u2212", "-"), count=1)
         if found := _GROUPED[self.decimal].fullmatch(text):
             text = text.replace(found[1], "")
         if self.decimal == ",":
@@ -142,35 +142,35 @@ class TableFormat:
 
 
 class Codes(dict[str, int]):
-    """The number of each of some words, from `first`, by which `find` knows other spellings of the same value too.
+    """The number of each word, counted from `first`; `find` also accepts other spellings of the same value.
 
-    True of pandas and TRUE of R are true in JSON and Parquet; 1.0, in a column with gaps, is 1, 2024-02-29 00:00:00 the
-    day, and 08:30:00.000000 of Parquet 08:30:00.
+    True from pandas and TRUE from R equal true in JSON and Parquet; 1.0, in a column with gaps, equals 1; 2024-02-29
+    00:00:00 equals the day; and Parquet's 08:30:00.000000 equals 08:30:00.
     """
 
     def __init__(self, words: Sequence[str], first: int = 0):
         super().__init__((word, number) for number, word in enumerate(words, first))
         for word, number in [*self.items()]:
-            self.setdefault(_usual(word), number)
+            self.setdefault(_usual_spelling(word), number)
 
     def find(self, word: str, otherwise: int) -> int:
-        return self.get(word, self.get(_usual(word), otherwise))
+        return self.get(word, self.get(_usual_spelling(word), otherwise))
 
 
-def _usual(word: str) -> str:
-    found = _SPELLED.fullmatch(word)
+def _usual_spelling(word: str) -> str:
+    found = _UNUSUAL_SPELLING.fullmatch(word)
     return (found[1] or found[2] or found[0].lower()) if found else word
 
 
 @dataclass(frozen=True)
 class Column:
-    """How one column is prepared.
+    """Describe how one column is prepared.
 
     Attributes:
-        name: as the header and JSON have it.
+        name: as in the header and in JSON.
         kind: "number" or "category".
-        mean, std: of the training rows, in the unit of the column; of a category 0 and 1.
-        categories: the words of the training rows, of which the first has the number 1; of a number none.
+        mean, std: of the training rows, in the unit of the column; 0 and 1 for a category.
+        categories: the words of the training rows, numbered from 1; empty for a number.
 
     Raises:
         ValueError: a value is impossible.
@@ -207,8 +207,8 @@ class Words:
     """A column of categories.
 
     Attributes:
-        words: those that occur.
-        indices: of each row, int64 (N,); -1 where it is missing.
+        words: the words that occur.
+        indices: index of each row's word, int64 (N,); -1 if it is missing.
     """
 
     words: Sequence[str]
@@ -220,14 +220,14 @@ class Words:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """How the rows of a table are prepared for one network.
+    """Describe how the rows of a table are prepared for one network.
 
     Attributes:
-        columns: the columns that the network takes.
-        unknown: what becomes of a category that no training row has: "other" (the number 0), or "refuse".
-        missing: what becomes of a missing value: "fill" (the mean of a number, the number 0 of a category), or
+        columns: the columns that the network uses.
+        unknown: how to treat a category that no training row has: "other" (the number 0), or "refuse".
+        missing: how to treat a missing value: "fill" (with the mean of a number or the number 0 of a category), or
             "refuse".
-        format: how the values of the table are written.
+        format: format of the values.
 
     Raises:
         ValueError: a value is impossible.
@@ -271,7 +271,7 @@ class TableSpec:
 
     @property
     def cardinalities(self) -> list[int]:
-        """How many numbers each category column may have: its words, and 0."""
+        """Number of codes of each category column: its words, and 0."""
         return [len(column.categories) + 1 for column in self.categories]
 
     # ---- one row, in a server
@@ -280,10 +280,10 @@ class TableSpec:
         """Prepare one row; return float32 (F,).
 
         Args:
-            row: values by column: numbers, texts, true, false or None. Other columns are not looked at.
+            row: values by column: numbers, texts, true, false or None. Other columns are ignored.
 
         Raises:
-            TableError: a column or a value is missing, or is of another kind.
+            TableError: a column or a value is missing, or a value has the wrong kind.
         """
         if absent := [column.name for column in self.columns if column.name not in row]:
             raise TableError(
@@ -295,7 +295,7 @@ class TableSpec:
         return np.array([*numbers, *codes], np.float32)
 
     def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Prepare rows; return float32 (N, F)"""
+        """Stack prepared rows; return float32 (N, F)."""
         return np.stack(rows)
 
     def _number(self, column: Column, value: object) -> float:
@@ -305,7 +305,7 @@ class TableSpec:
             written = ", nor a date such as 2024-02-29" * isinstance(value, str)
             raise TableError(f"Column {column.name}: {_shown(value)} is not a number{written}.") from None
         if math.isnan(found):
-            return self._gap(column)
+            return self._missing_value(column)
         if math.isinf(found):
             raise TableError(f"Column {column.name}: {_shown(value)} is not a finite number.")
         standardised = (found - column.mean) / column.std
@@ -315,7 +315,7 @@ class TableSpec:
 
     def _code(self, column: Column, value: object) -> float:
         if self.format.is_missing(value):
-            return self._gap(column)
+            return self._missing_value(column)
         word = word_of(value)
         if not word:
             raise TableError(f"Column {column.name}: {_shown(value)} is neither a text nor a number.")
@@ -325,7 +325,7 @@ class TableSpec:
             raise TableError(f"Column {column.name}: {_shown(value)} is not a known category; known: {known}.")
         return code
 
-    def _gap(self, column: Column) -> float:
+    def _missing_value(self, column: Column) -> float:
         if self.missing == "refuse":
             raise TableError(f"Column {column.name}: the value is missing.")
         return 0.0
@@ -333,20 +333,20 @@ class TableSpec:
     # ---- all rows, for training
 
     def encode(self, columns: Mapping[str, "np.ndarray | Words"], before: int = 0) -> np.ndarray:
-        """Prepare many rows; return float32 (N, F), the same numbers as `prepare` gives to each.
+        """Prepare many rows; return float32 (N, F), with the same numbers as from `prepare`.
 
         Args:
-            columns: by name; of a number float64 (N,), NaN where it is missing; of a category its words.
-            before: how many rows come before these, for messages.
+            columns: by name; float64 (N,) for a number, with NaN for missing values; `Words` for a category.
+            before: number of rows before these, for messages.
 
         Raises:
             TableError: a value is missing, not finite or unknown, and refused; the message names column and row.
         """
         encoded = np.empty((len(next(iter(columns.values()))), len(self.columns)), np.float32)
-        for place, column in enumerate(self.ordered):
+        for index, column in enumerate(self.ordered):
             values = columns[column.name]
             encode = self._codes if isinstance(values, Words) else self._numbers
-            encoded[:, place] = encode(column, values, before)  # type: ignore[arg-type]
+            encoded[:, index] = encode(column, values, before)  # type: ignore[arg-type]
         return encoded
 
     def _numbers(self, column: Column, values: np.ndarray, before: int) -> np.ndarray:
@@ -355,7 +355,7 @@ class TableSpec:
         wrong |= np.abs(numbers) > _LARGEST
         if wrong.any():
             row = int(wrong.argmax())
-            raise _refused(column, before + row, f"{values[row]} is not finite, or too large")
+            raise _row_error(column, before + row, f"{values[row]} is not finite, or too large")
         self._check_gaps(column, gaps, before)
         return numbers
 
@@ -365,16 +365,16 @@ class TableSpec:
         if self.unknown == "refuse" and (wrong := (codes == 0) & ~gaps).any():
             row = int(wrong.argmax())
             word = _shown(values.words[values.indices[row]])
-            raise _refused(column, before + row, f"{word} is not a category of the training rows")
+            raise _row_error(column, before + row, f"{word} is not a category of the training rows")
         self._check_gaps(column, gaps, before)
         return codes
 
     def _check_gaps(self, column: Column, gaps: np.ndarray, before: int) -> None:
         if self.missing == "refuse" and gaps.any():
             others = f"as are {gaps.sum()} of {len(gaps)} in this column" + f" from row {before + 1} on" * (before > 0)
-            raise _refused(column, before + int(gaps.argmax()), f"the value is missing, {others}")
+            raise _row_error(column, before + int(gaps.argmax()), f"the value is missing, {others}")
 
-    # ---- travelling
+    # ---- checkpoints and bundles
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON types, for a checkpoint and a bundle."""
@@ -400,12 +400,12 @@ class TableSpec:
         return cls(tuple(columns), values["unknown"], values["missing"], TableFormat(**values["format"]))
 
 
-def _refused(column: Column, row: int, words: str) -> TableError:
+def _row_error(column: Column, row: int, words: str) -> TableError:
     return TableError(f"column {column.name}, row {row + 1}: {words}")
 
 
 def word_of(value: object) -> str:
-    """Return the word of a value of a category; "": it cannot be one."""
+    """Return the word of a category's value, or "" if the value cannot be a category."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and value.is_integer():
@@ -414,10 +414,10 @@ def word_of(value: object) -> str:
 
 
 def decoded(data: bytes, encoding: str = "utf-8") -> str:
-    """Return the text of a file: a byte order mark decides, then UTF-8 where it fits, then `encoding`.
+    """Decode the text of a file: by its byte order mark, else as UTF-8 if that is valid, else as `encoding`.
 
     Raises:
-        UnicodeDecodeError: it is neither.
+        UnicodeDecodeError: it is none of these.
     """
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return data.decode("utf-16")
@@ -428,7 +428,7 @@ def decoded(data: bytes, encoding: str = "utf-8") -> str:
 
 
 def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
-    """Yield the lines of a CSV file that are not empty from the header on, split into values, each with its number.
+    """Yield the non-empty lines of a CSV file from the header on, each with its number and split into values.
 
     Raises:
         TableError: a line cannot be split.
@@ -447,11 +447,11 @@ def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
 
 
 def above_header(text: str, delimiter: str) -> tuple[int, str | None]:
-    """Return how many lines are above the header of a CSV file, and its quotation mark; None: quotes are plain
-    characters, as in tab-separated texts that begin with one which does not end them.
+    """Return the number of lines above the header of a CSV file, and its quotation mark; None if quotes are ordinary
+    characters, as in tab-separated values that begin with a quote and do not end with one.
 
-    Empty lines, `sep=;` (of Excel) and lines that begin with # are above it. The last line with # is the header itself
-    where it has as many values as the line below it, and only that line has numbers.
+    Empty lines, `sep=;` (from Excel) and lines that begin with # are above the header. The last line with # is the
+    header itself if it has as many values as the next line, and only the next line has numbers.
     """
     head = [line.rstrip("\r\n") for line in io.StringIO(text[: 2**16], newline="")]
     above = len([*itertools.takewhile(lambda line: re.match(r"\s*$|#|sep=.$", line), head)])
@@ -471,8 +471,8 @@ def above_header(text: str, delimiter: str) -> tuple[int, str | None]:
 def aligned(header: Sequence[str], first: Sequence[str]) -> Sequence[str]:
     """Return the header with a name for each value of the first row.
 
-    Where the row has one value more, R has written the table, and the first column has no name; if that value is empty,
-    rows end with a delimiter, and the last column has none. Where it has one less, an empty name at the end goes.
+    If the row has one value more, the table was written by R and its first column has no name; but if the extra value
+    is empty, rows end with a delimiter and the last column has no name. If it has one less, a last empty name is cut.
     """
     if first and len(first) == len(header) + 1:
         return ["", *header] if first[-1].strip() else [*header, ""]
@@ -481,22 +481,22 @@ def aligned(header: Sequence[str], first: Sequence[str]) -> Sequence[str]:
 
 
 def named_columns(header: Sequence[str], first: Sequence[str] = ()) -> list[str]:
-    """Return the names of the columns: without blanks around them, and `column_N` of the N-th that has none.
+    """Return the names of the columns, stripped of blanks, and `column_N` for the N-th column if it has none.
 
     Args:
         first: values of the first row, see `aligned`.
 
     Raises:
-        TableError: two have the same name, or a quote behind a blank divides a value.
+        TableError: two columns have the same name, or a quote after a blank splits a value.
     """
     if len(first) > len(header) and any(value.startswith(' "') for value in first):
         raise TableError("A quote in the first row follows a blank, so delimiters inside it count; remove the blank.")
-    names = [name.strip() or f"column_{place}" for place, name in enumerate(aligned(header, first), 1)]
+    names = [name.strip() or f"column_{number}" for number, name in enumerate(aligned(header, first), 1)]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        places = [str(place) for place, name in enumerate(names, 1) if name == twice]
+        found = [str(number) for number, name in enumerate(names, 1) if name == twice]
         raise TableError(
-            f"The columns {', '.join(places[:-1])[:100]} and {places[-1]} have the same name, {_shown(twice)}; rename "
-            f"{'one' if len(places) == 2 else 'all but one'}."
+            f"The columns {', '.join(found[:-1])[:100]} and {found[-1]} have the same name, {_shown(twice)}; rename "
+            f"{'one' if len(found) == 2 else 'all but one'}."
         )
     return names
 
@@ -507,9 +507,9 @@ def rows_of_csv(
     """Return the rows of a table in CSV whose header names the columns.
 
     Args:
-        most: rows that are read; None: all.
-        form: gives the delimiter.
-        columns: columns that are needed; of the usual delimiters, the first that gives most of them is used.
+        most: number of rows to read; None: all.
+        form: provides the delimiter.
+        columns: required columns; the delimiter that finds most of them in the header is used.
 
     Raises:
         TableError: it has no rows, a row has more or fewer values than the header, or two columns have the same name.

@@ -1,7 +1,7 @@
-"""Convert texts to numbers: `TextSpec` takes texts to the tokens that a network was trained on.
+"""Convert texts to numbers: `TextSpec` converts texts to the tokens that a network was trained on.
 
-Training and serving both call it, so they cannot disagree. numpy and the standard library only; a tokenizer in Hugging
-Face's file format needs the package `tokenizers` as well. Letters: N texts, L tokens of the longest.
+Training and serving both call it, so they cannot disagree. Uses numpy and the standard library only; a tokenizer in
+Hugging Face's file format also needs the package `tokenizers`. Letters: N texts, L tokens of the longest.
 
 Our own tokenizer, "words", normalizes the text to Unicode's form NFC and, if asked, to lower case. A word is a run of
 letters, digits and underscores, with apostrophes inside (it's, n't); any other character that is not a space is a token
@@ -26,7 +26,7 @@ SPECIAL = (PADDING, UNKNOWN, END)
 itself."""
 
 PADDINGS = ("[PAD]", "<pad>", "<|padding|>", "<|endoftext|>")
-"""Names of the padding token in files of Hugging Face that do not name one."""
+"""Names of the padding token to look for in Hugging Face files that do not define one."""
 
 FILES = {"words": "vocabulary.txt", "hugging_face": "tokenizer.json"}
 """Kinds of tokenizers, with the name of the file in which a bundle keeps the vocabulary or the tokenizer."""
@@ -59,7 +59,7 @@ class TextSpec:
         max_length: longer texts are cut to this number of tokens and keep their last token; None: they are not cut.
         limit: the most tokens that the network accepts; None: any number.
         column: name of the column of the training table that has the texts; None: unknown.
-        encoding: of the file with the training texts, such as cp1252.
+        encoding: encoding of the file with the training texts, such as cp1252.
 
     Raises:
         ValueError: a value is out of range.
@@ -120,7 +120,7 @@ class TextSpec:
         """Convert one text that a client sent to int64 (L,).
 
         Raises:
-            TextError: it is no text in UTF-8, has only white space, or has more tokens than the network accepts.
+            TextError: it is not UTF-8, has only white space, or has more tokens than the network accepts.
         """
         if isinstance(data, bytes):
             try:
@@ -132,19 +132,19 @@ class TextSpec:
         (tokens,) = self.encode([data])
         if self.limit is not None and len(tokens) > self.limit:
             raise TextError(
-                f"The text has {len(tokens):,} tokens, and the network takes at most {self.limit:,}; send less.", 413
+                f"The text has {len(tokens):,} tokens, and the network takes at most {self.limit:,}; shorten it.", 413
             )
         return np.array(tokens, np.int64)
 
     def stack(self, rows: Sequence[np.ndarray | Sequence[int]]) -> np.ndarray:
         """Stack the tokens of N texts as one array, int64 (N, L); shorter texts are padded at their end."""
         filled = np.full((len(rows), max(map(len, rows))), self.padding, np.int64)
-        for place, row in zip(filled, rows, strict=True):
-            place[: len(row)] = row
+        for target, row in zip(filled, rows, strict=True):
+            target[: len(row)] = row
         return filled
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON types, for a bundle, which keeps the content in another file."""
+        """Return plain JSON types for a bundle, which stores the content in another file."""
         kept = {name: getattr(self, name) for name in (*_KEYS, "column")}
         return kept if self.encoding == "utf-8" else kept | {"encoding": self.encoding}
 
@@ -165,14 +165,14 @@ class TextSpec:
 
 
 class _Words:
-    """Tokenizer "words"; see the head of this module."""
+    """Tokenizer "words", see the module's docstring."""
 
     padding = 0
 
     def __init__(self, content: str, lower: bool):
         words = content.removesuffix("\n").split("\n")
         if tuple(words[: len(SPECIAL)]) != SPECIAL:
-            raise VocabularyError(f"a vocabulary begins with the lines {', '.join(SPECIAL)}")
+            raise VocabularyError(f"a vocabulary must begin with the lines {', '.join(SPECIAL)}")
         self._numbers = {word: number for number, word in enumerate(words)}
         if len(self._numbers) != len(words) or "" in self._numbers:
             number = next(n for n, word in enumerate(words) if not word or words.index(word) != n)
@@ -185,48 +185,48 @@ class _Words:
 
 
 class _HuggingFace:
-    """Split texts by the rules of a `tokenizer.json` of Hugging Face, with the special tokens that it adds.
+    """Tokenizer of a Hugging Face `tokenizer.json`, including the special tokens that it adds.
 
     Raises:
-        VocabularyError: it is no such file, or has no padding token.
-        ImportError: the package `tokenizers`, which the extra `text` installs, is not there.
+        VocabularyError: it is not such a file, or has no padding token.
+        ImportError: the package `tokenizers` is not installed; the extra `text` installs it.
     """
 
     def __init__(self, content: str):
         from tokenizers import Tokenizer
 
         try:
-            self._theirs = Tokenizer.from_str(content)
+            self._tokenizer = Tokenizer.from_str(content)
         except Exception as error:  # the library raises Exception itself
             raise VocabularyError(f"this is not a tokenizer.json of Hugging Face ({str(error)[:200]})") from error
-        known = self._theirs.get_vocab(with_added_tokens=True)
-        named = (self._theirs.padding or {}).get("pad_token")
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        named = (self._tokenizer.padding or {}).get("pad_token")
         found = next((name for name in (named, *PADDINGS) if name in known), None)
         if found is None:
             raise VocabularyError(f"it has no padding token, none of {', '.join(PADDINGS)}")
         self.padding, self.size = known[found], max(known.values()) + 1
-        self._theirs.no_padding()  # TextSpec pads and cuts
-        self._theirs.no_truncation()
+        self._tokenizer.no_padding()  # TextSpec pads and cuts
+        self._tokenizer.no_truncation()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text; a text without any gets one padding token."""
-        return [encoding.ids or [self.padding] for encoding in self._theirs.encode_batch(list(texts))]
+        """Return the tokens of each text; a text without tokens gets one padding token."""
+        return [encoding.ids or [self.padding] for encoding in self._tokenizer.encode_batch(list(texts))]
 
 
 def words_of(text: str, lower: bool = True) -> list[str]:
-    """Return the words of a text, as the tokenizer "words" splits it."""
+    """Split a text into words, as the tokenizer "words" does."""
     text = unicodedata.normalize("NFC", text)
     return _WORD.findall(text.lower() if lower else text)
 
 
 def vocabulary(texts: Iterable[str], lower: bool = True, min_count: int = 1, max_size: int | None = None) -> str:
-    """Count the words of texts and return the content of a `TextSpec`, the most frequent words first.
+    """Count the words of texts and return the content of a `TextSpec`, with the most frequent words first.
 
     The order of the texts does not matter.
 
     Args:
         min_count: rarer words are left out.
-        max_size: most tokens, the special ones included; None: all.
+        max_size: maximum number of tokens, including the special ones; None: no limit.
     """
     counts: Counter[str] = Counter()
     for text in texts:

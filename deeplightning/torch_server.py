@@ -1,7 +1,7 @@
-"""Serve a run's checkpoint with torch: `python -m deeplightning.torch_server RUN` is `python -m serve` for networks
-that ONNX cannot express.
+"""Serve a run's checkpoint with torch: `python -m deeplightning.torch_server RUN` replaces `python -m serve` for
+networks that ONNX cannot express.
 
-The run's own code is imported; the code of a foreign run is first compared with what is allowed
+The run's own code is imported; the code of a foreign run is first checked against the allowed modules
 (`deeplightning.config.trust`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from deeplightning.process.terminal import say
 
 if __name__ == "__main__":
-    # One thread for each pass, set before torch is imported: workers are forked when the model is loaded, without the
-    # threads of OpenMP.
+    # One thread per forward pass, set before torch is imported: workers are forked after the model is loaded, and
+    # OpenMP threads do not survive a fork.
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
@@ -39,10 +39,10 @@ from serve.model import Model
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Model):
-    """The loaded network of a run. Its samples are of the run's validation set.
+    """Loaded network of a run, with samples from the run's validation set.
 
     Attributes:
-        network: from prepared inputs (N, …) to answers.
+        network: maps prepared inputs (N, …) to answers.
     """
 
     network: nn.Module
@@ -53,8 +53,8 @@ class Checkpoint(Model):
 
         Args:
             allow: further modules that the run's config may name.
-            device: where it computes. CUDA does not survive a fork: a process that opens a checkpoint on a GPU serves
-                it itself.
+            device: device that computes. CUDA does not survive a fork, so a process that opens a checkpoint on a GPU
+                must serve it itself.
 
         Raises:
             UserError: the config names foreign code or is wrong, or there are no readable weights or samples.
@@ -69,9 +69,9 @@ class Checkpoint(Model):
             with np.load(folder.samples, allow_pickle=False) as file:
                 samples = file[kind.nouns]
         except (OSError, ValueError, KeyError) as error:
-            message = f"{folder.samples} cannot be read ({error}); `deeplightning export RUN` keeps some"
+            message = f"{folder.samples} cannot be read ({error}); `deeplightning export RUN` writes it"
             raise CheckpointError(message) from error
-        network = task.inference_model()  # must precede the spec of texts
+        network = task.inference_model()  # must be called before the text spec is read
         spec, examples = getattr(task, kind.spec), []
         if kind.takes != "image":
             readers: dict[str, Callable[[Any], Any]] = {"text": str, "table": json.loads, "array": np.asarray}
@@ -93,7 +93,7 @@ class Checkpoint(Model):
         return on_cpu.moved_to(device) if device.on_gpu else on_cpu
 
     def moved_to(self, device: Device) -> "Checkpoint":
-        """Return the same network on a GPU, whose answers to the samples must match those of the CPU.
+        """Return the same network on a GPU, after comparing its answers to the samples with those of the CPU.
 
         Raises:
             DeviceError: the GPU cannot be used, or its answers differ.
@@ -140,17 +140,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options,
             lambda: [path for path in (folder.best, folder.last) if path.is_file()][:1],
             folder.path,
-            _torch_lacks,
+            _reason_without_gpu,
         )
     except UserError as error:
         say(f"error: {error}", err=True)
         return error.exit_code
 
 
-def _torch_lacks() -> str | None:
+def _reason_without_gpu() -> str | None:
     """Return why this build of torch cannot use a GPU, or None if it can.
 
-    It does not look for a GPU: that would start CUDA in this process, and its forked workers could not use CUDA then.
+    It does not look for a GPU, which would start CUDA in this process and make it unusable in forked workers.
     """
     if torch.version.cuda is not None:
         return None

@@ -1,6 +1,6 @@
-"""Copy between the CPU and a GPU without waiting: tensors to the GPU, and numbers that are read once they have arrived.
+"""Copy between the CPU and a GPU without waiting: tensors to the GPU, and numbers from it that are read later.
 
-It imports torch and nothing of ours.
+It imports torch and no module of ours.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ def is_asynchronous(device: torch.device) -> bool:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy values from the CPU to a device; to a GPU from pinned memory, which torch reuses once the copies from it are
-    done, so that none is allocated in the steady state."""
+    """Copy values from the CPU to a device; to a GPU through pinned memory, which torch reuses once a copy is done, so
+    that nothing is allocated in the steady state."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class Deferred:
-    """Hold numbers of a device while they are copied to the CPU.
+    """Numbers of a device that are being copied to the CPU.
 
     Args:
         values: float, of any shape; later changes of the tensor have no effect.
@@ -42,23 +42,23 @@ class Deferred:
         self._arrived.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[float]:
-        """Return the numbers, flat; wait for their copy only, not for later work on the device."""
+        """Return the flattened numbers; wait only for their copy, not for later work on the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.flatten().tolist()
 
 
 class Points:
-    """Hand the values of logged training steps to loggers: at once, or, of a GPU, when the next ones come.
+    """Pass the values of logged training steps to loggers: at once or, from a GPU, at the next logged step.
 
-    By then they have arrived, so nothing waits for the GPU. `log_pending` hands over what is left.
+    By then their copy is done, so nothing waits for the GPU. `log_pending` logs the remaining values.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[Sequence[Any], list[str], Deferred, int] | None = None
 
     def log(self, loggers: Sequence[Any], values: dict[str, Tensor], step: int) -> None:
-        """Log the values of one step by name, tensors () of one device and type."""
+        """Log the values of one step by name, tensors () of the same device and dtype."""
         self.log_pending()
         if values:
             self._pending = loggers, list(values), Deferred(torch.stack(list(values.values()))), step
@@ -66,7 +66,7 @@ class Points:
                 self.log_pending()
 
     def log_pending(self) -> None:
-        """Log the values of the last logged step, if they wait."""
+        """Log the values of the last logged step, if they are pending."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -5,7 +5,7 @@ Both packages define the same classes, and an instance of a class of one is not 
 
 # ruff: noqa: F401
 
-__path__: list[str] = []  # a package; `deeplightning.own_code` finds its modules
+__path__: list[str] = []  # marks a package; `deeplightning.own_code` finds its modules
 
 import lightning_fabric as fabric
 import pytorch_lightning as pytorch

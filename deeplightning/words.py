@@ -1,6 +1,6 @@
-"""Shorten exceptions, recognise a lack of memory and addresses, make text safe to show, find near words, check values.
+"""Shorten exceptions, recognise addresses and lack of memory, escape text, find similar words, check values.
 
-It imports nothing of ours, so that every module may use it.
+It imports no module of ours, so that every module may use it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _UNPRINTABLE = re.compile(
     "\u2028\u2029\ud800-\udfff\ufffe\uffff]"  # line ends of Unicode; no characters
 )
 
-_ADDRESS = re.compile(  # a Path keeps one slash of two; `zip::s3://…` is a file in another
+_ADDRESS = re.compile(  # `Path` reduces two slashes to one; `zip::s3://…` is a file inside another
     r"((?:[A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL
 )
 
@@ -33,11 +33,11 @@ _STAGE = re.compile(f"({'|'.join(_STAGES)})[_/.-](.+)|(.+)[_/.-]({'|'.join(_STAG
 
 _NO_MEMORY = ("allocate memory", "start new thread", "could not create a primitive", "could not create a memory object")
 _UNSUPPORTED = "could not create a primitive descriptor"
-"""oneDNN uses one text for all reasons for which it does not compute; this one has other causes than memory."""
+"""oneDNN does not report the reason of a failure; this message has other causes than memory."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text that is not empty, or the exception's name if the text is empty."""
+    """Return the first non-empty line of an exception's text, or the exception's name if the text is empty."""
     return next(
         (line.strip()[:MAX_LINE_CHARACTERS] for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
@@ -55,9 +55,9 @@ def stage_of(metric: str) -> tuple[str, str]:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an exception says that the machine or a device is out of memory.
+    """Return whether an exception means that the machine or a device is out of memory.
 
-    Torch has no class for the memory of the CPU (2.15): its allocator and oneDNN raise RuntimeError, and so does Python
+    Torch has no exception class for CPU memory (2.15): its allocator and oneDNN raise RuntimeError, and so does Python
     if a thread cannot be started.
     """
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
@@ -67,7 +67,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> int | None:
-    """Return the available bytes of memory by Linux's estimate and the control group's limit; None if unknown."""
+    """Return the available memory in bytes, from Linux's estimate and the control group's limit, or None if unknown."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -91,11 +91,11 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def _escape(character: str) -> str:
-    return "\\u007f" if character == "\x7f" else repr(character)[1:-1]  # the one that `json.dumps` leaves as it is
+    return "\\u007f" if character == "\x7f" else repr(character)[1:-1]  # the only one that `json.dumps` does not escape
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return a sentence that names the nearest of some words, with a blank before it; "" if none is near."""
+    """Return a sentence that names the most similar word, with a leading blank, or "" if none is similar."""
     close = difflib.get_close_matches(word, [*words], 1)
     return f" Do you mean {close[0]}?" if close else ""
 
@@ -104,7 +104,7 @@ class InputError(ValueError):
     """Raised for an input that cannot be used; the message is one sentence for users.
 
     Attributes:
-        status: of the HTTP response.
+        status: status of the HTTP response.
     """
 
     def __init__(self, message: str, status: int = 400):
@@ -117,14 +117,14 @@ def is_whole(value: object, least: int) -> bool:
 
 
 def are_numbers(values: object) -> bool:
-    """Return whether these are a list or tuple of finite numbers."""
+    """Return whether `values` is a list or tuple of finite numbers."""
     return isinstance(values, list | tuple) and all(
         isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
     )
 
 
 def is_number(cell: str) -> bool:
-    """Return whether a value of a CSV file is a number, to tell data from a header: `nan` and `inf` are data."""
+    """Return whether a value of a CSV file is a number rather than part of a header; `nan` and `inf` are numbers."""
     try:
         float(cell)
     except ValueError:
@@ -152,6 +152,6 @@ def is_address(path: str | os.PathLike[str]) -> bool:
 
 
 def address_shown(address: str | os.PathLike[str]) -> str:
-    """Return an address for messages: without its query and fragment, which may hold a signature, and without a user
-    and password."""
+    """Return an address for messages: without query and fragment, which may contain a signature, and without user and
+    password."""
     return re.sub(r"://[^/]*@", "://", _ADDRESS.sub(r"\1://\2", os.fspath(address))).partition("?")[0].partition("#")[0]

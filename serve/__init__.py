@@ -1,4 +1,4 @@
-"""Serve a bundle over HTTP. Imports no torch, Lightning or MLflow; of the core only `image_spec`, `text_spec`,
+"""Serve a bundle over HTTP. Imports no torch, Lightning or MLflow; from the core only `image_spec`, `text_spec`,
 `table_spec`, `array_spec`, `kinds`, `runfolder`, `words`.
 
 `create_app` makes the WSGI application. Importing this package alone loads nothing.

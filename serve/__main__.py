@@ -23,9 +23,9 @@ from serve.device import (
     DeviceError,
     OptionError,
     choose_devices,
+    device_for_precision,
     is_device_word,
     onnxruntime_lacks,
-    settled_device,
 )
 from serve.limits import BOUNDS, Limits
 from serve.log import log_event, open_streams
@@ -46,16 +46,16 @@ class AddressError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve a bundle until it is stopped. Returns the exit code."""
     parser = options_parser()
-    parser.add_argument("folder", type=Path, help="a bundle, or a run folder that holds one")
-    parser.add_argument("--precision", choices=["fp32", "int8", "fp16"], default="fp32", help="which of its models")
+    parser.add_argument("folder", type=Path, help="a bundle, or a run folder that contains one")
+    parser.add_argument("--precision", choices=["fp32", "int8", "fp16"], default="fp32", help="precision of the model")
     options = parser.parse_args(arguments)
 
     def open_model(device: Device) -> Bundle:
         return Bundle.open_on(device, options.folder, options.precision)
 
     try:
-        options.device = settled_device(options.precision, options.device)
-        return serve(open_model, options, lambda: _files(options.folder), options.folder)
+        options.device = device_for_precision(options.precision, options.device)
+        return serve(open_model, options, lambda: _bundle_files(options.folder), options.folder)
     except OptionError as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code
@@ -70,16 +70,16 @@ def options_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of this machine"
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses of this machine"
     )
-    parser.add_argument("--port", type=_within(int, 0, 65535), default=5000, help="0: any that is free")
+    parser.add_argument("--port", type=_number_parser(int, 0, 65535), default=5000, help="0: any free port")
     parser.add_argument(
         "--device",
         type=_device,
         default="auto",
         metavar="auto|cpu|cuda|cuda:N",
-        help="where the model computes: on every GPU with a process each (cuda), on one of them (cuda:N), or on the "
-        "CPU; auto: on GPUs if they can be used",
+        help="device of the model: every GPU, with one process each (cuda), one GPU (cuda:N), or the CPU; auto: every "
+        "usable GPU, else the CPU",
     )
     meanings = {
         "max_upload_mb": "largest request, in units of 1,000,000 bytes",
@@ -91,7 +91,7 @@ def options_parser() -> argparse.ArgumentParser:
     }
     for name, meaning in meanings.items():
         value = getattr(default, name)
-        kind = _within(type(value), *BOUNDS[name])
+        kind = _number_parser(type(value), *BOUNDS[name])
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=meaning)
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the key clients must send"
@@ -101,8 +101,8 @@ def options_parser() -> argparse.ArgumentParser:
         metavar="NAME,…",
         type=lambda text: [name.strip() for name in text.split(",") if name.strip()],
         default=[],
-        help="names by which clients may ask for this server, besides localhost; *: any. Without a name, a loopback "
-        "address answers loopback names alone, any other address every name",
+        help="host names that the server answers to, besides localhost; *: any. Without a name, a server on a loopback "
+        "address answers only to loopback names, one on any other address to every name",
     )
     return parser
 
@@ -130,43 +130,43 @@ def serve(
     open_streams()
     limits = Limits(**{name: getattr(options, name) for name in BOUNDS})
     try:
-        key = _key(options.api_key_env)
+        key = _api_key(options.api_key_env)
         choice = choose_devices(options.device, lacks)
         first = _listen(options.host, options.port)
         host, port = first.getsockname()[:2]
         number = max(len(choice.devices), min(usable_cores(), MAX_WORKERS))
-        listeners = [first, *(_bound(options.host, port, reuse_port=True) for _ in range(number - 1))]
+        listeners = [first, *(_bound_socket(options.host, port, reuse_port=True) for _ in range(number - 1))]
 
-        def announce(what: str, layout: Layout) -> None:
+        def announce(model: str, layout: Layout) -> None:
             if choice.reason is not None:
                 log_event(ON_CPU, reason=choice.reason)
-            print(f"Serving {printable(what)} on {_url(first)}: {layout}", flush=True)
+            print(f"Serving {printable(model)} on {_url(first)}: {layout}", flush=True)
 
         _return_memory()
         admission = Admission(key, Hosts(host, options.allowed_hosts))
         setup = Setup(open_model, folder, listeners, limits, admission)
-        return Supervisor(setup, lambda: _signature(files()), announce, choice).run()
+        return Supervisor(setup, lambda: _files_signature(files()), announce, choice).run()
     except (AddressError, DeviceError, ModelError, OptionError) as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code
 
 
-def _key(variable: str | None) -> str | None:
+def _api_key(variable: str | None) -> str | None:
     """Return the API key from an environment variable."""
     if variable is None:
         return None
     if not os.environ.get(variable):
         raise OptionError(
-            f"The environment variable {variable} is to hold the key that clients must send, and is not set or empty. "
-            f"Set it, or leave --api-key-env (serve.api_key_env) out."
+            f"The environment variable {variable}, which must contain the API key, is not set or is empty. "
+            f"Set it, or omit --api-key-env (serve.api_key_env)."
         )
     return os.environ[variable]
 
 
-def _within(kind: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
+def _number_parser(kind: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
     def number(text: str) -> Number:
         if not low <= kind(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text} is not between {low} and {high}")
         return kind(text)
 
     return number  # argparse reports "invalid number value: 'x'" if int() fails; "number" is this function's name
@@ -179,26 +179,26 @@ def _device(text: str) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Further sockets of this server may share its address; no other program has it.
+    """Return a listening socket. Other sockets of this server may share its address; no other program can.
 
     Raises:
-        AddressError: the host is no address of this machine, or the port is in use or not allowed.
+        AddressError: the host is not an address of this machine, or the port is in use or not allowed.
     """
     try:
-        with _bound(host, port) as alone:  # with SO_REUSEPORT alone, we might share another server's address
-            port = alone.getsockname()[1]
-        listener = _bound(host, port, reuse_port=True)
+        with _bound_socket(host, port) as probe:  # with SO_REUSEPORT alone, we might share another server's address
+            port = probe.getsockname()[1]
+        listener = _bound_socket(host, port, reuse_port=True)
         listener.listen(BACKLOG)
         return listener
     except OSError as error:
         reason = (error.strerror or str(error)).split(" (")[0]
         raise AddressError(
             f"The server cannot listen on {host}, port {port}: {reason}. Choose another with --host (127.0.0.1: this "
-            "machine alone, 0.0.0.0: all its addresses) or --port (0: any that is free)."
+            "machine only, 0.0.0.0: all its addresses) or --port (0: any free port)."
         ) from error
 
 
-def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+def _bound_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     """Return a bound socket that does not listen yet."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -217,7 +217,7 @@ def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     return bound
 
 
-def _files(folder: Path) -> list[Path]:
+def _bundle_files(folder: Path) -> list[Path]:
     """Return the files of the bundle in `folder`; none while it is being replaced."""
     for bundle in bundle_folders(folder):
         if (bundle / RunFolder("").bundle_card.name).is_file():
@@ -225,8 +225,8 @@ def _files(folder: Path) -> list[Path]:
     return []
 
 
-def _signature(files: Sequence[Path]) -> list[tuple[str, int, int, int]] | None:
-    """Return a value that changes when the files do, or None while one of them is missing."""
+def _files_signature(files: Sequence[Path]) -> list[tuple[str, int, int, int]] | None:
+    """Return a value that changes when the files do, or None while one is missing."""
     try:
         stats = [(str(file), file.stat()) for file in files]
     except OSError:
@@ -243,7 +243,7 @@ def _return_memory() -> None:
 
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    public = "" if ipaddress.ip_address(host).is_loopback else " (public: anybody who reaches this machine may use it)"
+    public = "" if ipaddress.ip_address(host).is_loopback else " (public: anyone who can reach this machine can use it)"
     return f"http://{f'[{host}]' if ':' in host else host}:{port}{public}"
 
 

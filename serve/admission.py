@@ -1,6 +1,6 @@
 """Check the heads of requests: host, API key and announced size. The fast path and the WSGI application share this.
 
-The host is checked against DNS rebinding, by which another site's page could reach this server."""
+The host is checked against DNS rebinding, which would let a page of another site reach this server."""
 
 import hmac
 import ipaddress
@@ -12,7 +12,7 @@ from serve.batching import Batcher
 from serve.limits import Refusal
 
 OPEN_PATHS = ("/", "/docs", "/health", "/ready")
-"""Paths that need no API key: the pages, which ask for the key, and the probes of load balancers."""
+"""Paths that need no API key: the pages, which prompt for the key, and the probes of load balancers."""
 
 LARGE_BODY_BYTES = 65_536
 """Size above which a body is not read if the queue is full."""
@@ -34,48 +34,48 @@ class Hosts:
 
     Args:
         listening: address on which the server listens.
-        allowed: further names; `*` allows every name. If it is empty and `listening` is no loopback address, every name
-            is allowed.
+        allowed: further names; `*` allows every name. If it is empty and `listening` is not a loopback address, every
+            name is allowed.
     """
 
     def __init__(self, listening: str = "0.0.0.0", allowed: Sequence[str] = ()):
         self._names = frozenset(name.lower() for name in allowed)
-        self._all = ANY_HOST in self._names or not (self._names or is_loopback(listening))
+        self._allows_all = ANY_HOST in self._names or not (self._names or is_loopback(listening))
         self.local = is_loopback(listening) and not self._names
         """Whether only programs on this machine are answered, and no proxy with another name."""
-        self._seen: set[bytes] = set()
+        self._accepted: set[bytes] = set()
 
     def check(self, host: bytes | None) -> None:
         """Check the host that a request names.
 
         Args:
-            host: the `Host` header, or the host of the request's target; None if both are missing, as from no browser.
+            host: the `Host` header, or the host of the request's target; None if both are missing (no browser).
 
         Raises:
             Refusal: the name is malformed or not allowed.
         """
-        if self._all or host is None or host in self._seen:
+        if self._allows_all or host is None or host in self._accepted:
             return
         text = host.decode("latin-1").strip()
-        found = _AUTHORITY.fullmatch(text)
-        if found is None or int(found[2] or 0) > 65_535:
-            raise Refusal(400, "The Host of the request is not a name or an address; send that of the server.")
-        name = found[1].strip("[]").lower().removesuffix(".")
+        match = _AUTHORITY.fullmatch(text)
+        if match is None or int(match[2] or 0) > 65_535:
+            raise Refusal(400, "The Host header is not a host name or an address; send that of the server.")
+        name = match[1].strip("[]").lower().removesuffix(".")
         if name not in self._names and not is_loopback(name):
             raise Refusal(
                 421,
-                f"This server does not answer as {name[:100]}; ask it as localhost, or start it with "
+                f"This server does not accept the host name {name[:100]}; use localhost, or start it with "
                 f"serve.allowed_hosts=[{name[:100]}] (--allowed-hosts).",
             )
-        if len(self._seen) < 100:
-            self._seen.add(host)
+        if len(self._accepted) < 100:
+            self._accepted.add(host)
 
 
 def is_loopback(name: str) -> bool:
     """Return whether a name or an address always denotes the machine itself (RFC 6761, section 6.3)."""
     try:
         address = ipaddress.ip_address(name)
-        return address.is_loopback and getattr(address, "ipv4_mapped", None) is None  # which Python 3.13 takes for one
+        return address.is_loopback and getattr(address, "ipv4_mapped", None) is None  # loopback in Python 3.13
     except ValueError:
         return name == "localhost" or name.endswith(".localhost")
 
@@ -108,7 +108,7 @@ class Admission:
         """Check a request before its body is read.
 
         Args:
-            headers: headers by name in lower case; those that this module names suffice.
+            headers: headers by name in lower case; only those that this module reads are needed.
             batcher: the queue of a prediction.
             host: host of a target in absolute form, which replaces the header (RFC 9112, section 3.2.2); else empty.
 
@@ -119,15 +119,15 @@ class Admission:
         if self._key is not None and path not in OPEN_PATHS:
             self._check_key(headers)
         if len(headers.get(b"content-type", b"")) > MAX_TYPE_BYTES:
-            raise Refusal(400, f"The Content-Type is longer than {MAX_TYPE_BYTES} bytes; name a kind of picture.")
-        if (coding := headers.get(b"content-encoding")) and predicts(method, path):
-            _check_coding(coding)
+            raise Refusal(400, f"The Content-Type is longer than {MAX_TYPE_BYTES} bytes; send one such as image/png.")
+        if (coding := headers.get(b"content-encoding")) and is_prediction(method, path):
+            _check_content_coding(coding)
         if size := headers.get(b"content-length"):
             if len(size) > MAX_LENGTH_DIGITS or not size.strip().isdigit():
-                words = f"is not a number of at most {MAX_LENGTH_DIGITS} digits"
-                raise Refusal(400, f"The Content-Length {words}; send the size in bytes.")
+                fault = f"is not a number of at most {MAX_LENGTH_DIGITS} digits"
+                raise Refusal(400, f"The Content-Length {fault}; send the size in bytes.")
             batcher.limits.check_size(int(size))
-            if int(size) > LARGE_BODY_BYTES and predicts(method, path):
+            if int(size) > LARGE_BODY_BYTES and is_prediction(method, path):
                 batcher.admit()
 
     def _check_key(self, headers: Mapping[bytes, bytes]) -> None:
@@ -136,22 +136,22 @@ class Admission:
         if not hmac.compare_digest(sent, self._key or b""):
             raise Refusal(
                 401,
-                "This server asks for a key; send it as the header Authorization: Bearer KEY, or X-API-Key: KEY.",
+                "This server requires an API key; send it in the header Authorization: Bearer KEY, or X-API-Key: KEY.",
                 {"WWW-Authenticate": "Bearer"},
             )
 
 
-def _check_coding(coding: bytes) -> None:
+def _check_content_coding(coding: bytes) -> None:
     if any(one.strip().lower() not in (b"", b"identity") for one in coding.split(b",")):
         shown = coding.decode("latin-1")[:100]
         raise Refusal(
             415,
-            f"A body with the Content-Encoding {shown} is not read; send it without a coding.",
+            f"The Content-Encoding {shown} is not supported; send the body without one.",
             {"Accept-Encoding": "identity"},  # tells clients that the problem is not the Content-Type (RFC 9110)
         )
 
 
-def predicts(method: str, path: str) -> bool:
+def is_prediction(method: str, path: str) -> bool:
     """Return whether a request is a prediction."""
     return path == "/predict" and method == "POST"
 

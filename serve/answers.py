@@ -1,5 +1,5 @@
-"""Encode the model's output as the body of a response; the headers of every response; `answers` answers inputs in this
-process, without HTTP, as a server would. Letters: C channels, H height, W width, K classes, T targets."""
+"""Encode the model's output as the body of a response; `answers` answers inputs in this process, without HTTP, as a
+server would. Letters: C channels, H height, W width, K classes, T targets."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ BATCH_SIZE = 16
 
 JSON, PNG = "application/json", "image/png"
 
-PROTECTION = {
+HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -30,7 +30,7 @@ PROTECTION = {
 }
 """Headers of every response."""
 
-_WHOLE = {0.0: "0.0", 1.0: "1.0"}
+_WHOLE_SHARES = {0.0: "0.0", 1.0: "1.0"}
 
 Name = TypeVar("Name")
 
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     """An HTTP answer: status, content type, body, and the headers specific to this status."""
 
     status: int
-    kind: str
+    content_type: str
     body: bytes
     headers: Mapping[str, str] = MappingProxyType({})
 
@@ -80,7 +80,7 @@ def _classes(labels: list[str]) -> Encoder:
     def one(row: np.ndarray, top_k: int) -> str:
         best = (-row).argsort(kind="stable")[:top_k].tolist()
         # Nine digits distinguish float32s.
-        shares = [_WHOLE.get(share) or f"{share:.9g}" for share in row[best].tolist()]
+        shares = [_WHOLE_SHARES.get(share) or f"{share:.9g}" for share in row[best].tolist()]
         predictions = ", ".join([f"{heads[n]}{share}}}" for n, share in zip(best, shares, strict=True)])
         return (
             f'{{"predicted_class": "{best[0]}", "predicted_probability": "{shares[0]}", '
@@ -106,8 +106,8 @@ def _numbers(names: list[str], half_widths: list[float] | None) -> Encoder:
 
 
 def _labels(names: list[str], thresholds: list[float]) -> Encoder:
-    """Return an encoder of rows float32 (K,). It gives the labels whose probability reaches their threshold, and all
-    probabilities in descending order."""
+    """Return an encoder of rows float32 (K,). It returns the labels whose probability reaches their threshold, and
+    all probabilities in descending order."""
 
     def one(row: np.ndarray) -> str:
         predictions = [
@@ -121,7 +121,7 @@ def _labels(names: list[str], thresholds: list[float]) -> Encoder:
 
 
 def _masks(names: list[str]) -> Encoder:
-    """Return an encoder of rows float32 (K, H, W). It gives a mask, a palette PNG whose values are the classes of the
+    """Return an encoder of rows float32 (K, H, W). It returns a mask, a palette PNG whose values are the classes of the
     pixels, and the number of pixels of each class; or only the PNG if the client accepts it for a single picture."""
     palette = [CLASS_COLOURS[n % len(CLASS_COLOURS)] for n in range(len(names))]
     colours = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in palette]
@@ -162,7 +162,7 @@ def with_inputs(body: bytes, inputs: Sequence[np.ndarray]) -> bytes:
 
 
 def _png(pixels: np.ndarray, palette: list[int] | None = None) -> bytes:
-    """Return a picture, uint8 (C, H, W), as a PNG; one of numbers of a palette has C = 1."""
+    """Return a picture, uint8 (C, H, W), as a PNG; palette indices have C = 1."""
     file = io.BytesIO()
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
     if palette is not None:
@@ -177,12 +177,12 @@ def _one_or_list(texts: list[str]) -> bytes:
 
 def rows_of(model: Any, inputs: list[np.ndarray]) -> list[np.ndarray | Exception]:
     """Return a row of the model's output, or an exception, for each prepared input. If a batch fails, each input is
-    tried alone: only the bad one fails, and those that do not fit into memory together still get answers."""
+    run alone: only the bad one fails, and inputs that do not fit into memory together still get answers."""
     stack = model.spec.stack if KINDS[model.task].takes == "text" else np.stack  # texts are padded to the same length
     try:
         rows = model.predict(stack(inputs) if len(inputs) > 1 else inputs[0][None])
         if not math.isfinite(rows.sum()):
-            raise ValueError("the model gives numbers that are not finite")
+            raise ValueError("the model's output is not finite")
         return list(rows)
     except Exception as error:
         return [error] if len(inputs) == 1 else [row for one in inputs for row in rows_of(model, [one])]

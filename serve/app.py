@@ -16,7 +16,7 @@ from flask.json.provider import DefaultJSONProvider
 from werkzeug import Response as WerkzeugResponse
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
-from serve.answers import JSON, PROTECTION, Answer, refused
+from serve.answers import HEADERS, JSON, Answer, refused
 from serve.limits import FAULT, Limits, Refusal
 from serve.log import log_event
 from serve.openapi import describe
@@ -53,7 +53,7 @@ def application(service: Service) -> Flask:
     @app.get("/ready")
     def ready() -> Response:
         if not service.ready:
-            raise Refusal(503, "The server warms up or is about to end; ask again in a second, or another server.")
+            raise Refusal(503, "The server is starting or shutting down; retry in a second, or use another server.")
         return jsonify(status="ready")
 
     @app.get("/info")
@@ -71,11 +71,11 @@ def application(service: Service) -> Flask:
         )
 
     @app.get("/samples")
-    def offered() -> Response:
+    def get_samples() -> Response:
         return jsonify(samples=samples)
 
     @app.get("/metrics")
-    def measured() -> Response:
+    def get_metrics() -> Response:
         run = str(model.run.get("id") or model.run.get("name") or model.run.get("folder_name") or "unknown")
         labels = {"run": run, "task": model.task, "precision": model.precision}
         return Response(service.metrics.text(labels), content_type="text/plain; version=0.0.4; charset=utf-8")
@@ -94,23 +94,23 @@ def application(service: Service) -> Flask:
 
     @app.after_request
     def protect(response: Response) -> Response:
-        for name, value in PROTECTION.items():
+        for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         return response
 
     @app.errorhandler(HTTPException)
-    def refuse(error: HTTPException) -> WerkzeugResponse:
+    def handle_http_error(error: HTTPException) -> WerkzeugResponse:
         response = error.get_response()  # it has the headers that a status needs, such as Allow
         response.set_data(app.json.dumps({"ERROR": _explain(error, app, limits)}))
         response.content_type = JSON
         return response
 
     @app.errorhandler(Refusal)
-    def refuse_ours(error: Refusal) -> Response:
+    def handle_refusal(error: Refusal) -> Response:
         return _response(refused(error))
 
     @app.errorhandler(Exception)
-    def fail(error: Exception) -> Response:
+    def handle_fault(error: Exception) -> Response:
         log_event("fault", error, method=request.method, path=request.path)
         return _response(refused(Refusal(500, FAULT)))
 
@@ -118,7 +118,7 @@ def application(service: Service) -> Flask:
 
 
 def _response(answer: Answer) -> Response:
-    return Response(answer.body, answer.status, answer.headers, content_type=answer.kind)
+    return Response(answer.body, answer.status, answer.headers, content_type=answer.content_type)
 
 
 def _page(name: str) -> tuple[str, str]:
@@ -142,15 +142,15 @@ def _body() -> bytes:
 
 
 def _explain(error: HTTPException, app: Flask, limits: Limits) -> str:
-    """Return what went wrong and what to do, in plainer words than werkzeug's."""
+    """Return what is wrong and what to do, in plainer words than werkzeug's."""
     if isinstance(error, NotFound):
-        places = sorted(rule.rule for rule in app.url_map.iter_rules())
-        return f"There is nothing at this address; there are {', '.join(places)}."
+        paths = sorted(rule.rule for rule in app.url_map.iter_rules())
+        return f"There is no such path; the paths are {', '.join(paths)}."
     if isinstance(error, MethodNotAllowed):
-        ways = set(error.valid_methods or ()) - {"HEAD", "OPTIONS"}
-        return f"{request.method} is not possible here; use {' or '.join(sorted(ways))}."
+        methods = set(error.valid_methods or ()) - {"HEAD", "OPTIONS"}
+        return f"{request.method} is not allowed here; use {' or '.join(sorted(methods))}."
     if isinstance(error, RequestEntityTooLarge) and error.description == RequestEntityTooLarge.description:
         return limits.too_large().message
     if isinstance(error, BadRequest) and error.description == BadRequest.description:
-        return "The request ended early, paused for too long, or is malformed; send it again, whole."
+        return "The request ended early, paused for too long, or is malformed; send all of it again."
     return str(error.description)

@@ -25,7 +25,7 @@ from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest,
 from deeplightning.words import InputError, first_line
 from serve.answers import DEFAULT_TOP_K, encoder
 from serve.device import CPU, Device, DeviceError
-from serve.model import Model, prepared
+from serve.model import Model, prepare_picture
 from serve.private import is_out_of_memory, onnxruntime, refused_values
 from serve.session import open_session
 
@@ -49,7 +49,7 @@ MAX_CARD_BYTES = 32_000_000
 
 
 class BundleError(Exception):
-    """Raised if a bundle is missing, damaged or of an unknown kind; the message is one sentence for people."""
+    """Raised if a bundle is missing, damaged or of an unknown kind; the message is one sentence."""
 
     exit_code = 4
 
@@ -81,7 +81,7 @@ class Bundle(Model):
             DeviceError: the GPU cannot be used.
         """
         try:
-            folder = _find(Path(path).expanduser().absolute())
+            folder = _find_bundle(Path(path).expanduser().absolute())
         except (OSError, RuntimeError, ValueError) as error:  # an unknown home directory, an invalid name
             raise BundleError(f"There is no folder {str(path)!r:.200} ({first_line(error)}).") from error
         card = _read_card(folder)
@@ -93,17 +93,17 @@ class Bundle(Model):
         names = labels if isinstance(labels, list) and all(isinstance(label, str) for label in labels) else []
         _expect(
             0 < len(names) == len(set(names)) if kind.has_labels else labels == [],
-            "has labels that are not what its task needs: a list of different texts, and none for pictures",
+            "has labels that do not fit its task, which needs a list of different texts, or none for pictures",
             folder,
         )
         _expect(isinstance(run, dict), "does not say which run it comes from", folder)
         _check_files(folder, card["files"], precision)
-        spec = _spec(folder, card, kind)
+        spec = _input_spec(folder, card, kind)
         shape: tuple[int, ...] = ()  # the length of a text is free
         if kind.takes != "text":
             shape = (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
-        session = _load(folder, precision, kind, shape, len(labels), device)
-        samples, examples = _input(folder, card["golden"], kind, spec)
+        session = _load_session(folder, precision, kind, shape, len(labels), device)
+        samples, examples = _golden_inputs(folder, card["golden"], kind, spec)
         bundle = cls(
             folder=folder,
             task=task,
@@ -117,9 +117,9 @@ class Bundle(Model):
             device=device,
             session=session,
         )
-        answers = _answers(bundle)
+        answers = _golden_answers(bundle)
         _check_answers(bundle, card["golden"], answers)
-        _encode_one(bundle, answers[0])
+        _check_encoding(bundle, answers[0])
         _expect(
             card["golden"].get("digest") == golden_digest(card),
             f"has other labels, another task, input, origin or model than its golden answers were given with; {_RETRY}",
@@ -130,7 +130,7 @@ class Bundle(Model):
 
     @classmethod
     def open_on(cls, device: Device, path: str | PathLike[str], precision: str) -> Self:
-        """Open a bundle; on the CPU, to which `auto` may have fallen back, in fp32 for fp16, which is slower there."""
+        """Open a bundle. On the CPU, to which `auto` may fall back, load fp32 instead of fp16, which is slower."""
         return cls.open(path, "fp32" if precision == "fp16" and not device.on_gpu else precision, device)
 
     def predict(self, inputs: np.ndarray) -> np.ndarray:
@@ -147,16 +147,16 @@ class Bundle(Model):
 
 
 _NAMES = RunFolder(".")  # only for the file names: a bundle may have been copied anywhere
-_MODELS = {"fp32": _NAMES.bundle_model.name, "int8": _NAMES.bundle_int8.name, "fp16": _NAMES.bundle_fp16.name}
+_MODEL_FILES = {"fp32": _NAMES.bundle_model.name, "int8": _NAMES.bundle_int8.name, "fp16": _NAMES.bundle_fp16.name}
 _DTYPES = {"image": "uint8", "text": "int64", "table": "float", "array": "float"}  # as ONNX names them
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
-_KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
-_FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+_CARD_KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
+_FILE_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _RETRY = "write it again with `deeplightning export RUN`"
 
 
-def _expect(holds: bool, fault: str, folder: Path) -> None:
-    if not holds:
+def _expect(condition: bool, fault: str, folder: Path) -> None:
+    if not condition:
         raise BundleError(f"The bundle {folder} {fault}.")
 
 
@@ -165,7 +165,7 @@ def bundle_folders(path: Path) -> tuple[Path, ...]:
     return path, RunFolder(path).bundle, path / "artifacts" / RunFolder(path).bundle.name
 
 
-def _find(path: Path) -> Path:
+def _find_bundle(path: Path) -> Path:
     for folder in bundle_folders(path):
         if (folder / _NAMES.bundle_card.name).is_file():
             return folder
@@ -180,7 +180,7 @@ def _read_card(folder: Path) -> Card:
     """Read bundle.json, and check that it is unchanged since its export. Most values are checked later."""
     file = folder / _NAMES.bundle_card.name
     try:
-        text = _read(folder, file.name, MAX_CARD_BYTES)
+        text = _read_file(folder, file.name, MAX_CARD_BYTES)
         card: dict[str, object] = json.loads(text)
         _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_RETRY}", folder)
         found = card.get("format")
@@ -192,7 +192,7 @@ def _read_card(folder: Path) -> Card:
         raise BundleError(f"{file} is not JSON ({error}); {_RETRY}.") from error
     _expect(card.get("digest") == expected, f"is damaged: {file.name} was changed since its export; {_RETRY}", folder)
     keys = set(card) - {"int8", "output"}
-    _expect(keys == _KEYS, f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _KEYS))})", folder)
+    _expect(keys == _CARD_KEYS, f"has wrong keys in {file.name} ({', '.join(sorted(keys ^ _CARD_KEYS))})", folder)
     return cast("Card", card)
 
 
@@ -201,44 +201,44 @@ def _check_files(folder: Path, digests: object, precision: str) -> None:
     listed = digests if isinstance(digests, dict) else {}
     needed = {_NAMES.bundle_model.name, _NAMES.bundle_weights.name}
     _expect(needed <= set(listed), f"does not list the digests of {' and '.join(sorted(needed))}", folder)
-    model = _MODELS[precision]
+    model = _MODEL_FILES[precision]
     _expect(
         model in listed,
         f"has no {model}: with serve.precision {precision} in the run's config, `deeplightning serve RUN` writes it; "
-        "--precision fp32 does without",
+        "--precision fp32 does not need it",
         folder,
     )
     for name, digest in listed.items():
-        _expect(bool(_FILE.fullmatch(name)), f"lists {name!r:.80}, which is not a file name", folder)
-        if name in _MODELS.values() and name != model:
+        _expect(bool(_FILE_NAME.fullmatch(name)), f"lists {name!r:.80}, which is not a file name", folder)
+        if name in _MODEL_FILES.values() and name != model:
             continue  # of another precision
-        with _opened(folder, name) as stream:
+        with _open_file(folder, name) as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         _expect(found == digest, f"is damaged: {name} is not the file that was exported (its SHA-256 differs)", folder)
 
 
-def _opened(folder: Path, name: str) -> BufferedReader:
+def _open_file(folder: Path, name: str) -> BufferedReader:
     """Open a regular file of the bundle for reading; reject links out of its folder."""
     try:
         file = (folder / name).resolve()
-        _expect(file.is_relative_to(folder.resolve()), f"has in {name} a link out of its folder", folder)
-        _expect(file.is_file() or not file.exists(), f"has in {name} something that is not a file", folder)
+        _expect(file.is_relative_to(folder.resolve()), f"has a link out of its folder: {name}", folder)
+        _expect(file.is_file() or not file.exists(), f"has a {name} that is not a regular file", folder)
         return file.open("rb")
     except (OSError, RuntimeError) as error:  # Python 3.11 raises the latter for circular links
         reason = getattr(error, "strerror", None) or first_line(error)
         raise BundleError(f"The bundle {folder} has no readable {name} ({reason}).") from error
 
 
-def _read(folder: Path, name: str, most: int) -> bytes:
-    """Return the content of a file of the bundle, at most `most` bytes."""
-    with _opened(folder, name) as stream:
-        content = stream.read(most + 1)
-    _expect(len(content) <= most, f"has a {name} of more than {most:,} bytes", folder)
+def _read_file(folder: Path, name: str, max_bytes: int) -> bytes:
+    """Return the content of a file of the bundle, at most `max_bytes` bytes."""
+    with _open_file(folder, name) as stream:
+        content = stream.read(max_bytes + 1)
+    _expect(len(content) <= max_bytes, f"has a {name} of more than {max_bytes:,} bytes", folder)
     return content
 
 
-def _spec(folder: Path, card: Card, kind: Kind) -> Any:
-    """Return the spec by which inputs are prepared; that of texts comes from the vocabulary or tokenizer."""
+def _input_spec(folder: Path, card: Card, kind: Kind) -> Any:
+    """Return the spec that prepares inputs; that of texts is read from the vocabulary or tokenizer."""
     values = card["input"]
     try:
         if kind.takes == "image":
@@ -253,18 +253,18 @@ def _spec(folder: Path, card: Card, kind: Kind) -> Any:
             f"does not say which of its files has the tokens ({' or '.join(_TEXT_FILES)})",
             folder,
         )
-        return TextSpec.from_dict(values, _read(folder, str(name), MAX_TOKENIZER_BYTES).decode())
+        return TextSpec.from_dict(values, _read_file(folder, str(name), MAX_TOKENIZER_BYTES).decode())
     except ImportError as error:
         raise BundleError(
-            f"The bundle {folder} has a tokenizer of Hugging Face's, which needs a package that is not installed here "
+            f"The bundle {folder} has a Hugging Face tokenizer, which needs a package that is not installed here "
             f"({error}): pip install tokenizers"
         ) from error
     except ValueError as error:
         raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
 
 
-def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndarray, list[Any]]:
-    """Return the golden samples prepared like a client's, (N, …), and some of them as clients send them."""
+def _golden_inputs(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndarray, list[Any]]:
+    """Return the golden samples prepared like a client's, (N, …), and some as clients send them."""
     given = golden.get(kind.golden) if isinstance(golden, dict) else None
     if not isinstance(given, list) or not given:
         raise BundleError(f"The bundle {folder} has no golden samples.")
@@ -273,7 +273,7 @@ def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndar
         for number, sample in enumerate(given):
             example: Any = sample
             if kind.takes == "image":
-                rows.append(prepared(spec, base64.b64decode(sample, validate=True), spec.height * spec.width))
+                rows.append(prepare_picture(spec, base64.b64decode(sample, validate=True), spec.height * spec.width))
             elif kind.takes == "array":
                 from deeplightning.array_spec import read_npy
 
@@ -290,23 +290,21 @@ def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndar
         raise BundleError(f"Golden sample {number} of the bundle {folder} is damaged ({error}).") from error
 
 
-def _load(
+def _load_session(
     folder: Path, precision: str, kind: Kind, shape: tuple[int, ...], num_labels: int, device: Device
 ) -> onnxruntime.InferenceSession:
     """Load the model, and check its inputs and outputs. ONNX Runtime keeps it from reading files outside its folder."""
     try:
-        session = open_session(folder / _MODELS[precision], device)
+        session = open_session(folder / _MODEL_FILES[precision], device)
     except DeviceError:
         raise
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise BundleError(
-            f"ONNX Runtime does not take the model of the bundle {folder}: {first_line(error)}"
-        ) from error
+        raise BundleError(f"ONNX Runtime rejects the model of the bundle {folder}: {first_line(error)}") from error
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
     sides: list[int | str] = ["length"] if kind.takes == "text" else list(shape)
-    wanted = [(kind.input, f"tensor({_DTYPES[kind.takes]})", sides)]
-    _expect(inputs == wanted, f"has a model with the inputs {inputs}; bundle.json says {wanted}", folder)
+    expected = [(kind.input, f"tensor({_DTYPES[kind.takes]})", sides)]
+    _expect(inputs == expected, f"has a model with the inputs {inputs}; bundle.json says {expected}", folder)
     _expect(
         [output[:2] for output in outputs] == [(kind.output, "tensor(float)")],
         f"has a model with the outputs {outputs}, not just float {kind.output}",
@@ -320,7 +318,7 @@ def _load(
 def _check_answers(bundle: Bundle, golden: dict[str, Any], answers: np.ndarray) -> None:
     """Check that the golden samples get the same answers as at export, within `TOLERANCES`. This covers decoding,
     model, runtime and device."""
-    known = "fp32" if bundle.precision == "fp16" else bundle.precision
+    reference = "fp32" if bundle.precision == "fp16" else bundle.precision
     given = KINDS[bundle.task].compared(answers)
     _expect(
         isinstance(given, np.ndarray) and given.ndim > 1 and len(given) == len(bundle.samples),
@@ -328,10 +326,10 @@ def _check_answers(bundle: Bundle, golden: dict[str, Any], answers: np.ndarray) 
         bundle.folder,
     )
     try:
-        wanted = np.frombuffer(base64.b64decode(golden[known], validate=True), "<f4").reshape(given.shape)
+        expected = np.frombuffer(base64.b64decode(golden[reference], validate=True), "<f4").reshape(given.shape)
     except (KeyError, TypeError, ValueError) as error:
         raise BundleError(f"The golden answers of the bundle {bundle.folder} are damaged ({error}).") from error
-    differences = np.abs(given - wanted).max(axis=tuple(range(1, given.ndim)))  # (N,)
+    differences = np.abs(given - expected).max(axis=tuple(range(1, given.ndim)))  # (N,)
     worst, allowed = int(differences.argmax()), TOLERANCES[bundle.precision]  # argmax returns a nan first
     if bundle.device.on_gpu:
         allowed = max(allowed, GPU_TOLERANCE)
@@ -339,21 +337,21 @@ def _check_answers(bundle: Bundle, golden: dict[str, Any], answers: np.ndarray) 
     remedy = "serve it with serve.precision=fp32" if bundle.precision == "fp16" else _RETRY
     _expect(
         bool(differences[worst] <= allowed),
-        f"answers golden sample {worst} differently from when it was exported: {KINDS[bundle.task].output} differ by "
+        f"answers golden sample {worst} differently than at export: {KINDS[bundle.task].output} differ by "
         f"{differences[worst]:.3g}; the limit is {allowed:g}; {remedy}",
         bundle.folder,
     )
 
 
-def _encode_one(bundle: Bundle, answer: np.ndarray) -> None:
-    """Check that an answer, (…), can be encoded by the card's labels, and its half widths or thresholds."""
+def _check_encoding(bundle: Bundle, answer: np.ndarray) -> None:
+    """Check that an answer, (…), can be encoded with the card's labels and half widths or thresholds."""
     try:
         encoder(bundle.task, bundle.labels, bundle.output)([answer], DEFAULT_TOP_K, "")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise BundleError(f"The bundle {bundle.folder} describes its answers wrongly ({error!r:.200}).") from error
 
 
-def _answers(bundle: Bundle) -> np.ndarray:
+def _golden_answers(bundle: Bundle) -> np.ndarray:
     """Return the answers to all golden samples; one by one if a GPU has too little memory for all at once."""
     try:
         try:
@@ -363,8 +361,8 @@ def _answers(bundle: Bundle) -> np.ndarray:
     except MemoryError as error:
         raise DeviceError(
             f"{bundle.device} ({bundle.device.name}) has too little memory for the bundle {bundle.folder}: "
-            f"{bundle.device.free / 1e9:.1f} GB were free at the start ({first_line(error)}); end what else uses it, "
-            "or use serve.device=cpu"
+            f"{bundle.device.free / 1e9:.1f} GB were free at the start ({first_line(error)}); stop other programs "
+            "that use it, or use serve.device=cpu"
         ) from error
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise BundleError(

@@ -1,4 +1,4 @@
-"""Find NVIDIA's GPUs by its driver library, through ctypes.
+"""Find NVIDIA GPUs with the driver library, through ctypes.
 
 Run as a program, this module prints one JSON object about the machine's GPUs (`probe`). The server runs it in a
 separate process: CUDA does not survive a fork, so the parent of the workers must never initialize it. Standard library
@@ -39,7 +39,7 @@ def has_driver() -> bool:
 
 
 def find_gpus(library: ctypes.CDLL) -> list[Gpu]:
-    """Find the GPUs in this process by the driver library.
+    """Find the GPUs in this process with the driver library.
 
     Raises:
         CudaError: the driver finds no GPU, or does not work.
@@ -79,8 +79,8 @@ def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 def probe() -> list[Gpu] | str:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, or why they are not known. They are found in a
-    separate process."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, or why they are unknown. The search runs in
+    a separate process."""
     import subprocess  # imported lazily: most servers compute on the CPU
 
     try:

@@ -66,7 +66,7 @@ class Choice:
 
     Attributes:
         devices: GPUs, with one process each, or the CPU alone.
-        reason: why `auto` has fallen back to the CPU, if it has.
+        reason: why `auto` fell back to the CPU, if it did.
         may_fall_back: whether the CPU answers if a GPU cannot load the model.
     """
 
@@ -80,7 +80,7 @@ def is_device_word(text: str) -> bool:
     return _WORD.fullmatch(text) is not None
 
 
-def settled_device(precision: str, device: str) -> str:
+def device_for_precision(precision: str, device: str) -> str:
     """Return the value of `serve.device` for a precision: int8 is served on the CPU.
 
     Raises:
@@ -121,7 +121,7 @@ def choose_devices(word: str, lacks: Callable[[], str | None]) -> Choice:
         faults = [f", unusable: {gpu['fault']}" if "fault" in gpu else "" for gpu in gpus]
         listed = [f"{one} ({one.name}{fault})" for one, fault in zip(devices, faults, strict=True)]
         shown = ", ".join(listed) or "none"
-        reason = f"the GPUs that can be seen are {shown}; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        reason = f"the visible GPUs are {shown}; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     if word == "auto":
         return Choice((CPU,), reason)
     raise DeviceError(f"serve.device is {word}: {reason}.")
@@ -137,4 +137,4 @@ def onnxruntime_lacks() -> str | None:
 
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         return None
-    return f"the onnxruntime that is installed is built for the CPU: {remedy}"
+    return f"the installed onnxruntime is built for the CPU: {remedy}"

@@ -1,7 +1,7 @@
 """Route requests: predictions take the fast path to the model; Flask answers everything else, in a thread.
 
-The fast path saves the overhead of Flask: a complete prediction of a small network takes 0.3 ms of CPU on it, an empty
-Flask handler behind an ASGI server 0.9 to 1.1 ms (one core, November 2026).
+The fast path saves the overhead of Flask: a complete prediction of a small network takes 0.3 ms of CPU, an empty Flask
+handler behind an ASGI server 0.9 to 1.1 ms (one core, November 2026).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from wsgiref.util import setup_testing_defaults
 
 from deeplightning.words import printable
-from serve.admission import predicts, request_id
+from serve.admission import is_prediction, request_id
 from serve.answers import Answer, refused
 from serve.batching import Job
 from serve.limits import FAULT, Refusal
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # a server that only predicts needs no Flask
 MAX_BUFFERED_BYTES = 512_000_000
 """Maximum size of all incomplete bodies that a process buffers, in bytes."""
 
-MAX_PATH_LETTERS = 200
+MAX_PATH_CHARACTERS = 200
 """Maximum length of a path in a log line, in characters."""
 
 FLASK_THREADS = 8
@@ -43,9 +43,8 @@ class Request:
 
     Attributes:
         method, path, query, headers, version: of HTTP; the path is decoded, header names are in lower case.
-        client: address of the client.
+        client, body: address of the client, and the complete body.
         keep: whether the connection stays open for another request.
-        body: the complete body.
         begun: time at which the head was complete (`time.perf_counter`).
         host: host of a target in absolute form, which replaces the header (RFC 9112, section 3.2.2); else empty.
         name: request id, the client's own if it is safe to log; set by `Dispatcher.admit`.
@@ -85,9 +84,9 @@ class Dispatcher:
         Raises:
             Refusal: the request is not admitted.
         """
-        given, service = request.headers, self.service
-        request.name = request_id(given.get(b"x-request-id"))
-        service.admission.check(request.method, request.path, given, service.batcher, request.host)
+        headers, service = request.headers, self.service
+        request.name = request_id(headers.get(b"x-request-id"))
+        service.admission.check(request.method, request.path, headers, service.batcher, request.host)
 
     def reserve(self, size: int) -> None:
         """Add to the number of buffered body bytes; a negative `size` releases them.
@@ -97,32 +96,33 @@ class Dispatcher:
         """
         self._buffered_bytes += size
         if size > 0 and self._buffered_bytes > MAX_BUFFERED_BYTES:
-            raise Refusal(429, "Too much is being uploaded; send this again in 5 s.", {"Retry-After": "5"})
+            raise Refusal(429, "Too many uploads are in progress; send this again in 5 s.", {"Retry-After": "5"})
 
     def answer(self, request: Request, reply: Reply) -> None:
         """Answer a request, possibly before this method returns."""
         try:
-            if predicts(request.method, request.path):
+            if is_prediction(request.method, request.path):
                 self._predict(request, reply)
             else:
-                self._ask_flask(request, reply)
+                self._submit_to_flask(request, reply)
         except Refusal as refusal:
-            # Later, as Flask's answers do: the rest of the same read is parsed first.
+            # Later, like Flask's answers: the rest of the same read is parsed first.
             asyncio.get_running_loop().call_soon(self._finish, request, reply, refused(refusal))
 
     def record(self, request: Request, status: int, job: Job | None = None) -> None:
         """Count a request in the metrics, and buffer its log line."""
         took = time.perf_counter() - request.begun
         self.service.count(request.path, status, took, job)
-        path = '"/predict"' if request.path == "/predict" else printable(json.dumps(request.path[:MAX_PATH_LETTERS]))
+        path = '"/predict"' if request.path == "/predict" else printable(json.dumps(request.path[:MAX_PATH_CHARACTERS]))
         line = (
             f'"id": "{request.name.decode()}", "client": "{request.client}", "method": "{request.method}", '
             f'"path": {path}, "status": {status}, "ms": {1e3 * took:.3f}'
         )
-        if job is not None and job.batch:
+        if job is not None and job.batch_size:
             line += (
-                f', "images": {len(job.rows)}, "queue_ms": {1e3 * job.queued:.3f}, '
-                f'"decode_ms": {1e3 * job.decoding:.3f}, "forward_ms": {1e3 * job.forward:.3f}, "batch": {job.batch}'
+                f', "images": {len(job.rows)}, "queue_ms": {1e3 * job.queue_seconds:.3f}, '
+                f'"decode_ms": {1e3 * job.decode_seconds:.3f}, "forward_ms": {1e3 * job.forward_seconds:.3f}, '
+                f'"batch": {job.batch_size}'
             )
         self._log.add(line, refused=400 <= status < 500)
 
@@ -140,39 +140,39 @@ class Dispatcher:
         Raises:
             Refusal: the request is invalid, or the queue is full.
         """
-        loop, here, given = asyncio.get_running_loop(), threading.get_ident(), request.headers
+        loop, loop_thread, headers = asyncio.get_running_loop(), threading.get_ident(), request.headers
 
-        def done(job: Job) -> None:  # in the thread that ended the job
+        def done(job: Job) -> None:  # in the thread that completed the job
             try:
                 answer = self._predictions.answer(job)
             except Exception as error:
                 answer = self._fault(request, error)
-            if threading.get_ident() == here:
+            if threading.get_ident() == loop_thread:
                 self._finish(request, reply, answer, job)
             else:
                 loop.call_soon_threadsafe(self._finish, request, reply, answer, job)
 
-        kind, accept = given.get(b"content-type", b""), given.get(b"accept", b"")
-        self.service.batcher.submit(self._predictions.job(request.query, kind, accept, request.body, done))
+        content_type, accept = headers.get(b"content-type", b""), headers.get(b"accept", b"")
+        self.service.batcher.submit(self._predictions.job(request.query, content_type, accept, request.body, done))
 
     def _fault(self, request: Request, error: Exception) -> Answer:
         log_event("fault", error, id=request.name.decode(), path=request.path)
         return refused(Refusal(500, FAULT))
 
-    def _ask_flask(self, request: Request, reply: Reply) -> None:
+    def _submit_to_flask(self, request: Request, reply: Reply) -> None:
         loop = asyncio.get_running_loop()
 
-        def ask() -> None:
+        def work() -> None:
             try:
-                answer = self._from_flask(request)
+                answer = self._flask_answer(request)
             except Exception as error:
                 answer = self._fault(request, error)
             loop.call_soon_threadsafe(self._finish, request, reply, answer)
 
-        self._threads.submit(ask)
+        self._threads.submit(work)
 
-    def _from_flask(self, request: Request) -> Answer:
-        """Answer a request by the Flask application, through WSGI (PEP 3333)."""
+    def _flask_answer(self, request: Request) -> Answer:
+        """Return the Flask application's answer to a request, through WSGI (PEP 3333)."""
         from werkzeug.wrappers import Response
 
         if self._flask is None:
@@ -195,7 +195,7 @@ class Dispatcher:
             "SERVER_PROTOCOL": f"HTTP/{request.version}",
             "wsgi.input": io.BytesIO(request.body),
         }
-        setup_testing_defaults(environ)  # what PEP 3333 wants besides
+        setup_testing_defaults(environ)  # the other keys that PEP 3333 requires
         response = Response.from_app(self._flask, environ, buffered=True)
         headers = {name: value for name, value in response.headers if name not in ("Content-Type", "Content-Length")}
         return Answer(response.status_code, response.headers["Content-Type"], response.get_data(), headers)

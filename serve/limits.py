@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-FAULT = "The server has a fault; its log shows which. Other requests are not affected."
+FAULT = "Internal server error; the server's log has the details. Other requests are not affected."
 """Message of status 500."""
 
 

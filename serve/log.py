@@ -21,7 +21,7 @@ MAX_WRITE_BYTES = 4096
 
 
 class Log:
-    """Buffers lines for the file `descriptor` until `flush`."""
+    """Buffers lines until `flush` writes them to the file `descriptor`."""
 
     def __init__(self, descriptor: int = 1):
         self._descriptor = descriptor
@@ -44,7 +44,7 @@ class Log:
         """Write the buffered lines, as many as the reader takes without blocking."""
         self._now()
         lines, self._lines = self._lines, []
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or the disk is full
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the disk is full
             poll = select.poll()
             poll.register(self._descriptor, select.POLLOUT)
             while lines and any(event & select.POLLOUT for _, event in poll.poll(0)):
@@ -56,7 +56,7 @@ class Log:
                 del lines[:number]
 
     def _now(self) -> str:
-        """Return the time in UTC, in milliseconds. Each new second, log how many lines were left out."""
+        """Return the time in UTC, in milliseconds. Each new second, log how many lines were dropped."""
         now = time.time()
         if int(now) != self._second:
             self._second = int(now)

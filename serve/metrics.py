@@ -24,7 +24,7 @@ STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 501
 ROUTES = ("/predict", "/", "/docs", "/health", "/ready", "/info", "/samples", "/metrics", "/openapi.json")
 """Paths with their own counters. Other paths are counted together, so a client cannot create labels."""
 
-MAX_LABEL_LETTERS = 100
+MAX_LABEL_CHARACTERS = 100
 """Maximum length of a label's value, in characters."""
 
 SECONDS_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -32,16 +32,16 @@ SIZE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 HISTOGRAMS = {
     "queue_seconds": (SECONDS_BOUNDS, "Time that a request's pictures waited for a thread and for the model."),
-    "decode_seconds": (SECONDS_BOUNDS, "Time to take a request's pictures out of it and to decode and resize them."),
+    "decode_seconds": (SECONDS_BOUNDS, "Time to read a request's pictures from its body, decode and resize them."),
     "forward_seconds": (SECONDS_BOUNDS, "Time of the forward pass that a request was part of."),
-    "http_seconds": (SECONDS_BOUNDS, "Time that a request took besides: reading, parsing, writing."),
-    "batch_size": (SIZE_BOUNDS, "Pictures in one forward pass, as requests met it."),
+    "http_seconds": (SECONDS_BOUNDS, "Rest of the time that a request took: reading, parsing, writing."),
+    "batch_size": (SIZE_BOUNDS, "Pictures in the forward pass that a request was part of."),
 }
 
 _STATUS = {status: number for number, status in enumerate(STATUSES)}
 _ROUTE = {route: number for number, route in enumerate(ROUTES)}
 _OTHER_STATUS, _OTHER_ROUTE = len(STATUSES), len(ROUTES)
-_CELL = len(SECONDS_BOUNDS) + 2  # size of a histogram of seconds: its buckets, the one above all bounds, and the sum
+_CELL = len(SECONDS_BOUNDS) + 2  # size of a histogram of seconds: its buckets, the overflow bucket, and the sum
 _WAITING = (len(ROUTES) + 1) * (len(STATUSES) + 1) * _CELL
 """Column of the queue length, after a histogram for each route and status."""
 
@@ -54,7 +54,7 @@ class Metrics:
         width = _WAITING + 1
         for bounds, _ in HISTOGRAMS.values():
             self._columns.append((width, bounds))
-            width += len(bounds) + 2  # one above all bounds, and the sum
+            width += len(bounds) + 2  # the overflow bucket, and the sum
         self._width = width
         self._memory = mmap.mmap(-1, 8 * width * MAX_PROCESSES)
         self._numbers = memoryview(self._memory).cast("d")
@@ -106,12 +106,12 @@ class Metrics:
                 duration.add_metric([route, status], *_histogram(cell, SECONDS_BOUNDS))
         yield duration
         yield GaugeMetricFamily("deeplightning_queue_length", "Requests that wait for the model.", sums[_WAITING])
-        for (name, (_, words)), (column, bounds) in zip(HISTOGRAMS.items(), self._columns, strict=True):
-            histogram = HistogramMetricFamily(f"deeplightning_{name}", words)
+        for (name, (_, description)), (column, bounds) in zip(HISTOGRAMS.items(), self._columns, strict=True):
+            histogram = HistogramMetricFamily(f"deeplightning_{name}", description)
             histogram.add_metric([], *_histogram(sums[column : column + len(bounds) + 2], bounds))
             yield histogram
         info = GaugeMetricFamily("deeplightning_model_info", "The model that answers; always 1.", labels=[*model])
-        info.add_metric([value[:MAX_LABEL_LETTERS] for value in model.values()], 1)
+        info.add_metric([value[:MAX_LABEL_CHARACTERS] for value in model.values()], 1)
         yield info
 
     @property

@@ -1,4 +1,4 @@
-"""A loaded network that answers requests: what a bundle and a checkpoint served by torch share.
+"""A loaded network that answers requests: the base of a bundle, and of a checkpoint that torch serves.
 Letters: N inputs, C channels, H height, W width."""
 
 import io
@@ -66,7 +66,7 @@ class Model:
 
         Raises:
             MemoryError: the device has too little memory for this batch.
-            deeplightning.words.InputError: the network does not take the values, such as an index out of range.
+            deeplightning.words.InputError: the network rejects the values, such as an index out of range.
         """
         raise NotImplementedError
 
@@ -74,16 +74,16 @@ class Model:
         """Decode and resize an encoded picture to the model's input, uint8 (C, H, W).
 
         Raises:
-            deeplightning.image_spec.ImageError: the data is no picture, damaged, or too large.
+            deeplightning.image_spec.ImageError: the data is not a picture, is damaged, or is too large.
         """
-        return prepared(self.spec, data, max_pixels, max_side)
+        return prepare_picture(self.spec, data, max_pixels, max_side)
 
 
-def prepared(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
+def prepare_picture(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
     """Decode and resize an encoded picture that a client sent, uint8 (C, H, W).
 
     Raises:
-        deeplightning.image_spec.ImageError: it is no picture, damaged, too large, or needs more than `MAX_READS` reads.
+        deeplightning.image_spec.ImageError: not a picture, damaged, too large, or needs more than `MAX_READS` reads.
     """
     source = data if len(data) <= SMALL_BYTES else _CountedReads(data)
     return np.ascontiguousarray(spec.decode(source, max_pixels, max_side).transpose(2, 0, 1))
@@ -94,10 +94,10 @@ class _CountedReads(io.BytesIO):
 
     def __init__(self, data: bytes):
         super().__init__(data)
-        self._left = MAX_READS
+        self._remaining = MAX_READS
 
     def read(self, size: int | None = -1, /) -> bytes:
-        self._left -= 1
-        if self._left < 0:
+        self._remaining -= 1
+        if self._remaining < 0:
             raise ImageError("The image has too many chunks, tiles or metadata entries; save it again.", 400)
         return super().read(size)

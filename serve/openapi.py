@@ -29,7 +29,7 @@ BINARY = {"type": "string", "format": "binary"}
 BASE64 = {"type": "string", "format": "byte"}
 
 _ANSWERS = {"reconstruction": "Picture", "segmentation": "Mask"}
-"""Schema of one answer by what the task gives; of other tasks `Prediction`. That of several has an s at the end."""
+"""Schema of one answer by the kind of output; `Prediction` for other kinds. The plural is the schema of several."""
 
 
 def _header(name: str, description: str, **schema: object) -> JsonObject:
@@ -38,11 +38,11 @@ def _header(name: str, description: str, **schema: object) -> JsonObject:
 
 REQUEST_ID = _header(
     "X-Request-ID",
-    "Names the request in the server's log: the client's own, where it sent one, or a new one.",
+    "Identifies the request in the server's log: the client's id if it sent one, else a new one.",
     type="string",
     pattern="^[A-Za-z0-9._-]{1,64}$",
 )
-RETRY_AFTER = _header("Retry-After", "Seconds after which the same request may find room.", type="integer", minimum=1)
+RETRY_AFTER = _header("Retry-After", "Seconds to wait before sending the request again.", type="integer", minimum=1)
 CHALLENGE = _header("WWW-Authenticate", "How to send the key.", type="string", pattern="^Bearer")
 
 
@@ -50,12 +50,10 @@ def _parameter(name: str, description: str, **schema: object) -> JsonObject:
     return {"name": name, "in": "query", "description": description, "schema": schema}
 
 
-SHOW = _parameter(
-    "show", "What each prediction adds: the picture as the network sees it.", type="string", enum=["input"]
-)
+SHOW = _parameter("show", "Adds to each prediction the picture as the network sees it.", type="string", enum=["input"])
 TOP_K = _parameter(
     "top_k",
-    "How many classes to name, most probable first; at most all of them.",
+    "Number of classes to return, most probable first.",
     type="integer",
     minimum=1,
     maximum=999_999_999,
@@ -66,18 +64,18 @@ TOP_K = _parameter(
 def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
     """Return the document at `/openapi.json`; if `secured`, clients must send a key."""
     kind = KINDS[model.task]
-    samples = "Samples of the run, for trying the model; none where anybody may ask without a key."
-    ready = _get("Answers 200 while requests are welcome: once the model is loaded and checked.", _ref("Status"))
-    ready["responses"]["503"] = _error("Not yet, or not any more: the server starts or stops.")
+    samples = "Samples of the run, for trying the model; none if anyone may use the server without a key."
+    ready = _get("Answers 200 while the server accepts requests: once the model is loaded and checked.", _ref("Status"))
+    ready["responses"]["503"] = _error("The server is starting or shutting down.")
     gets = {
         "/health": _get("Answers while the server is alive.", _ref("Status")),
         "/ready": ready,
         "/metrics": _get("Counts and times for Prometheus.", TEXT, "text/plain"),
-        "/info": _get("The task, its labels, its input, its limits, and where it comes from.", _ref("Info")),
+        "/info": _get("The task, labels, input, limits, and the run that the model comes from.", _ref("Info")),
         "/samples": _get(samples, _ref("Samples")),
         "/openapi.json": _get("This document.", {"type": "object"}),
-        "/docs": _get("A page that shows this document to people.", TEXT, "text/html"),
-        "/": _get("A page to try the model on.", TEXT, "text/html"),
+        "/docs": _get("This document as a page.", TEXT, "text/html"),
+        "/": _get("A page for trying the model.", TEXT, "text/html"),
     }
     paths = {"/predict": {"post": _predict(model, kind, limits)}} | {path: {"get": one} for path, one in gets.items()}
     document: JsonObject = {
@@ -126,17 +124,17 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
         "responses": {
             "200": _success(kind),
             "400": _error(f"The {one} is missing, damaged or not what the network takes, or the request is malformed."),
-            "408": _error("The request came too slowly."),
+            "408": _error("The request was sent too slowly."),
             "413": _error(f"The request, the number of {what}, or one of them is too large."),
-            "415": _error(f"The body or the {one} is of a kind that is not read."),
-            "429": _error("More requests wait than can be answered in time.", RETRY_AFTER),
+            "415": _error(f"The type of the body or of the {one} is not supported."),
+            "429": _error("More requests are waiting than can be answered in time.", RETRY_AFTER),
             **_faults(),
             "504": _error("The request waited too long and was not answered."),
         },
     }
 
 
-# ---- what goes in
+# ---- request bodies
 
 
 def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
@@ -219,9 +217,9 @@ def _success(kind: Kind) -> JsonObject:
     schema = {"oneOf": [_ref(name), _ref(f"{name}s")]}
     if name == "Prediction":
         one = kind.nouns.removesuffix("s")
-        return _answer(f"One {one} gets a Prediction, several get Predictions in their order.", schema)
-    words = f"One image gets a {name}, or the PNG itself where Accept asks for image/png; several get {name}s"
-    answer = _answer(f"{words} in their order.", schema)
+        return _answer(f"One {one} gets a Prediction, several get Predictions in the same order.", schema)
+    rule = f"One image gets a {name}, or the PNG itself if Accept has image/png; several get {name}s"
+    answer = _answer(f"{rule} in the same order.", schema)
     answer["content"]["image/png"] = {"schema": BINARY}
     return answer
 
@@ -244,7 +242,7 @@ def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
             input={"type": "object", "description": "How an input is prepared."},
             run={"type": "object"},
             limits=_object(**dict.fromkeys(asdict(limits), NUMBER)),
-            samples={"type": "integer", "minimum": 0, "description": "How many /samples has."},
+            samples={"type": "integer", "minimum": 0, "description": "Number of items in /samples."},
         ),
         "Error": {
             **_object(ERROR={"type": "string", "minLength": 1, "description": "What is wrong, and what to do."}),
@@ -271,7 +269,7 @@ def _answer_schema(kind: Kind, labels: list[str]) -> JsonObject:
             predictions={**_list(each, most, most), "description": "All labels, most probable first."},
         )
     if kind.gives == "segmentation":
-        colour = {"type": "string", "pattern": "^#[0-9a-f]{6}$", "description": "That the PNG shows the class in."}
+        colour = {"type": "string", "pattern": "^#[0-9a-f]{6}$", "description": "Colour of the class in the PNG."}
         each = _object(**one, pixels={"type": "integer", "minimum": 0}, share=SHARE, colour=colour)
         mask = "A palette PNG as base64; the value of a pixel is the number of its class."
         return _object(mask={**BASE64, "description": mask}, height=SIDE, width=SIDE, classes=_list(each, most, most))
@@ -294,9 +292,9 @@ def _get(summary: str, schema: JsonObject, kind: str = "application/json") -> Js
 def _faults() -> JsonObject:
     """Return the errors that every route may answer with."""
     return {
-        "421": _error("The server does not answer as the host that the request names."),
-        "500": _error("A fault of the server."),
-        "501": _error("The request has an unknown method, or a Transfer-Encoding besides chunked."),
+        "421": _error("The server does not accept the host name of the request."),
+        "500": _error("Internal server error."),
+        "501": _error("The request has an unknown method, or a Transfer-Encoding other than chunked."),
     }
 
 

@@ -32,8 +32,8 @@ from serve.metrics import Metrics
 from serve.model import Model
 from serve.prediction import Service
 from serve.private import is_out_of_memory
-from serve.worker import BACKLOG, GRACE_SECONDS, OPENING_SECONDS, STOP_SIGNALS, work
-from serve.worker_count import Layout, choose, largest_batch, usable_cores
+from serve.worker import BACKLOG, GRACE_SECONDS, OPENING_SECONDS, STOP_SIGNALS, run_worker
+from serve.worker_count import Layout, choose_layout, largest_batch, usable_cores
 
 CHECK_SECONDS = 1.0
 """Interval at which the processes are polled."""
@@ -127,11 +127,11 @@ class WorkerPool:
         reset_signals()
         if self._layout is None or not self._layout.devices[0].on_gpu:
             try:
-                with _limited(self._memory):
+                with _resource_limits(self._memory):
                     self._model = self._setup.open_model(CPU)
-                    self._layout = self._layout or choose(self._model)
+                    self._layout = self._layout or choose_layout(self._model)
             except Exception as error:
-                self._give_up(_fault(error, CPU, self._memory))
+                self._abort(_load_failure(error, CPU, self._memory))
         wake = collect_signals(self._signals, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
         gc.collect()
         gc.freeze()  # as the parent does
@@ -147,7 +147,7 @@ class WorkerPool:
             self._read_reports([worker for worker in loading if worker.pipe in readable])
             self._stop_overdue()
             self._reap()
-        self._end(signal.SIGTERM)
+        self._stop_workers(signal.SIGTERM)
         os._exit(0)
 
     @property
@@ -187,14 +187,14 @@ class WorkerPool:
                 limits = replace(limits, max_batch=largest_batch(model, limits.max_batch))
                 threads = usable_cores() // layout.processes + layout.lanes
             except Exception as error:
-                send_report(pipe, **_fault(error, device, self._memory))
+                send_report(pipe, **_load_failure(error, device, self._memory))
                 os._exit(1)
         batcher = Batcher(model, limits, layout.lanes, layout.forward_ms / 1e3, threads)
         shown = {"processes": layout.processes, "lanes": layout.lanes, "device": str(device)}
         if device.on_gpu:
             shown["device_name"] = device.name
         service = Service(model, limits, batcher, setup.metrics, shown, setup.admission, ready=False)
-        work(setup.listeners[slot], service, partial(send_report, pipe, model=_describe(model), run=model.run))
+        run_worker(setup.listeners[slot], service, partial(send_report, pipe, model=_summary(model), run=model.run))
 
     def _read_reports(self, workers: list[_Worker]) -> None:
         """Read the reports of workers: ready, or why not. An empty report means that the worker died."""
@@ -218,11 +218,11 @@ class WorkerPool:
             log_event(f"{device} does not answer, and is tried again: {reason}")
         else:
             code = REFUSED_EXIT_CODE if worker.fault else DeviceError.exit_code
-            self._give_up({"fault": reason, "exit_code": report.get("exit_code", code)})
+            self._abort({"fault": reason, "exit_code": report.get("exit_code", code)})
 
-    def _give_up(self, report: Report) -> None:
+    def _abort(self, report: Report) -> None:
         """Kill the workers, report why, and exit."""
-        self._end(signal.SIGKILL)
+        self._stop_workers(signal.SIGKILL)
         assert self._pipe is not None, "it has not reported yet"
         send_report(self._pipe, **report)
         os._exit(1)
@@ -231,7 +231,7 @@ class WorkerPool:
         """Kill workers that exceed the time limit while they load."""
         for worker in self._workers:
             if not worker.reported and not worker.fault and time.monotonic() > worker.since + LOAD_SECONDS:
-                worker.fault = too_slow(self._setup.folder, LOAD_SECONDS)
+                worker.fault = timeout_message(self._setup.folder, LOAD_SECONDS)
                 os.kill(worker.process, signal.SIGKILL)
 
     def _reap(self) -> None:
@@ -253,7 +253,7 @@ class WorkerPool:
         os.close(worker.pipe)
         self._setup.metrics.queue(0, self._row + worker.slot)
 
-    def _end(self, number: signal.Signals) -> None:
+    def _stop_workers(self, number: signal.Signals) -> None:
         """Send the workers a signal, wait for them to finish, and kill those that do not."""
         for worker in self._workers:
             os.kill(worker.process, number)
@@ -280,7 +280,7 @@ class WorkerPool:
 
 
 def collect_signals(received: set[int], *numbers: signal.Signals) -> int:
-    """Add signals to `received` as they come, and return a pipe that becomes readable then."""
+    """Add signals to `received` as they arrive, and return a pipe that becomes readable then."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -291,11 +291,11 @@ def collect_signals(received: set[int], *numbers: signal.Signals) -> int:
 
 def wait_or_kill(processes: list[int], seconds: float) -> None:
     """Wait until child processes have ended, and kill those that do not in this time."""
-    left, end = processes, time.monotonic() + seconds
-    while left and time.monotonic() < end:
-        left = [process for process in left if not os.waitpid(process, os.WNOHANG)[0]]
-        time.sleep(0.02 if left else 0)
-    for process in left:
+    running, end = processes, time.monotonic() + seconds
+    while running and time.monotonic() < end:
+        running = [process for process in running if not os.waitpid(process, os.WNOHANG)[0]]
+        time.sleep(0.02 if running else 0)
+    for process in running:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
 
@@ -323,16 +323,16 @@ def send_report(pipe: int, **report: object) -> None:
         stream.write(json.dumps(report, default=str).encode())
 
 
-def _describe(model: Model) -> str:
-    """Return the task and the labels of a model, for people."""
+def _summary(model: Model) -> str:
+    """Return the task and the labels of a model, for the user."""
     if not model.labels or KINDS[model.task].gives == "regression":
         return f"{model.task} ({', '.join(model.labels)})" if model.labels else model.task
-    words = "labels" if KINDS[model.task].gives == "multilabel" else "classes"
-    return f"{model.task} ({len(model.labels)} {words})"
+    noun = "labels" if KINDS[model.task].gives == "multilabel" else "classes"
+    return f"{model.task} ({len(model.labels)} {noun})"
 
 
-def _fault(error: Exception, device: Device, memory: int) -> Report:
-    """Return why a model cannot be loaded, for people, and the exit code. Log the traceback of an unexpected error."""
+def _load_failure(error: Exception, device: Device, memory: int) -> Report:
+    """Return why a model cannot be loaded, and the exit code. Log the traceback of an unexpected error."""
     reason, code = str(error) or type(error).__name__, getattr(error, "exit_code", None)
     if isinstance(error, MemoryError) or "bad_alloc" in reason or is_out_of_memory(error):
         return {"fault": f"{reason.rstrip('.')}; {_memory_limit(memory)}.", "exit_code": code or REFUSED_EXIT_CODE}
@@ -344,19 +344,19 @@ def _fault(error: Exception, device: Device, memory: int) -> Report:
 # ---- limits for loading a model
 
 
-def too_slow(folder: Path, seconds: float) -> str:
+def timeout_message(folder: Path, seconds: float) -> str:
     return (
-        f"The model of {folder} was not loaded and verified within {seconds:g} s, the limit. It may compute without "
-        "end; get a new copy of it, or export it again."
+        f"The model of {folder} was not loaded and verified within {seconds:g} s, the limit. It may run forever; "
+        "get a new copy of it, or export it again."
     )
 
 
-def died(folder: Path, memory: int) -> str:
-    return f"The process that loaded the model of {folder} died without a word; {_memory_limit(memory)}."
+def death_message(folder: Path, memory: int) -> str:
+    return f"The process that loaded the model of {folder} died without a message; {_memory_limit(memory)}."
 
 
 def _memory_limit(memory: int) -> str:
-    return f"it may take {memory / 1e9:.3g} GB of memory meanwhile, {LOAD_MEMORY_SHARE:.2g} of what is free"
+    return f"loading may take {memory / 1e9:.3g} GB of memory, {LOAD_MEMORY_SHARE:.2g} of what is free"
 
 
 def spare_memory() -> int:
@@ -367,17 +367,17 @@ def spare_memory() -> int:
 
 
 @contextlib.contextmanager
-def _limited(memory: int) -> Iterator[None]:
+def _resource_limits(memory: int) -> Iterator[None]:
     """Limit the further memory of this process, in bytes, and the CPU time of its threads. The kernel enforces both,
     even if the parent has been killed; otherwise, the parent's time limit is reached first."""
-    most = {resource.RLIMIT_CPU: int(LOAD_SECONDS * usable_cores()) + 2}
+    limits = {resource.RLIMIT_CPU: int(LOAD_SECONDS * usable_cores()) + 2}
     with contextlib.suppress(OSError, StopIteration):  # not Linux
         used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
-        most[resource.RLIMIT_DATA] = min(int(used.split()[1]) * 1024 + memory, sys.maxsize)
-    before = {kind: resource.getrlimit(kind) for kind in most}
+        limits[resource.RLIMIT_DATA] = min(int(used.split()[1]) * 1024 + memory, sys.maxsize)
+    before = {kind: resource.getrlimit(kind) for kind in limits}
     for kind, (soft, hard) in before.items():
-        known = [limit for limit in (most[kind], soft, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(kind, (min(known), hard))
+        finite = [limit for limit in (limits[kind], soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(kind, (min(finite), hard))
     try:
         yield
     finally:

@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "sent as JSON, .csv and .txt as text, any other as a picture.",
         epilog=f"Without --url, the server's address is read from PREDICT_URL; without that, {DEFAULT_URL} is asked.",
     )
-    parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="default: the sample digits shipped")
-    parser.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts, for a server of texts")
+    parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="default: the bundled sample digits")
+    parser.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts, for a server that takes texts")
     parser.add_argument("--url", default=os.environ.get("PREDICT_URL") or DEFAULT_URL, help="the server's address")
     options = parser.parse_args(arguments)
     url = options.url
@@ -69,7 +69,7 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
     """Return the server's answer to an encoded picture, or to a body of another content type.
 
     Raises:
-        PredictError: no server answers, it refuses the picture (`name` in the message), or it is no such server.
+        PredictError: no server answers, it refuses the picture (`name` in the message), or is another program.
     """
     parts = urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}

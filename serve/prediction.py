@@ -38,12 +38,12 @@ class Predictions:
         self._read = readers[self._takes]
         self._encode = encoder(model.task, model.labels, model.output)
 
-    def job(self, query: bytes, kind: bytes, accept: bytes, body: bytes, finish: Callable[[Job], None]) -> Job:
+    def job(self, query: bytes, content_type: bytes, accept: bytes, body: bytes, finish: Callable[[Job], None]) -> Job:
         """Return the job of a request.
 
         Args:
             query: the query string, percent-encoded.
-            kind: the Content-Type.
+            content_type: the Content-Type.
             accept: the Accept header.
             body: the complete body.
             finish: called with the finished job.
@@ -52,8 +52,8 @@ class Predictions:
             Refusal: top_k is not a count, show is not `input`, or the body is missing or of an unsupported type. Other
                 errors in the body appear when the job runs.
         """
-        top_k, show = (_top_k(query), self._shows(query)) if query else (DEFAULT_TOP_K, False)
-        return Job(self._read(kind, body), len(body), finish, top_k, accept.decode("latin-1"), show)
+        top_k, show = (_top_k(query), self._show_input(query)) if query else (DEFAULT_TOP_K, False)
+        return Job(self._read(content_type, body), len(body), finish, top_k, accept.decode("latin-1"), show)
 
     def answer(self, job: Job) -> Answer:
         """Return the answer of a finished job. Raise its error unless it is a refusal."""
@@ -61,37 +61,37 @@ class Predictions:
             return refused(job.error)
         if job.error is not None:
             raise job.error
-        kind, body = self._encode(job.rows, job.top_k, job.accept)
-        return Answer(200, kind, with_inputs(body, job.shown) if job.show and kind == JSON else body)
+        content_type, body = self._encode(job.rows, job.top_k, job.accept)
+        return Answer(200, content_type, with_inputs(body, job.shown) if job.show and content_type == JSON else body)
 
-    def _shows(self, query: bytes) -> bool:
+    def _show_input(self, query: bytes) -> bool:
         """Return whether the answer must include the pictures as they reach the network."""
         found = _SHOW.search(query)
         if found is None:
             return False
         if self._takes != "image" or found[1] != b"input":
-            raise Refusal(400, "show can be input alone, as in /predict?show=input, where pictures go in.")
+            raise Refusal(400, "show must be input, as in /predict?show=input; only pictures can be shown.")
         return True
 
-    def _pictures(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[bytes]]:
+    def _pictures(self, content_type: bytes, body: bytes) -> Callable[[bool], Sequence[bytes]]:
         """Return a function that reads the encoded pictures from the body."""
-        limits, mimetype = self._limits, _mimetype(kind)
+        limits, mimetype = self._limits, _mimetype(content_type)
         if mimetype == b"multipart/form-data":
 
             def read(tiny: bool) -> Sequence[bytes]:
                 try:
-                    pictures = uploads.from_form(kind, body)
+                    pictures = uploads.from_form(content_type, body)
                 except uploads.NotWellFormed:
                     if tiny:
                         raise NotTiny from None
-                    pictures = uploads.from_unusual_form(kind, body, limits)
-                return _counted(pictures, limits)
+                    pictures = uploads.from_unusual_form(content_type, body, limits)
+                return _within_limit(pictures, limits)
 
             return read
         if mimetype == b"application/json":
-            return lambda _: _counted(uploads.from_json(body), limits)
+            return lambda _: _within_limit(uploads.from_json(body), limits)
         if not mimetype.startswith(b"image/") and mimetype not in (b"", b"application/octet-stream"):
-            raise _unread(
+            raise _unsupported_type(
                 mimetype,
                 ". Send multipart/form-data with the field image (curl -F image=@FILE), the image itself (curl "
                 '--data-binary @FILE -H "Content-Type: image/png"), or JSON {"images": [base64, …]} as '
@@ -101,39 +101,39 @@ class Predictions:
             raise Refusal(400, "The request has no body; send the image as the body, or as the form field image.")
         return lambda _: [body]
 
-    def _texts(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
+    def _texts(self, content_type: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """Return a function that reads the texts, in UTF-8, from the body."""
-        mimetype = _mimetype(kind)
+        mimetype = _mimetype(content_type)
         if mimetype == b"application/json":
-            return lambda _: _counted(uploads.texts_from_json(body), self._limits, "texts")
-        if not uploads.is_text(mimetype, kind):
-            raise _unread(kind, f": this server answers texts. Send {uploads.KINDS_OF_TEXT}.")
+            return lambda _: _within_limit(uploads.texts_from_json(body), self._limits, "texts")
+        if not uploads.is_text(mimetype, content_type):
+            raise _unsupported_type(content_type, f": this server takes texts. Send {uploads.KINDS_OF_TEXT}.")
         if not body:
             raise Refusal(400, f"The request has no body; send {uploads.KINDS_OF_TEXT}.")
         return lambda _: [body]
 
-    def _rows(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
+    def _rows(self, content_type: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """Return a function that reads the rows of a table from the body."""
-        mimetype, limits, (columns,) = _mimetype(kind), self._limits, self._shape
+        mimetype, limits, (columns,) = _mimetype(content_type), self._limits, self._shape
         if not body:
             raise Refusal(400, f"The request has no body; {uploads.ROWS_USAGE}.")
         if mimetype == b"application/json":
-            return lambda _: _counted(uploads.rows_from_json(body, columns, limits), limits, "rows")
+            return lambda _: _within_limit(uploads.rows_from_json(body, columns, limits), limits, "rows")
         if mimetype == b"text/csv":
             form, names = self._spec.format, [column.name for column in self._spec.columns]
-            return lambda _: _counted(uploads.rows_from_csv(body, limits, names, form), limits, "rows")
-        raise _unread(kind, f": this server answers rows of a table; {uploads.ROWS_USAGE}.")
+            return lambda _: _within_limit(uploads.rows_from_csv(body, limits, names, form), limits, "rows")
+        raise _unsupported_type(content_type, f": this server takes rows of a table; {uploads.ROWS_USAGE}.")
 
-    def _arrays(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
+    def _arrays(self, content_type: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """Return a function that reads arrays from the body."""
-        mimetype, limits, shape = _mimetype(kind), self._limits, self._shape
+        mimetype, limits, shape = _mimetype(content_type), self._limits, self._shape
         if not body:
             raise Refusal(400, f"The request has no body; {uploads.ARRAYS_USAGE}.")
         if mimetype == b"application/json":
-            return lambda _: _counted(uploads.arrays_from_json(body, shape, limits), limits, "arrays")
+            return lambda _: _within_limit(uploads.arrays_from_json(body, shape, limits), limits, "arrays")
         if mimetype in (b"", b"application/octet-stream", b"application/x-npy"):
-            return lambda _: _counted(uploads.arrays_from_npy(body, shape), limits, "arrays")
-        raise _unread(kind, f": this server answers arrays; {uploads.ARRAYS_USAGE}.")
+            return lambda _: _within_limit(uploads.arrays_from_npy(body, shape), limits, "arrays")
+        raise _unsupported_type(content_type, f": this server takes arrays; {uploads.ARRAYS_USAGE}.")
 
 
 @dataclass
@@ -148,17 +148,17 @@ class Service:
         layout: processes, lanes and device, for `/info`.
         admission: checks the heads of requests.
         ready: whether the model is warm and the process is not shutting down.
-        counting: lock for threads that count; our own server counts only in its event loop.
+        count_lock: lock for threads that count; our own server counts only in its event loop.
     """
 
     model: Model
     limits: Limits = field(default_factory=Limits)
-    batcher: Batcher = None  # type: ignore[assignment] # by default one with a single lane for `model`
+    batcher: Batcher = None  # type: ignore[assignment] # by default with a single lane for `model`
     metrics: Metrics = field(default_factory=Metrics)
     layout: dict[str, object] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
     ready: bool = True
-    counting: threading.Lock = field(default_factory=threading.Lock)
+    count_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.batcher = self.batcher or Batcher(self.model, self.limits)
@@ -167,17 +167,17 @@ class Service:
         """Count a response in the metrics; for a prediction, also record where its time went."""
         self.metrics.count(path, status, seconds)
         self.metrics.queue(self.batcher.waiting)
-        if job is not None and job.batch:
-            beside = seconds - job.queued - job.decoding - job.forward
-            self.metrics.observe((job.queued, job.decoding, job.forward, beside, job.batch))
+        if job is not None and job.batch_size:
+            rest = seconds - job.queue_seconds - job.decode_seconds - job.forward_seconds
+            self.metrics.observe((job.queue_seconds, job.decode_seconds, job.forward_seconds, rest, job.batch_size))
 
 
-def _mimetype(kind: bytes) -> bytes:
-    return kind.partition(b";")[0].strip().lower()
+def _mimetype(content_type: bytes) -> bytes:
+    return content_type.partition(b";")[0].strip().lower()
 
 
-def _unread(kind: bytes, remedy: str) -> Refusal:
-    return Refusal(415, f"A body of type {kind.decode('latin-1')[:100]} is not read{remedy}")
+def _unsupported_type(content_type: bytes, remedy: str) -> Refusal:
+    return Refusal(415, f"A body of type {content_type.decode('latin-1')[:100]} is not supported{remedy}")
 
 
 def _top_k(query: bytes) -> int:
@@ -190,8 +190,8 @@ def _top_k(query: bytes) -> int:
     return int(text)
 
 
-def _counted(inputs: Sequence[T], limits: Limits, what: str = "images") -> Sequence[T]:
+def _within_limit(inputs: Sequence[T], limits: Limits, what: str = "images") -> Sequence[T]:
     if len(inputs) > limits.max_images:
-        words = f"The request has {len(inputs)} {what}; at most {limits.max_images} are accepted in one."
-        raise Refusal(413, words)
+        message = f"The request has {len(inputs)} {what}; at most {limits.max_images} are accepted in one."
+        raise Refusal(413, message)
     return inputs

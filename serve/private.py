@@ -33,12 +33,12 @@ def open_strictly(
 
 
 def refused_values(error: BaseException) -> str:
-    """Return why a node of the graph does not take the values that it gets, such as an index out of range; "": the
-    exception is of another kind. The class is not exported."""
+    """Return why a node of the graph rejects its input values, such as an index out of range, or "" for any other
+    exception. The class is not exported."""
     return str(error).partition("Status Message: ")[2] if type(error).__name__ == "InvalidArgument" else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception of ONNX Runtime means out of memory."""
     text = str(error)
-    return any(words in text for words in NO_MEMORY)
+    return any(part in text for part in NO_MEMORY)

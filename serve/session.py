@@ -38,7 +38,7 @@ def open_session(file: Path, device: Device = CPU) -> onnxruntime.InferenceSessi
     options.intra_op_num_threads = options.inter_op_num_threads = 1  # requests run in parallel instead
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # errors are raised as well
-    onnxruntime.set_default_logger_severity(4)  # the same for messages outside a session, such as of allocations
+    onnxruntime.set_default_logger_severity(4)  # the same for messages outside a session
     wanted = providers(device)
     if not device.on_gpu:
         # Pass the path, since the session would keep a copy of the bytes.

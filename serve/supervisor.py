@@ -24,7 +24,7 @@ from serve.device import Choice
 from serve.log import log_event
 from serve.pool import CHECK_SECONDS, REFUSED_EXIT_CODE, RESTART_SECONDS, Report, Setup, WorkerPool
 from serve.worker import GRACE_SECONDS
-from serve.worker_count import MAX_WORKERS, Layout, on_gpus
+from serve.worker_count import MAX_WORKERS, Layout, gpu_layout
 
 RETRY_SECONDS = 5.0
 """Time after which loading is retried if no model answers."""
@@ -72,10 +72,10 @@ class Supervisor:
         self._watch = watch
         self._announce: Callable[[str, Layout], None] | None = ready
         self._may_fall_back = choice.may_fall_back
-        self._layout = on_gpus(choice.devices) if choice.devices[0].on_gpu else None
+        self._layout = gpu_layout(choice.devices) if choice.devices[0].on_gpu else None
         self._current: _Child | None = None
         self._next: _Child | None = None
-        self._leaving: _Child | None = None
+        self._outgoing: _Child | None = None
         self._row = MAX_WORKERS
         self._seen: object = None
         self._retry = 0.0
@@ -91,21 +91,21 @@ class Supervisor:
         gc.freeze()  # otherwise the collector writes to pages that the processes share
         try:
             while not self._signals & {signal.SIGTERM, signal.SIGINT}:
-                self._load_if_asked()
+                self._load_if_needed()
                 pipes = [] if self._next is None else [self._next.pipe]
                 readable, _, _ = select.select([wake, *pipes], [], [], CHECK_SECONDS)
                 if wake in readable:
                     os.read(wake, 4096)
-                self._read_reports(readable)
+                self._read_report(readable)
                 self._reap()
         finally:
-            self._end()
+            self._shut_down()
         return 0
 
-    def _load_if_asked(self) -> None:
+    def _load_if_needed(self) -> None:
         """Start a worker pool if needed: at the start, after the last one died, and when the model's files have
         changed; but not before a replaced pool has ended."""
-        if self._leaving is not None:
+        if self._outgoing is not None:
             return
         seen = self._watch()
         if self._current is None:
@@ -135,7 +135,7 @@ class Supervisor:
         finally:  # in any case, the child must not run the parent's code
             os._exit(1)
 
-    def _read_reports(self, readable: list[int]) -> None:
+    def _read_report(self, readable: list[int]) -> None:
         """Handle the report of the worker pool that loads a model, or its time limit."""
         child = self._next
         if child is None:
@@ -145,19 +145,19 @@ class Supervisor:
             if "model" in report:
                 self._take_over(child, report)
                 return
-            died = pool.died(self._setup.folder, child.memory)
+            died = pool.death_message(self._setup.folder, child.memory)
             self._stop_next()
             self._handle_load_failure(report.get("fault") or died, report.get("exit_code", REFUSED_EXIT_CODE))
         elif time.monotonic() > child.since + child.seconds:
             self._stop_next()
-            self._handle_load_failure(pool.too_slow(self._setup.folder, child.seconds), REFUSED_EXIT_CODE)
+            self._handle_load_failure(pool.timeout_message(self._setup.folder, child.seconds), REFUSED_EXIT_CODE)
 
     def _take_over(self, child: _Child, report: Report) -> None:
         """Switch to the new model's workers; the old ones finish their requests."""
         os.close(child.pipe)
-        self._leaving, self._current, self._next, self._row = self._current, child, None, child.row
-        if self._leaving is not None:
-            os.kill(self._leaving.process, signal.SIGTERM)
+        self._outgoing, self._current, self._next, self._row = self._current, child, None, child.row
+        if self._outgoing is not None:
+            os.kill(self._outgoing.process, signal.SIGTERM)
         if self._layout is None:  # first model on the CPU; sockets that do not listen yet are not needed
             self._layout = Layout(**report["layout"])
             for listener in self._setup.listeners[self._layout.processes :]:
@@ -172,9 +172,9 @@ class Supervisor:
         """Handle a model that cannot be served: at the start, fall back to the CPU or raise; later, keep the previous
         model, or retry."""
         if self._current is not None:
-            log_event(f"the model stays as it was: {reason}")
+            log_event(f"the previous model is kept: {reason}")
         elif self._announce is None:
-            log_event(f"no model answers, and it is loaded again in {RETRY_SECONDS:g} s: {reason}")
+            log_event(f"no model answers; loading is retried in {RETRY_SECONDS:g} s: {reason}")
             self._retry = time.monotonic() + RETRY_SECONDS
         elif self._may_fall_back:
             log_event(ON_CPU, reason=reason)
@@ -184,8 +184,8 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Reap a worker pool that was replaced or has died; one that has died is replaced later."""
-        if self._leaving is not None and os.waitpid(self._leaving.process, os.WNOHANG)[0]:
-            self._leaving = None
+        if self._outgoing is not None and os.waitpid(self._outgoing.process, os.WNOHANG)[0]:
+            self._outgoing = None
         if self._current is not None:
             ended, status = os.waitpid(self._current.process, os.WNOHANG)
             if ended:  # its workers notice that and finish their requests
@@ -204,18 +204,18 @@ class Supervisor:
 
     def _stop(self, *children: _Child | None) -> None:
         """Stop worker pools, and kill those that do not end in time."""
-        left = [child.process for child in children if child is not None]
-        for process in left:
+        processes = [child.process for child in children if child is not None]
+        for process in processes:
             os.kill(process, signal.SIGTERM)
-        pool.wait_or_kill(left, GRACE_SECONDS + 1)
+        pool.wait_or_kill(processes, GRACE_SECONDS + 1)
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         """Close the port, and wait until all workers have finished."""
         for listener in self._setup.listeners:
             _drop_new_connections(listener)
             listener.close()
         self._stop_next()
-        self._stop(self._current, self._leaving)
+        self._stop(self._current, self._outgoing)
 
 
 def _drop_new_connections(listener: socket.socket) -> None:

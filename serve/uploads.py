@@ -68,13 +68,13 @@ class NotWellFormed(Exception):
     """Raised for a form that is not as clients usually write it; werkzeug may be able to read it."""
 
 
-def from_form(kind: bytes, body: bytes) -> list[bytes]:
+def from_form(content_type: bytes, body: bytes) -> list[bytes]:
     """Return the pictures of a form that contains only pictures.
 
     Raises:
         NotWellFormed: the form is not as clients usually write it.
     """
-    found = _BOUNDARY.match(kind)
+    found = _BOUNDARY.match(content_type)
     if found is None:
         raise NotWellFormed
     boundary = b"--" + found[1]
@@ -90,11 +90,11 @@ def from_form(kind: bytes, body: bytes) -> list[bytes]:
     return [part[head.end() :] for part, head in zip(parts, heads, strict=True) if head is not None]
 
 
-def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
+def from_unusual_form(content_type: bytes, body: bytes, limits: Limits) -> list[bytes]:
     """Return the pictures of any form. Nothing is written to disk.
 
     Raises:
-        Refusal: the body is no form, is cut off, has no file in the field image, too many parts, or too long a text.
+        Refusal: the body is not a form, is cut off, has no file in the field image, too many parts, or too long a text.
     """
     from werkzeug.exceptions import RequestEntityTooLarge  # imported lazily: most servers never need it
     from werkzeug.formparser import FormDataParser
@@ -106,7 +106,7 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
         max_form_parts=limits.max_images + 8,
         silent=False,
     )
-    options = parse_options_header(kind.decode("latin-1"))[1]
+    options = parse_options_header(content_type.decode("latin-1"))[1]
     try:
         _, _, files = parser.parse(io.BytesIO(body), "multipart/form-data", len(body), options)
     except RequestEntityTooLarge:
@@ -116,12 +116,12 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
             f"is one): at most {limits.max_images} images and few other form fields are accepted; {FORM_USAGE}.",
         ) from None
     except ValueError:
-        words = "The form is malformed or cut off, or its Content-Type does not name its boundary"
-        raise Refusal(400, f"{words}; {FORM_USAGE}.") from None
+        message = "The form is malformed or cut off, or its Content-Type does not name its boundary"
+        raise Refusal(400, f"{message}; {FORM_USAGE}.") from None
     pictures = files.getlist("image")
     if not pictures:
-        words = "The form has no file in the field image (a part without a filename is a text)"
-        raise Refusal(400, f"{words}; {FORM_USAGE}.")
+        message = "The form has no file in the field image (a part without a filename is a text)"
+        raise Refusal(400, f"{message}; {FORM_USAGE}.")
     return [picture.read() for picture in pictures]
 
 
@@ -148,10 +148,10 @@ def _from_base64(text: bytes) -> bytes:
     return base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
 
 
-def is_text(kind: bytes, full: bytes) -> bool:
-    """Return whether a body of this content type is itself a text; `full` is the type with its parameters."""
-    found = re.search(rb"charset=\"?([\w-]+)", full, re.IGNORECASE)
-    return kind in (b"", b"text/plain") and (found is None or found[1].lower() in (b"utf-8", b"utf8", b"us-ascii"))
+def is_text(mimetype: bytes, content_type: bytes) -> bool:
+    """Return whether a body of this type is itself a text; `content_type` is the type with its parameters."""
+    found = re.search(rb"charset=\"?([\w-]+)", content_type, re.IGNORECASE)
+    return mimetype in (b"", b"text/plain") and (found is None or found[1].lower() in (b"utf-8", b"utf8", b"us-ascii"))
 
 
 def texts_from_json(body: bytes) -> list[bytes]:
@@ -218,7 +218,7 @@ def arrays_from_json(body: bytes, shape: tuple[int, ...], limits: Limits) -> lis
     _check_marks(body, MAX_JSON_MARKS + limits.max_images * 3 * math.prod(shape), ARRAYS_USAGE)
     arrays = _inputs(body, ("arrays", "array", "signals", "signal"), object, "arrays", ARRAYS_USAGE)
     if b"true" in body or b"false" in body:  # numpy would read them as 1 and 0
-        raise Refusal(400, f"An array holds true or false, which are not numbers; {ARRAYS_USAGE}.")
+        raise Refusal(400, f"An array contains true or false, which are not numbers; {ARRAYS_USAGE}.")
     return arrays
 
 
@@ -251,11 +251,11 @@ def _inputs(body: bytes, keys: tuple[str, ...], kind: type, nouns: str, usage: s
     """Return the inputs under the only key of a JSON object.
 
     Args:
-        keys: names that the key may have; the value of one without an s at its end is a single input.
+        keys: names that the key may have; the value of a singular one is a single input.
         kind, nouns: type of an input, and its name in messages.
     """
     try:
-        document = json.loads(body, object_pairs_hook=_distinct)
+        document = json.loads(body, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"The body is not JSON ({str(error)[:200]}); {usage}.") from None
     if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= set(keys):
@@ -267,7 +267,7 @@ def _inputs(body: bytes, keys: tuple[str, ...], kind: type, nouns: str, usage: s
     return found
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Refuse duplicate keys, which parsers resolve differently (RFC 8259, section 4)."""
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -25,7 +25,7 @@ TICK_SECONDS = 0.25
 """Interval at which the log is written; the connections are checked every fourth time."""
 
 SPARE_DESCRIPTORS = 100
-"""File descriptors reserved for other uses than connections."""
+"""File descriptors reserved for uses other than connections."""
 
 BACKLOG = 1024
 
@@ -33,7 +33,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that end a worker once its requests are answered."""
 
 
-def work(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
+def run_worker(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
     """Answer requests until SIGTERM or SIGINT; `started` is called once, when the worker is ready. Never returns: exit
     without the parent's exit handlers."""
     code = 1
@@ -59,7 +59,7 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
         with contextlib.suppress(OSError):  # none is waiting
             while True:
                 client, _ = listener.accept()
-                if len(connections.open) + len(opening) > connections.most + SPARE_DESCRIPTORS / 2:
+                if len(connections.open) + len(opening) > connections.max_connections + SPARE_DESCRIPTORS / 2:
                     client.close()  # too few descriptors are left to send a refusal
                     continue
                 client.setblocking(False)
@@ -70,7 +70,7 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     def is_open(opened: asyncio.Task[tuple[asyncio.BaseTransport, Connection]]) -> None:
         opening.discard(opened)
         if error := opened.exception():
-            log_event("a connection could not be taken", error)
+            log_event("a connection could not be accepted", error)
 
     listener.setblocking(False)
     # Not with `loop.create_server`, which accepts one connection per iteration of the loop (libuv since 1.46): under
@@ -98,8 +98,8 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
         await asyncio.wait(opening)
     for one in connections.open:
         one.end()
-    last = loop.time() + GRACE_SECONDS
-    while connections.open and loop.time() < last:
+    deadline = loop.time() + GRACE_SECONDS
+    while connections.open and loop.time() < deadline:
         await asyncio.sleep(0.05)
         connections.check()
         dispatcher.flush()

@@ -2,7 +2,7 @@
 GPU gets one process, whose batches grow to the limits of memory and time.
 
 The forward pass releases the GIL, and the work around it does not. While the forward pass dominates, one process keeps
-every core busy and needs the model in memory once; if the work around it dominates, several processes share the cores.
+every core busy and holds the model in memory once; otherwise several processes share the cores.
 """
 
 import math
@@ -36,7 +36,7 @@ class Layout:
     Attributes:
         processes: number of workers.
         lanes: concurrent forward passes in each.
-        forward_ms: forward pass of a single picture, in milliseconds; infinite if the parent cannot measure it.
+        forward_ms: milliseconds of a forward pass of one picture; infinite if the parent cannot measure it.
         devices: device of each process, or the CPU for all.
     """
 
@@ -58,7 +58,7 @@ class Layout:
         return self.devices[process if len(self.devices) > 1 else 0]
 
 
-def choose(model: Model, cores: int | None = None) -> Layout:
+def choose_layout(model: Model, cores: int | None = None) -> Layout:
     """Return the layout for a model on this machine's CPU, or on `cores` cores."""
     cores = cores or usable_cores()
     seconds = _forward_seconds(model)
@@ -66,7 +66,7 @@ def choose(model: Model, cores: int | None = None) -> Layout:
     return Layout(processes, math.ceil(cores / processes), 1e3 * seconds)
 
 
-def on_gpus(devices: tuple[Device, ...]) -> Layout:
+def gpu_layout(devices: tuple[Device, ...]) -> Layout:
     """Return a layout with one process for each GPU."""
     return Layout(len(devices), LANES, math.inf, devices)
 

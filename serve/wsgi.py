@@ -20,11 +20,11 @@ from serve.admission import Admission, Hosts, request_id
 from serve.app import application
 from serve.batching import Batcher
 from serve.bundle import Bundle
-from serve.device import choose_devices, onnxruntime_lacks, settled_device
+from serve.device import choose_devices, device_for_precision, onnxruntime_lacks
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
 from serve.prediction import JOB, Service
-from serve.worker_count import choose, largest_batch, on_gpus
+from serve.worker_count import choose_layout, gpu_layout, largest_batch
 
 
 def create_app(
@@ -56,18 +56,18 @@ def create_app(
         OptionError, ValueError, TypeError: two options contradict each other, or a limit is out of range or unknown.
     """
     bounds = Limits.of(**limits)
-    device = settled_device(precision, device)
-    place = choose_devices(device, onnxruntime_lacks).devices[0]
-    model = Bundle.open_on(place, run, precision)
-    if place.on_gpu:
+    device = device_for_precision(precision, device)
+    chosen = choose_devices(device, onnxruntime_lacks).devices[0]
+    model = Bundle.open_on(chosen, run, precision)
+    if chosen.on_gpu:
         bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
-    layout = on_gpus((place,)) if place.on_gpu else choose(model)
+    layout = gpu_layout((chosen,)) if chosen.on_gpu else choose_layout(model)
     lanes, seconds = layout.lanes, layout.forward_ms / 1e3
     service = Service(
         model,
         bounds,
         Batcher(model, bounds, lanes, seconds),
-        layout={"processes": 1, "lanes": lanes, "device": str(place)},
+        layout={"processes": 1, "lanes": lanes, "device": str(chosen)},
         admission=Admission(api_key, Hosts("0.0.0.0", allowed_hosts)),
     )
     _renew_after_forks(service, seconds)
@@ -81,14 +81,14 @@ def create_app(
         headers = {name.lower().encode("latin-1"): value.encode("latin-1") for name, value in request.headers}
         environ["serve.id"] = request_id(headers.get(b"x-request-id")).decode()
         service.admission.check(request.method, request.path, headers, service.batcher)
-        if place.on_gpu and os.getpid() != opened:
+        if chosen.on_gpu and os.getpid() != opened:
             raise Refusal(503, "CUDA does not survive a fork; start the WSGI server without preloading (--preload).")
 
     @app.after_request
     def count(response: Response) -> Response:
         environ = request.environ
         response.headers["X-Request-ID"] = environ["serve.id"]
-        with service.counting:
+        with service.count_lock:
             took = time.perf_counter() - environ["serve.begun"]
             service.count(request.path, response.status_code, took, environ.get(JOB))
         return response
@@ -106,8 +106,8 @@ def _renew_after_forks(service: Service, seconds: float) -> None:
 
     def in_child() -> None:
         if (service := kept()) is not None:
-            service.batcher = Batcher(service.model, service.limits, service.batcher.number, seconds)
-            service.counting = threading.Lock()
+            service.batcher = Batcher(service.model, service.limits, service.batcher.lanes, seconds)
+            service.count_lock = threading.Lock()
             service.metrics.row = row
 
     os.register_at_fork(before=before, after_in_child=in_child)

@@ -1,7 +1,7 @@
 """Run `deeplightning` so that one CPU process keeps the configured engine, as one GPU does.
 
-Without a GPU a single process needs no backend, and `settle` removes it. No test would then run fsdp and ZeRO in one
-process, which is common on a machine with one GPU.
+Without a GPU a single process needs no backend, and `resolve_engine` removes it. No test would then run fsdp and ZeRO
+in one process, which is common on a machine with one GPU.
 """
 
 from typing import Any
@@ -12,15 +12,15 @@ from deeplightning.config import examine
 
 def keep_backend() -> None:
     """Let configs keep their backend as on a machine with one GPU."""
-    settle = examine.settle
+    resolve_engine = examine.resolve_engine
 
-    def settled(cfg: Any) -> Any:
+    def resolved(cfg: Any) -> Any:
         asked = cfg.engine.backend
-        found = settle(cfg)
+        found = resolve_engine(cfg)
         cfg.engine.backend = asked
         return found
 
-    examine.settle = settled
+    examine.resolve_engine = resolved
 
 
 def main() -> None:

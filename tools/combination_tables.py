@@ -1,4 +1,4 @@
-"""The manual's tables: all rules, and what each engine answers to each setting."""
+"""Tables for the manual: all rules, and whether each engine allows each setting."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Setting:
     """A row of the table of engines.
 
     Attributes:
-        words: what is set, for people.
+        words: description of the setting.
         values: keys of the config and their values.
     """
 
@@ -33,7 +33,7 @@ class Setting:
     values: dict[str, object]
 
     def overrides(self) -> list[str]:
-        """The same as a command line says it."""
+        """Return the setting as overrides for a command line."""
         return [f"{key}={line(plain(value))}" for key, value in self.values.items()]
 
 
@@ -63,10 +63,10 @@ SETTINGS = [
         "parameter groups",
         {"model.optimizer": Optimizer(type=_SGD, params={"lr": 0.1}, groups=[{"match": "bias", "weight_decay": 0}])},
     ),
-    Setting("only the head learns", {"model.trainable": "head"}),
+    Setting("only the head trainable", {"model.trainable": "head"}),
     Setting("LBFGS", {"model.optimizer": Optimizer(type="torch.optim.LBFGS", params={"lr": 0.1})}),
     Setting(
-        "a schedule by steps",
+        "a schedule per step",
         {
             "model.scheduler": Scheduler(
                 type=f"{_SCHEDULES}.OneCycleLR",
@@ -76,7 +76,7 @@ SETTINGS = [
         },
     ),
     Setting(
-        "a schedule by a metric",
+        "a schedule on a metric",
         {"model.scheduler": Scheduler(type=f"{_SCHEDULES}.ReduceLROnPlateau", call=Call(monitor="val_loss"))},
     ),
     Setting("`activation_checkpointing`", {"engine.activation_checkpointing": ["ReLU"]}),
@@ -86,8 +86,8 @@ SETTINGS = [
 ]
 
 
-def refusal(setting: Setting, backend: Backend | None, gpus: int | None = None) -> Rule | None:
-    """The rule that a setting breaks with a backend over two processes: of the CPU, or with a GPU each."""
+def broken_rule(setting: Setting, backend: Backend | None, gpus: int | None = None) -> Rule | None:
+    """Return the rule that a setting breaks with a backend and two processes, on CPU or a GPU each, or None."""
     task = Target(type="own.Task")
     cfg = Config(
         data=Data(module=task, batch_size=1),
@@ -105,35 +105,35 @@ AS_BF16 = {"engine.precision": 16}
 
 
 def engines() -> str:
-    """Each setting that not every engine allows, as a Markdown table for the manual; a cell has CPU processes first."""
-    rest, limited = [], {}
+    """Return a Markdown table of the settings that not every engine allows; cells give the result on CPUs first."""
+    allowed, limited = [], {}
     for setting in SETTINGS:
-        found = [(answer(setting, b), answer(setting, b, gpus=2)) for b in ENGINES.values()]
+        found = [(check_result(setting, b), check_result(setting, b, gpus=2)) for b in ENGINES.values()]
         if {*found} == {("yes", "yes")}:
-            rest.append(setting.words)
+            allowed.append(setting.words)
         else:
             limited[setting.words] = [cpu if cpu == gpu else f"{cpu}; on GPUs {gpu}" for cpu, gpu in found]
-    columns: dict[tuple[str, ...], list[str]] = {}  # engines with the same answers share one
-    for name, answers in zip(ENGINES, zip(*limited.values(), strict=True), strict=True):
-        columns.setdefault(answers, []).append(name)
+    columns: dict[tuple[str, ...], list[str]] = {}  # engines with the same results share one
+    for name, results in zip(ENGINES, zip(*limited.values(), strict=True), strict=True):
+        columns.setdefault(results, []).append(name)
     rows = [f"| Setting | {' | '.join(map(', '.join, columns.values()))} |", "|---" * (len(columns) + 1) + "|"]
     rows += [f"| {words} | {' | '.join(row)} |" for words, *row in zip(limited, *columns, strict=True)]
     return (
-        f"`check` refuses a cell with a number, which is the exit code. All engines allow {', '.join(rest)}.\n\n"
+        f"`check` rejects a cell with a number, which is the exit code. All engines allow {', '.join(allowed)}.\n\n"
         + "\n".join(rows)
     )
 
 
-def answer(setting: Setting, backend: Backend | None, gpus: int | None = None) -> str:
-    """What `check` answers to a setting with a backend, over CPU processes or with GPUs."""
-    if rule := refusal(setting, backend, gpus):
+def check_result(setting: Setting, backend: Backend | None, gpus: int | None = None) -> str:
+    """Return the result of `check` for a setting with a backend, on CPUs or GPUs."""
+    if rule := broken_rule(setting, backend, gpus):
         return f"no ({rule.exit_code})"
     return "as bf16" if gpus is None and setting.values == AS_BF16 else "yes"
 
 
 def table() -> str:
-    """All rules as a Markdown table, for the manual; it names exit codes other than 2."""
-    rows = ["| Together | Instead |", "|---|---|"]
+    """Return all rules as a Markdown table; exit codes other than 2 are named."""
+    rows = ["| Combination | Remedy |", "|---|---|"]
     for rule in RULES:
         code = f" (exit code {rule.exit_code})" if rule.exit_code != 2 else ""
         rows.append(f"| {rule.when}{code} | {rule.remedy} |")

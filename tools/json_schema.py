@@ -1,13 +1,13 @@
-"""Make `configs/schema.json`, the JSON Schema (draft 2020-12) by which YAML editors complete and check a config:
+"""Make `configs/schema.json`, the JSON Schema (draft 2020-12) with which YAML editors complete and check a config:
 
     python tools/json_schema.py >configs/schema.json
 
-It judges a file as it is written: before `_base_` files are read and references resolved. So a key of any type may
-hold a reference such as `${data.root}`, and no key is required. What it lets pass and the loader does not: missing
-keys, targets and their params, keys that contradict each other, ranges with gaps (`every_n_epochs`), and `1.0` for a
-whole number, which JSON does not tell from `1`.
+It describes a file before `_base_` files are read and references are resolved. So a key of any type may contain a
+reference such as `${data.root}`, and no key is required. Only the loader checks missing keys, targets and their params,
+keys that contradict each other, ranges with gaps (`every_n_epochs`), and `1.0` for a whole number, which JSON does not
+distinguish from `1`.
 
-Language servers differ in what they know of the draft; only what has the same meaning in draft 7 is used.
+Language servers differ in their support of the draft; only features with the same meaning in draft 7 are used.
 """
 
 import json
@@ -25,7 +25,7 @@ from deeplightning.config.tree import line, parse, plain
 Json = dict[str, Any]
 
 REFERENCE = r"\$\{"
-TARGET_NAME = r"^[^\s.]+(\.[^\s.]+)*$|" + REFERENCE  # without a dot: a short name
+TARGET_NAME = r"^[^\s.]+(\.[^\s.]+)*$|" + REFERENCE  # without a dot, a short name
 
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array"}
 _WORDS = {_TYPES[kind]: words for kind, words in SIMPLE.items()} | {"null": "null", "object": "a mapping"}
@@ -40,7 +40,7 @@ def json_schema() -> Json:
             "title": "reference",
             "description": "${a.b} is the value of another key, ${oc.env:NAME} that of an environment variable",
             "type": "string",
-            **_reference("one of the words that are known here"),
+            **_reference("one of the allowed values"),
         }
     }
     definitions |= {cls.__name__: _section(cls, path) for cls, path in parts.items() if cls is not whole}
@@ -71,7 +71,7 @@ def json_schema() -> Json:
     }
 
 
-# ---- what may stand at a key
+# ---- schemas of sections, keys and values
 
 
 def _section(cls: type, path: str) -> Json:
@@ -79,7 +79,7 @@ def _section(cls: type, path: str) -> Json:
     return {
         "title": path or cls.__name__,
         "description": (cls.__doc__ or "").strip(),
-        "type": ["object", "string", "null"],  # an empty section is one of defaults
+        "type": ["object", "string", "null"],  # an empty section has its defaults
         **_reference("a mapping"),
         "properties": {f.name: _key(cls, f, hints[f.name], path) for f in schema.keys(cls)},
         "patternProperties": {"^~": {"description": "removes the key that a file of `_base_` has set"}},
@@ -89,7 +89,7 @@ def _section(cls: type, path: str) -> Json:
 
 def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
     doc, example = field.metadata["doc"], field.metadata["example"]
-    # Editors show title, description and examples when the mouse points at a key, and few of them type and default.
+    # Editors show title, description and examples when hovering over a key; few show type and default.
     value = schema.default_of(field)
     is_section = all(is_dataclass(option) and option is not schema.Target for option in options_of(hint))
     facts = [] if is_section else [f"Type: {describe(hint, field.metadata)}"]
@@ -123,14 +123,14 @@ def _value(hint: object, bounds: Json) -> Json:
             "additionalProperties": {"$ref": f"#/$defs/{named.__name__}"},
             "patternProperties": {"^~": {}},
         }
-        return {"if": _is_named(section), "then": several, "else": one} if section else several
+        return {"if": _several_by_name(section), "then": several, "else": one} if section else several
     others = [option for option in found if option is not section]
     has_others = any(option is not type(None) for option in others)
     return {"if": {"type": "object"}, "then": one, "else": _simple(others, bounds)} if has_others else one
 
 
 def _sections_in(found: typing.Iterable[object]) -> tuple[type | None, type | None]:
-    """Find the section among some types, and the section that may occur several times by name."""
+    """Return the section among some types, and the section of which a mapping has several by name."""
     inner = [typing.get_args(option)[1] for option in found if typing.get_origin(option) is dict]
     section, named = (
         next((o for o in some if isinstance(o, type) and is_dataclass(o)), None) for some in (found, inner)
@@ -139,7 +139,7 @@ def _sections_in(found: typing.Iterable[object]) -> tuple[type | None, type | No
 
 
 def _simple(found: typing.Iterable[Any], bounds: Json) -> Json:
-    """Return the schema of a value that is no section, and the other types that are allowed."""
+    """Return the schema of a value that is not a section."""
     words: list[object] = []
     types: list[str] = []
     more: Json = {}
@@ -165,7 +165,7 @@ def _simple(found: typing.Iterable[Any], bounds: Json) -> Json:
 
 
 def _reference(else_allowed: str) -> Json:
-    """Return the schema of a reference, with the description of text that is none."""
+    """Return the schema of a reference, with an error message that names the other allowed values."""
     return {"pattern": REFERENCE, "patternErrorMessage": f"must be {else_allowed}, or a reference such as ${{a.b}}"}
 
 
@@ -176,9 +176,9 @@ def _item(hint: object) -> Json:
     return {"allOf": [{"$ref": f"#/$defs/{typing.cast(type, hint).__name__}"}], "type": ["object", "string"]}
 
 
-def _is_named(section: object) -> Json:
-    """Return whether a mapping holds several targets by name rather than being one: the loader's rule, where a
-    reference may stand for a mapping."""
+def _several_by_name(section: object) -> Json:
+    """Return the schema of a mapping that is several targets by name, not one target, by the loader's rule, in which a
+    reference may replace a mapping."""
     return {
         "type": "object",
         "minProperties": 1,

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Tries other releases of the dependencies than those of the lock, in an environment of its own, .uv/other:
+# Tests other releases of the dependencies than the locked ones, in a separate environment, .uv/other:
 #   bash tools/raise_bounds.sh newest     ignores the upper bounds of pyproject.toml, and runs the tests of private names
-#   bash tools/raise_bounds.sh lowest     takes the lowest release that pyproject.toml allows of each, and runs these and
+#   bash tools/raise_bounds.sh lowest     installs the lowest release of each that pyproject.toml allows, and runs these and
 #                                         the tests of `test.sh --quick`; `test.sh --all` runs it
-# More arguments are pytest's. A bound is raised, or a floor changed, in pyproject.toml when the tests pass.
+# Further arguments go to pytest. When the tests pass, raise the upper or change the lower bound in pyproject.toml.
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" || exit
 cd -- "$root" || exit
 case "${1-}" in
     newest) options=(--upgrade) tests=(tests/runs/test_private.py tests/runs/test_startup.py) ;;
-    lowest) options=(--resolution lowest-direct) tests=(tests/runs/test_private.py -W ignore) ;;  # old releases warn of new ones
+    lowest) options=(--resolution lowest-direct) tests=(tests/runs/test_private.py -W ignore) ;;  # old releases warn about new ones
     *) sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 kind=$1 other=$work/other asked=$work/asked
 shift
 uv=$root/.venv/bin/uv
 rm -rf -- "$other" "$asked" && mkdir -p -- "$asked" || exit
-# Of what is installed, the tests read pyproject.toml alone; without upper bounds for the newest.
+# The requirements of pyproject.toml, for `newest` without their upper bounds.
 if [ "$kind" = newest ]; then
     sed -E 's/(>=[0-9.]+),<[0-9.]+/\1/' pyproject.toml >"$asked/pyproject.toml"
 else

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Pictures of all that a user sees: bash tools/screenshots.sh FOLDER [PART …]. Each program in tools/screenshots makes some;
-# a PART is the name of one (`terminal`). FOLDER gets them, and is made if it is not there. Every part runs, whatever
-# the ones before it did; the exit code is 1 when one of them failed.
+# Takes screenshots of all user interfaces: bash tools/screenshots.sh FOLDER [PART …]. Each program in tools/screenshots is a
+# PART, such as `terminal`. They write into FOLDER, which is created if it is missing. A part runs even if an earlier one
+# failed; the exit code is 1 if any failed.
 
 if [ $# = 0 ] || [[ $1 == -* ]]; then
     sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}" >&2
@@ -19,6 +19,6 @@ for program in "$root"/tools/screenshots/*.py; do
     "$python" "$program" "$folder" || failed+=" $part"
 done
 for part in "$@"; do
-    [ -f "$root/tools/screenshots/$part.py" ] || failed+=" $part (there is no such part)"
+    [ -f "$root/tools/screenshots/$part.py" ] || failed+=" $part (no such part)"
 done
-[ -z "$failed" ] || { printf 'Not made:%s\n' "$failed" >&2; exit 1; }
+[ -z "$failed" ] || { printf 'Failed:%s\n' "$failed" >&2; exit 1; }

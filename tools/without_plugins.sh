@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the unit tests of the core and those of the journeys, one or more of each public promise, in an environment that has
-# the packages of .venv but none of the plug-ins.
+# Runs the unit tests of the core and the journeys (at least one test of each public promise) in an environment with the
+# packages of .venv but without the plug-ins.
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" || exit
 cd -- "$root" || exit

@@ -18,7 +18,7 @@ MEAN, STD = 0.5, 0.25  # of other pictures, each channel
 
 
 def split(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions for training and for validation, a tenth of each class: `deeplightning.data.splits.deal`."""
+    """Positions for training and for validation, a tenth of each class: `deeplightning.data.splits.assign_folds`."""
     bits = np.random.MT19937(np.random.SeedSequence(seed, spawn_key=(2,)))
     shuffled = np.random.RandomState(bits).permutation(len(labels))
     held_out = shuffled[np.argsort(labels[shuffled], kind="stable")][9::10]

@@ -29,9 +29,8 @@ def callback_of(trainer: Any, kind: type[T]) -> T:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
-def all_of(cfg: Config) -> list[pl.Callback]:
-    """Return the callbacks of a run, in the order in which their hooks are called; Lightning moves those that save
-    checkpoints to the end."""
+def run_callbacks(cfg: Config) -> list[pl.Callback]:
+    """Return the callbacks of a run in the order of their hooks. Lightning moves checkpoint callbacks to the end."""
     from pytorch_lightning.callbacks import Callback, EarlyStopping
 
     from deeplightning.callbacks import gathered, random_state, results, steps
@@ -46,7 +45,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
     loggers = []
     for target in (cfg.logger, *cfg.logger.extra):
-        # Trackers write these down; their addresses, which may hold a password, they do not.
+        # Trackers store these, but not their own address, which may contain a password.
         names = {name: value for name, value in target.params.items() if name in ("tags", "run_name")}
         params = prepare(target.type, target.params | redacted(names, cfg.redact))
         loggers.append(build(Target(type=target.type, params=params, place=target.place, name=target.name)))
@@ -56,12 +55,12 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     record = Record(cfg, loggers, calls, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     checkpoints = Checkpoints(train.checkpoint, record, off=train.fast)
     callbacks: list[pl.Callback] = []
-    if cfg.model.init_from is not None:  # weights that are missing end the start before a run is opened
+    if cfg.model.init_from is not None:  # first: missing weights must fail before a run is opened
         from deeplightning.callbacks.start import StartWeights
 
         callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
     callbacks += [
-        record,  # the others find an open run
+        record,  # before the others, which need an open run
         random_state.Generators() if random_state.draws_as_lightning(cfg) else random_state.Seeds(cfg.seed),
         steps.StreamEnds(),
     ]
@@ -69,7 +68,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     if shares := {name: each.warmup for name, each in schedules.items() if each is not None and each.warmup > 0}:
         from deeplightning.callbacks.gradients import Warmup
 
-        callbacks.append(Warmup(shares))  # the logged rate is that of the step
+        callbacks.append(Warmup(shares))  # before LogSteps, which logs the scaled rate
     callbacks += [
         steps.LogSteps(every if isinstance(every, int) else asdict(every)),
         steps.FiniteLoss(),
@@ -111,16 +110,16 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     if train.accumulator_factor > 1 and train.accumulator_epoch > 0:
         callbacks.append(steps.AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
     if train.early_stop is not None:
-        stop = train.early_stop  # whose mode is null where it does not train
+        stop = train.early_stop  # its mode is null if the run does not train
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode or "min"))
     callbacks += [build(target) for target in train.callbacks]
-    if TRIAL in os.environ:  # reports the metrics that these log
+    if TRIAL in os.environ:  # after the user's callbacks, whose metrics it reports
         from deeplightning.callbacks.trial import Trial
 
         callbacks.append(Trial(record, os.environ[TRIAL]))
-    # A checkpoint holds the states of all others; a signal ends a batch once all have seen it.
+    # Last: a checkpoint contains the states of all others, and a signal takes effect after all have handled the batch.
     callbacks += [checkpoints, Signals(hooks), *hooks.callbacks(cfg, record, checkpoints)]
-    # Lightning passes over hooks that are None, and calls all others in a context of its profiler: a hundred a step.
+    # Lightning skips hooks that are None and calls the others in a profiler context: a hundred per step.
     for callback in callbacks:
         for name in _BATCH_HOOKS if type(callback).__module__.startswith("deeplightning.") else ():
             if getattr(type(callback), name) is getattr(Callback, name):

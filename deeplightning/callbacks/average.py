@@ -1,9 +1,9 @@
-"""Average weights before the validation that judges them: Lightning's WeightAveraging (2.6) averages the ends of epochs
-after their validation, and validates the initial weights until its first average.
+"""Exponential moving average of the weights, up to date at each validation. Lightning's WeightAveraging (2.6) updates
+it after the validation of an epoch, and validates the initial weights until then.
 
-`train.callbacks` names `EMA`. Validation uses the averages, and every checkpoint holds them as its
-`state_dict`, so that `best.ckpt`, `test`, `predict`, `export` and the server use them too. The weights that learn are
-beside them in the checkpoint, under `averaging`, and training resumes from those.
+Enabled by `EMA` in `train.callbacks`. Validation uses the averages, and every checkpoint has them as its
+`state_dict`, so that `best.ckpt`, `test`, `predict`, `export` and the server use them too. The training weights are
+stored in the checkpoint under `averaging`, and training resumes from them.
 """
 
 import logging
@@ -16,32 +16,31 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from deeplightning.callbacks.steps import SameBuffers
-from deeplightning.engine.checkpoint_reading import described, raise_for_misfits
+from deeplightning.engine.checkpoint_reading import described, raise_for_differences
 from deeplightning.faults import CheckpointError
 
 log = logging.getLogger("deeplightning")
 
 KEY = "averaging"
-"""Of a checkpoint: {"settings", "steps", "updates", "weights"}; `weights` are those that learn, {} before the
+"""Checkpoint key of {"settings", "steps", "updates", "weights"}; `weights` are the training weights, {} before the
 first average."""
 
 
 class EMA(Callback):
-    """The exponential moving average of the weights: after each step `decay · average + (1 - decay) · weights`. It
-    begins with the weights after the first step, changes places with the weights for each validation, and is saved
-    with them in checkpoints.
+    """Exponential moving average of the weights: `decay · average + (1 - decay) · weights` after each step.
 
-    All parameters and buffers of the task's `state_dict` are averaged; of those that are no floating-point numbers,
-    such as the counters of batch norm, the newest values are kept.
+    It starts from the weights after the first step, is swapped with the weights during each validation, and is saved
+    with them in checkpoints. All parameters and buffers of the task's `state_dict` are averaged; of those that are not
+    floating point, such as the counters of batch norm, the latest values are used.
 
     Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 
     Args:
-        decay: from 0 to below 1; the average is of about the last 1 / (1 - decay) averaged weights.
-        every_n_steps: optimizer steps from one averaged weight to the next, at least 1.
+        decay: from 0 to below 1; the average covers about the last 1 / (1 - decay) updates.
+        every_n_steps: optimizer steps between two updates, at least 1.
 
     Attributes:
-        updates: how many weights the averages are of.
+        updates: the number of updates so far.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -54,28 +53,28 @@ class EMA(Callback):
             raise ValueError(f"every_n_steps: must be a whole number, at least 1, not {every_n_steps}")
         self.settings: dict[str, Any] = {"decay": decay, "every_n_steps": every_n_steps}
         self.updates = 0
-        self._average: Any = get_ema_multi_avg_fn(decay)
-        self._steps = 0  # batches after which optimizers had stepped
-        self._global_step = -1  # of the last of these
-        self._own: dict[str, Tensor] = {}  # of the task that learns
-        self._held: dict[str, Tensor] = {}  # the averages; the weights that learn, while averages are in the task
-        self._shown = False  # averages are in the task
-        self._saved_settings: dict[str, object] | None = None  # of the checkpoint
+        self._update_averages: Any = get_ema_multi_avg_fn(decay)
+        self._steps = 0  # batches that ended with an optimizer step
+        self._global_step = -1  # at the last of these batches
+        self._task_weights: dict[str, Tensor] = {}  # the task's tensors
+        self._shadow: dict[str, Tensor] = {}  # the averages, or the training weights while swapped
+        self._is_swapped = False  # whether the task contains the averages
+        self._saved_settings: dict[str, object] | None = None  # from the checkpoint
 
-    # ---- when
+    # ---- training hooks
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._own = _weights(pl_module)
-        if self._shown:  # of a training before this one
+        self._task_weights = _weights(pl_module)
+        if self._is_swapped:  # left swapped by an earlier training
             self._swap()
         if self._saved_settings not in (None, self.settings):
             log.warning(
                 "This run will not end bit for bit like an uninterrupted one: EMA was %s and is %s",
-                *(_line(self._saved_settings or {}), _line(self.settings)),
+                *(_format_settings(self._saved_settings or {}), _format_settings(self.settings)),
             )
-        self._held = {name: values.to(self._own[name].device) for name, values in self._held.items()}
+        self._shadow = {name: values.to(self._task_weights[name].device) for name, values in self._shadow.items()}
         self._global_step = trainer.global_step
-        log.info("%-10s %s: validation, checkpoints, test and export use the averaged weights", "averaging", self.words)
+        log.info("%-10s %s: validation, checkpoints, test and export use the averaged weights", "averaging", self.label)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         if trainer.global_step == self._global_step:
@@ -86,108 +85,108 @@ class EMA(Callback):
             self._update()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and self._held and not self._shown:
+        if trainer.state.fn == "fit" and self._shadow and not self._is_swapped:
             self._swap()
             SameBuffers().on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and self._shown:
+        if trainer.state.fn == "fit" and self._is_swapped:
             self._swap()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._held:
+        if self._shadow:
             self._swap()
         elif trainer.is_global_zero:
-            log.warning("%s: training ended before the first average; the weights are kept as they are", self.words)
+            log.warning("%s: training ended before the first average; the weights are kept as they are", self.label)
 
-    # ---- what
+    # ---- weights and checkpoints
 
     @torch.no_grad()
     def _update(self) -> None:
-        own = self._own
+        own = self._task_weights
         if not self.updates:
-            self._held = {name: weights.detach().clone() for name, weights in own.items()}
+            self._shadow = {name: weights.detach().clone() for name, weights in own.items()}
         else:
             numbers = [name for name, weights in own.items() if weights.is_floating_point()]
-            self._average([self._held[n] for n in numbers], [own[n].detach() for n in numbers], self.updates)
+            self._update_averages([self._shadow[n] for n in numbers], [own[n].detach() for n in numbers], self.updates)
             for name in own.keys() - set(numbers):
-                self._held[name].copy_(own[name])
+                self._shadow[name].copy_(own[name])
         self.updates += 1
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange averages and weights in place: compiled and recorded networks hold their addresses."""
-        for name, weights in self._own.items():
+        """Swap averages and weights in place: compiled networks and CUDA graphs refer to their addresses."""
+        for name, weights in self._task_weights.items():
             former = weights.detach().clone()
-            weights.copy_(self._held[name])
-            self._held[name].copy_(former)
-        self._shown = not self._shown
+            weights.copy_(self._shadow[name])
+            self._shadow[name].copy_(former)
+        self._is_swapped = not self._is_swapped
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         own = {name: weights.detach() for name, weights in _weights(pl_module).items()}
-        averages, learning = (own, self._held) if self._shown else (self._held, own)
+        averages, learning = (own, self._shadow) if self._is_swapped else (self._shadow, own)
         checkpoint[KEY] = {
             "settings": self.settings,
             "steps": self._steps,
             "updates": self.updates,
-            "weights": learning if self._held else {},
+            "weights": learning if self._shadow else {},
         }
-        if self._held:
+        if self._shadow:
             names = {id(weights): name for name, weights in _weights(pl_module).items()}
             every = pl_module.state_dict(keep_vars=True)
             of = {name: averages[names[id(value)]] for name, value in every.items() if id(value) in names}
             checkpoint["state_dict"] = {**checkpoint["state_dict"], **of}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the weights that learn: Lightning has loaded the averages into the task.
+        """Restore the training weights: Lightning has loaded the averages into the task.
 
         Raises:
-            CheckpointError: what the checkpoint has of averages is damaged.
+            CheckpointError: the checkpoint's averaging state is damaged.
         """
         if trainer.state.fn != "fit":
             return
-        if (saved := _saved(checkpoint, trainer.ckpt_path)) is None:
-            log.info("%-10s the checkpoint holds no averages; they begin here", "averaging")
+        if (saved := _read_saved(checkpoint, trainer.ckpt_path)) is None:
+            log.info("%-10s the checkpoint has no averages; averaging starts here", "averaging")
             return
         own = _weights(pl_module)
         if saved["weights"]:
-            raise_for_misfits(own, saved["weights"], str(trainer.ckpt_path))
+            raise_for_differences(own, saved["weights"], str(trainer.ckpt_path))
             with torch.no_grad():
                 for name, weights in own.items():
                     weights.copy_(saved["weights"][name])
         self._steps, self.updates, self._saved_settings = saved["steps"], saved["updates"], saved["settings"]
-        self._held = {name: checkpoint["state_dict"][name].clone() for name in saved["weights"]}
+        self._shadow = {name: checkpoint["state_dict"][name].clone() for name in saved["weights"]}
 
     @property
-    def words(self) -> str:
-        """Return the average with its settings, in one line."""
-        return f"EMA ({_line(self.settings)})"
+    def label(self) -> str:
+        """The kind of average and its settings, in one line."""
+        return f"EMA ({_format_settings(self.settings)})"
 
 
-def averaged(checkpoint: Mapping[str, object]) -> str | None:
-    """Return how the weights of a checkpoint were averaged, in one line; None: they were not."""
-    saved = _saved(checkpoint, None)
+def describe_averaging(checkpoint: Mapping[str, object]) -> str | None:
+    """Return how the weights of a checkpoint were averaged, in one line, or None if they were not."""
+    saved = _read_saved(checkpoint, None)
     if saved is None or not saved["updates"]:
         return None
-    return f"averaged by EMA ({_line(saved['settings'])}), {saved['updates']} updates"
+    return f"averaged by EMA ({_format_settings(saved['settings'])}), {saved['updates']} updates"
 
 
-def refuse_without(callbacks: list[object], checkpoint: Mapping[str, object], path: object) -> None:
-    """Refuse to resume from averages alone.
+def require_averaging_callback(callbacks: list[object], checkpoint: Mapping[str, object], path: object) -> None:
+    """Refuse to resume if only the averages would be restored.
 
     Raises:
-        CheckpointError: a checkpoint holds averages, and no callback of the run would restore the weights that learn.
+        CheckpointError: a checkpoint contains averages, and the run has no callback that restores the training weights.
     """
-    saved = _saved(checkpoint, path)
+    saved = _read_saved(checkpoint, path)
     if saved is None or any(isinstance(callback, EMA) for callback in callbacks):
         return
     raise CheckpointError(
-        f"{path}: its weights are averages of EMA; keep the callback in train.callbacks, or start again "
+        f"{path}: its weights are averages of EMA; keep the callback in train.callbacks, or start a new run "
         f"from the averages: model.init_from='{path}'"
     )
 
 
-def _saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None:
+def _read_saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None:
     if (saved := checkpoint.get(KEY)) is None:
         return None
     types = {"settings": dict, "steps": int, "updates": int, "weights": dict}
@@ -201,7 +200,7 @@ def _saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None
 
 
 def _weights(module: LightningModule) -> dict[str, Tensor]:
-    """Return parameters and buffers of the task's state, each once, under their first names."""
+    """Return the parameters and buffers of the task's `state_dict`, shared ones only under their first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -209,5 +208,5 @@ def _weights(module: LightningModule) -> dict[str, Tensor]:
     return dict(found.values())
 
 
-def _line(settings: Mapping[str, object]) -> str:
+def _format_settings(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())

@@ -1,4 +1,4 @@
-"""Describe a run: its names in a few words, the description that MLflow shows, and commands that a person can paste."""
+"""Describe a run: short names, the description in MLflow, and commands to paste."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from deeplightning.tracking.store import locate
 from deeplightning.words import printable
 
 PORT = 5001
-"""Where `deeplightning monitor` listens by default."""
+"""The default port of `deeplightning monitor`."""
 
 
 def note(cfg: Config, folder: RunFolder, run_id: str | None) -> str:
     """Return the description of a run, in Markdown.
 
     Args:
-        run_id: of the tracker; None: it has none.
+        run_id: the tracker's id of the run, or None.
     """
     is_trained = "train" in cfg.stages
     length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs and is_trained else []
-    about = "; ".join([*length, _plain(engine_in_words(cfg))])
+    about = "; ".join([*length, _escape_markdown(engine_summary(cfg))])
     here = start_folder()
     run = shlex.quote(run_id if run_id and folder.path.is_relative_to(here / "mlruns") else str(folder.path))
     commands = [f"deeplightning {verb} {run}" for verb in ("test", "reproduce", "serve")]
-    lines = [f"**{_plain(network_name(cfg))}** on **{_plain(data_name(cfg))}**: {about}.", ""]
+    lines = [f"**{_escape_markdown(network_name(cfg))}** on **{_escape_markdown(data_name(cfg))}**: {about}.", ""]
     lines += ["Test it, train it again, or serve it over HTTP:", ""]
     return "\n".join([*lines, "```bash", f"cd {shlex.quote(str(here))}", *commands, "```"])
 
 
-def _plain(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Escape a text for Markdown."""
     return "".join(f"\\{sign}" if sign in "\\`*_[]<>|#" else sign for sign in printable(text))
 
 
-def samples_behind(loaders: Any) -> int:
-    """Return the number of samples behind a loader or several."""
+def num_samples(loaders: Any) -> int:
+    """Return the number of samples in the data sets of one or several loaders."""
     from lightning_fabric.utilities.data import sized_len
 
     several = loaders if isinstance(loaders, list | tuple) else [loaders]
@@ -51,25 +51,25 @@ def samples_behind(loaders: Any) -> int:
 
 
 def set_sizes(trainer: Any) -> list[str]:
-    """Return the number of samples of each set of a training, in words."""
+    """Return the sizes of the training and validation sets, as text."""
     sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
-    return [f"{size:,} {name}" for name, loader in sets.items() if (size := samples_behind(loader))]
+    return [f"{size:,} {name}" for name, loader in sets.items() if (size := num_samples(loader))]
 
 
-def command(verb: str, script: str, *words: str) -> str:
-    """Return a command as one line of a shell, to be typed in the working directory."""
+def command(verb: str, script: str, *arguments: str) -> str:
+    """Return a command as one shell line, relative to the working directory."""
     file = HOME / script
-    start = f"bash {shlex.quote(seen_from_here(file))}" if file.is_file() else f"deeplightning {verb}"
-    return " ".join([start, *map(shlex.quote, words)])
+    start = f"bash {shlex.quote(relative_path(file))}" if file.is_file() else f"deeplightning {verb}"
+    return " ".join([start, *map(shlex.quote, arguments)])
 
 
 def serve(folder: Path) -> str:
-    """Return the command that answers HTTP from a run."""
-    return command("serve", "deploy.sh", seen_from_here(folder))
+    """Return the command that serves a run over HTTP."""
+    return command("serve", "deploy.sh", relative_path(folder))
 
 
 def monitor(tracking_uri: str | os.PathLike | None) -> str | None:
-    """Return the command that shows a store in the browser, or None for a server, which has pages of its own."""
+    """Return the command that shows a store in the browser, or None for a server, which has its own pages."""
     store = locate(tracking_uri)
     if store.address is not None and store.address.startswith("http"):
         return None
@@ -80,30 +80,30 @@ def monitor(tracking_uri: str | os.PathLike | None) -> str | None:
 
 
 def page(loggers: Iterable[Any], tracking_uri: str | os.PathLike | None) -> str | None:
-    """Return the address of a run's page in MLflow; None: it is tracked elsewhere.
+    """Return the address of a run's page in MLflow, or None if the run is tracked elsewhere.
 
     Args:
-        loggers: of the run, which is open.
-        tracking_uri: of its store.
+        loggers: the loggers of the open run.
+        tracking_uri: the run's store.
     """
     for logger in loggers:
         if type(logger).__name__ in ("MLflowLogger", "MLFlowLogger"):
             store = locate(tracking_uri)
             is_server = store.address is not None and store.address.startswith("http")
             top = store.shown.rstrip("/") if is_server else f"http://127.0.0.1:{PORT}"
-            experiment = getattr(logger, "experiment_id", None) or logger.name  # Lightning's and ours
+            experiment = getattr(logger, "experiment_id", None) or logger.name  # Lightning's logger or ours
             return f"{top}/#/experiments/{experiment}/runs/{logger.run_id}"
     return None
 
 
-def seen_from_here(path: Path) -> str:
-    """Return a path, relative to the working directory where it is below it."""
+def relative_path(path: Path) -> str:
+    """Return a path, relative if it is below the working directory."""
     return str(path.relative_to(here) if path.is_relative_to(here := start_folder()) else path)
 
 
 def network_name(cfg: Config) -> str:
-    """Return the name of the network of a run: its class or function, or the model's name that a library is given; of
-    several networks, and where the task has its own, the task's class."""
+    """Return the name of a run's network: its class or function, or the model name passed to a library. With several
+    networks, or one that the task defines, it is the task's class."""
     network = cfg.model.network
     if not isinstance(network, Target):
         return cfg.model.module.type.rpartition(".")[2]
@@ -114,29 +114,29 @@ def network_name(cfg: Config) -> str:
     return name
 
 
-def engine_in_words(cfg: Config) -> str:
-    """Describe how a run is spread and in which numbers it computes, for a column: `ddp, 2 GPU, bf16`."""
+def engine_summary(cfg: Config) -> str:
+    """Describe the backend, devices and precision of a run, for a table column: `ddp, 2 GPU, bf16`."""
     engine, size = cfg.engine, world_size(cfg.engine)
     device = "CPU" if engine.gpus is None else "GPU"
     precision = f"fp{engine.precision}" if str(engine.precision).isdecimal() else str(engine.precision)
-    words = (engine.backend, device if size == 1 else f"{size} {device}", precision)
-    return ", ".join(word for word in words if word)
+    parts = (engine.backend, device if size == 1 else f"{size} {device}", precision)
+    return ", ".join(part for part in parts if part)
 
 
 def data_name(cfg: Config) -> str:
-    """Return the name of a run's data: `data.dataset`, else the class of the data module."""
+    """Return the name of a run's data: `data.dataset`, or else the class of the data module."""
     return str(cfg.data.dataset or cfg.data.module.type.rpartition(".")[2])
 
 
 def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> str:
-    """Return how many samples one optimizer step uses, and its factors.
+    """Return the number of samples per optimizer step and its factors, as text.
 
     Args:
         size: the batch size of the user's own loader; None for that of the config.
-        samples: of the training set; 0 if unknown.
+        samples: the size of the training set; 0 if unknown.
     """
     batch, world, factor = size or cfg.data.batch_size, world_size(cfg.engine), cfg.train.accumulator_factor
-    parts = [f"{batch or 'those of a batch of the data module'} per process"]
+    parts = [f"{batch or 'one batch of the data module'} per process"]
     parts += [f"{world} processes"] if world > 1 else []
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""

@@ -1,5 +1,5 @@
-"""Keep in checkpoints what Lightning 2.6 drops when it resumes inside an epoch: metrics since its start, and gradients
-that no step has used."""
+"""Save in checkpoints what Lightning 2.6 drops when it resumes inside an epoch: the metrics of the epoch so far, and
+gradients that no step has used."""
 
 import logging
 from typing import Any
@@ -15,24 +15,24 @@ from deeplightning.private.lightning import add_to_logged_means, logged_means, v
 log = logging.getLogger("deeplightning")
 
 GRADIENTS = "gradients"
-"""The key of a checkpoint from between the steps of an optimizer: its gradients by the parameter's name."""
+"""Checkpoint key of the gradients that no optimizer step has used yet, by parameter name."""
 
 
 class Gathered(Callback):
-    """Keep in each checkpoint from inside an epoch the states of the task's torchmetrics objects, over all processes,
-    and what Lightning has added up of `self.log(on_epoch=True)`; in each the number of validation batches, at which
-    Lightning logs `self.log(on_step=True)`.
+    """Save metric states: in each checkpoint the number of validation batches, at which Lightning logs
+    `self.log(on_step=True)`; inside an epoch also the states of the task's torchmetrics objects over all processes, and
+    the running means of `self.log(on_epoch=True)`.
 
-    States that a validation updates are left out: a resumed run repeats the validation that was under way.
+    States that a validation updates are left out: a resumed run repeats an interrupted validation.
     """
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
-        self._counts: dict[str, int] = {}  # updates of each metric when the validation began that is under way
-        self._judging: set[str] = set()  # metrics that validations update
+        self._counts: dict[str, int] = {}  # updates of each metric at the start of the current validation
+        self._validation_metrics: set[str] = set()  # metrics that a validation updates
         self._saved: dict[str, Any] = {}
-        self._logged: dict[str, Any] = {}  # of the checkpoint, until the task logs it again
-        self._validated: dict[int, int] = {}  # validation batches by loader, before the validation that is next
+        self._restored_means: dict[str, Any] = {}  # from the checkpoint, until the task logs them again
+        self._validated: dict[int, int] = {}  # validation batches by loader, before the next validation
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counts = {name: metric.update_count for name, metric in _metrics(pl_module).items()}
@@ -42,7 +42,7 @@ class Gathered(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, metric in _metrics(pl_module).items():
             if self._counts.get(name, metric.update_count) != metric.update_count:
-                self._judging.add(name)
+                self._validation_metrics.add(name)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counts = {}
@@ -52,15 +52,15 @@ class Gathered(Callback):
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"validated": batches by loader, "metrics": states by the module's name, "logged": values of
-        `self.log`}; between epochs only the first."""
+        """Return {"validated": batches by loader, "metrics": states by module name, "logged": values of `self.log`};
+        between epochs only the first."""
         epoch: Any = self._trainer and self._trainer.fit_loop.epoch_progress.current
         if self._trainer is None or epoch.processed == epoch.ready:
             return {"validated": self._validated}
         metrics = _metrics(self._trainer.lightning_module)
-        found = {n: m for n, m in metrics.items() if m.update_called and n not in self._judging}
+        found = {n: m for n, m in metrics.items() if m.update_called and n not in self._validation_metrics}
         found = {n: m for n, m in found.items() if self._counts.get(n, m.update_count) == m.update_count}
-        logged = self._logged | logged_means(self._trainer)  # the former of a run that ends before the task logs again
+        logged = self._restored_means | logged_means(self._trainer)  # the run may end before the task logs again
         states = {name: _state_of(metric) for name, metric in found.items()}
         return {"validated": self._validated, "metrics": states, "logged": logged}
 
@@ -74,30 +74,29 @@ class Gathered(Callback):
             return
         for name, metric in _metrics(pl_module).items():
             _restore(metric, saved.get("metrics", {}).get(name, {}))
-        self._logged = dict(saved.get("logged", {}))
+        self._restored_means = dict(saved.get("logged", {}))
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        if self._logged:
-            add_to_logged_means(trainer, self._logged)
+        if self._restored_means:
+            add_to_logged_means(trainer, self._restored_means)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._logged = {}
+        self._restored_means = {}
 
 
 class PendingGradients(Callback):
-    """Keep in each checkpoint the gradients that no optimizer step has used yet, of a task that steps its optimizers
-    itself.
+    """Save the gradients that no optimizer step has used yet, for a task with manual optimization.
 
-    Where an optimizer steps at each second batch, a run that resumes in between would lose the first batch's gradients.
-    Engines that shard parameters do not keep them, and the run says so.
+    If an optimizer steps at every second batch, a run that resumes in between would lose the first batch's gradients.
+    Engines that shard parameters do not save them; the run then logs a warning.
     """
 
     def __init__(self) -> None:
         self._pending: set[torch.Tensor] = set()
-        self._watched: set[torch.Tensor] = set()
+        self._tracked: set[torch.Tensor] = set()
         self._hooks: list[RemovableHandle] = []
         self._saved: dict[str, torch.Tensor] = {}
-        self._is_warned = False
+        self._has_warned = False
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._saved = checkpoint.get(GRADIENTS, {}) if trainer.state.fn == "fit" else {}
@@ -111,12 +110,12 @@ class PendingGradients(Callback):
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make each parameter that learns tell when it gets a gradient; some begin to learn after an epoch."""
+        """Track which trainable parameters receive a gradient; some become trainable after an epoch."""
         if pl_module.automatic_optimization:
             return
         for parameter in pl_module.parameters():
-            if parameter.requires_grad and parameter not in self._watched:
-                self._watched.add(parameter)
+            if parameter.requires_grad and parameter not in self._tracked:
+                self._tracked.add(parameter)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._pending.add))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -129,31 +128,31 @@ class PendingGradients(Callback):
         named = {name: p.grad for name, p in pl_module.named_parameters() if p in self._pending and p.grad is not None}
         if not hasattr(trainer.strategy, "shares_parameters"):
             checkpoint[GRADIENTS] = named
-        elif named and not self._is_warned:
-            self._is_warned = True
+        elif named and not self._has_warned:
+            self._has_warned = True
             log.warning(
-                "the gradients of %s are not used yet, and the strategy %s keeps none in a checkpoint: a run that "
-                "resumes here lacks them; step each optimizer in the batch of its gradients, or use ddp",
+                "the gradients of %s are not used yet, and the strategy %s does not save gradients: a run that "
+                "resumes from here lacks them; step each optimizer in the batch of its gradients, or use ddp",
                 *(next(iter(named)), type(trainer.strategy).__name__),
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._watched, self._pending = [], set(), set()
+        self._hooks, self._tracked, self._pending = [], set(), set()
 
 
 def _metrics(task: LightningModule) -> dict[str, Metric]:
-    """Return the torchmetrics objects of a task by their names."""
+    """Return the torchmetrics objects of a task by name."""
     modules = dict(task.named_modules())
     for module in modules.values():
         if isinstance(module, MetricCollection):
-            module.items()  # gives each metric the state that it shares with others
+            module.items()  # side effect: copies shared states to each metric
     return {name: module for name, module in modules.items() if isinstance(module, Metric)}
 
 
 def _state_of(metric: Metric) -> dict[str, object]:
-    """Return what a metric has counted over all processes; call it on each."""
+    """Return the state of a metric over all processes; call it on every rank."""
     with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
         return {name: [*v] if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}
 

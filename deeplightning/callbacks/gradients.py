@@ -1,4 +1,4 @@
-"""Log the norm of gradients, clip them by the norms of weights, warm the rate up: Lightning clips by value or by the
+"""Gradient norm logging, adaptive gradient clipping and learning rate warm-up: Lightning clips only by value or by the
 norm of all gradients, and has no warm-up."""
 
 import math
@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import logged_steps
 
-LEAST_NORM = 1e-3
-"""A unit whose weights have a smaller norm is clipped as if they had this one, or zeros would never learn."""
+MIN_WEIGHT_NORM = 1e-3
+"""Lower bound of the weight norm used for clipping: otherwise units with zero weights would never learn."""
 
 
 class GradientNorm(Callback):
-    """Log the second norm of an optimizer's gradients, at the steps that are logged."""
+    """Log the L2 norm of each optimizer's gradients at logged steps."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if trainer.log_every_n_steps == sys.maxsize:
@@ -29,7 +29,7 @@ class GradientNorm(Callback):
         norm = float(torch.nn.utils.get_total_norm(gradients))
         name = "grad_norm"
         if len(trainer.optimizers) > 1:
-            number = next((n for n, known in enumerate(trainer.optimizers) if known is optimizer), 0)
+            number = next((n for n, other in enumerate(trainer.optimizers) if other is optimizer), 0)
             name += f"-{optimizer.param_groups[0].get('name', number)}"
         trainer.callback_metrics[name] = torch.tensor(norm)
         for logger in trainer.loggers:
@@ -37,14 +37,14 @@ class GradientNorm(Callback):
 
 
 class AdaptiveClip(Callback):
-    """Clip the gradient of each unit to a share of the norm of its weights. A unit is a row of a matrix or of a
-    convolution's kernels, shape (units, …); a vector or a number is one unit.
+    """Clip the gradient of each unit to a fraction of its weight norm. A unit is a row of a matrix or of convolution
+    kernels, shape (units, …); a vector or a scalar is one unit.
 
     Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization", 2021,
-    https://arxiv.org/abs/2102.06171. It clips every parameter, the last layer's too.
+    https://arxiv.org/abs/2102.06171. Unlike there, the last layer is clipped too.
 
     Args:
-        share: the largest norm of a gradient divided by that of the weights, above 0.
+        share: the maximum ratio of gradient norm to weight norm, above 0.
     """
 
     def __init__(self, share: float):
@@ -55,67 +55,67 @@ class AdaptiveClip(Callback):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    largest = _norms(parameter).clamp(min=LEAST_NORM) * self.share
+                    largest = _norms(parameter).clamp(min=MIN_WEIGHT_NORM) * self.share
                     norms = _norms(parameter.grad)
                     parameter.grad.mul_(torch.where(norms > largest, largest / norms.clamp(min=1e-12), 1.0))
 
 
 def _norms(values: Tensor) -> Tensor:
-    """Return the second norm of each unit, in a shape that multiplies `values`."""
+    """Return the L2 norm of each unit, in a shape that broadcasts with `values`."""
     if values.ndim <= 1:
         return torch.linalg.vector_norm(values)
     return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)), keepdim=True)
 
 
 class Warmup(Callback):
-    """Scale the rate of the first optimizer steps: of W by 1/W, 2/W, … 1, whatever the schedule gives.
+    """Scale the learning rate of the first W optimizer steps by 1/W, 2/W, … 1, whatever the schedule.
 
-    The rate is scaled for the time of a step and the logging of it alone, so that a schedule never sees it, and a
-    resumed run needs to know no more than the number of its step.
+    The rate is scaled only during a step and its logging, so that the schedule never sees it, and a resumed run needs
+    only the step number.
 
     Args:
-        shares: of the training's steps, from 0 to 1, by the name of the optimizer's first group; "": of all.
+        shares: fractions of the training's steps, from 0 to 1, by the name of an optimizer's first group; "" for all.
     """
 
     def __init__(self, shares: Mapping[str, float]):
         self.shares = shares
-        self._of: list[tuple[Optimizer, float]] = []  # optimizers, with their number of steps
+        self._warmup_steps: list[tuple[Optimizer, float]] = []  # optimizers with their number of warm-up steps
         self._hooks: list[RemovableHandle] = []
-        self._rates: dict[int, list[float]] = {}  # of an optimizer's groups, while they are scaled
+        self._original_rates: dict[int, list[float]] = {}  # original rates by optimizer, while they are scaled
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the warm-up of each optimizer; raise ConfigError if the training has no known length."""
         total = trainer.estimated_stepping_batches
         if not math.isfinite(total):
-            message = "a share of a training without end; set train.max_steps"
+            message = "a fraction needs a training of known length; set train.max_steps"
             raise ConfigError(Fault(message, "model.scheduler.warmup"))
         for optimizer in trainer.optimizers:
             share = self.shares.get("", self.shares.get(optimizer.param_groups[0].get("name", ""), 0.0))
             if share > 0:
-                self._of.append((optimizer, max(1, math.ceil(share * total))))
+                self._warmup_steps.append((optimizer, max(1, math.ceil(share * total))))
                 self._hooks.append(optimizer.register_step_post_hook(lambda stepped, *_: self._restore(stepped)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        # A task that steps several itself counts the steps of all.
+        # With manual optimization, `global_step` counts the steps of all optimizers.
         step = trainer.global_step // (1 if pl_module.automatic_optimization else len(trainer.optimizers))
-        for optimizer, steps in self._of:
+        for optimizer, steps in self._warmup_steps:
             if step < steps:
-                self._rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
+                self._original_rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
                 for group in optimizer.param_groups:
                     group["lr"] = group["lr"] * ((step + 1) / steps)
 
     def _restore(self, optimizer: Optimizer) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):
+        for group, rate in zip(optimizer.param_groups, self._original_rates.pop(id(optimizer), ()), strict=False):
             group["lr"] = rate
 
     def _restore_all(self, *_: Any, **__: object) -> None:
-        for optimizer, _steps in self._of:
+        for optimizer, _steps in self._warmup_steps:
             self._restore(optimizer)
 
-    on_train_batch_end = _restore_all  # it accumulates
-    on_exception = _restore_all  # a checkpoint may be saved
+    on_train_batch_end = _restore_all  # batches without a step, while gradients accumulate
+    on_exception = _restore_all  # a checkpoint may be saved then
 
     def on_train_end(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._of = [], []
+        self._hooks, self._warmup_steps = [], []

@@ -1,6 +1,6 @@
-"""What `self.save_hyperparameters()` of a user's modules puts into a checkpoint and into loggers: plain values alone.
+"""Reduce what `self.save_hyperparameters()` of a user's modules stores in checkpoints and loggers to plain values.
 
-So a checkpoint loads with `weights_only`, and `load_from_checkpoint` needs as arguments only what is no plain value.
+A checkpoint then loads with `weights_only`, and `load_from_checkpoint` needs only the other values as arguments.
 """
 
 from argparse import Namespace
@@ -14,37 +14,37 @@ from pytorch_lightning import Trainer
 
 from deeplightning.private.lightning import set_logged_hyperparameters
 
-_LEFT_OUT: Any = object()
+_NOT_PLAIN: Any = object()
 
 
 def log_plain_values(trainer: Trainer, redact: Callable[[str], str]) -> None:
-    """Replace the hyperparameters that Lightning is about to log by the plain values among them, without secrets."""
+    """Restrict the hyperparameters that Lightning is about to log to plain values, without secrets."""
     for module in _modules(trainer):
         set_logged_hyperparameters(module, _plain_items(module.hparams_initial, redact))
 
 
 def save_plain_values(trainer: Trainer, checkpoint: dict[str, Any], redact: Callable[[str], str]) -> None:
-    """Leave the plain values among the hyperparameters in a checkpoint, without secrets."""
+    """Restrict the hyperparameters in a checkpoint to plain values, without secrets."""
     for module in _modules(trainer):
         key, kind = module.CHECKPOINT_HYPER_PARAMS_KEY, module.CHECKPOINT_HYPER_PARAMS_TYPE
         checkpoint[key] = _plain_items(module.hparams, redact)
-        if kind in checkpoint:  # a class of OmegaConf
-            checkpoint[kind] = "AttributeDict"  # which Lightning makes of a text
+        if kind in checkpoint:  # a class of OmegaConf; Lightning accepts this name instead
+            checkpoint[kind] = "AttributeDict"
 
 
 def _modules(trainer: Trainer) -> list[Any]:
-    """Return the modules of a run that have saved hyperparameters."""
+    """Return the task and the data module, if they saved hyperparameters."""
     modules = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     return [module for module in modules if module is not None and module.hparams]
 
 
 def _plain_items(values: Any, redact: Callable[[str], str]) -> dict[Any, Any]:
     found = {key: _plain(values[key], redact) for key in values}
-    return {key: value for key, value in found.items() if value is not _LEFT_OUT}
+    return {key: value for key, value in found.items() if value is not _NOT_PLAIN}
 
 
 def _plain(value: Any, redact: Callable[[str], str]) -> Any:
-    """Return a value as numbers, texts, tensors, and lists and dicts of such."""
+    """Return a value as numbers, strings, tensors, and lists and dicts of these, or `_NOT_PLAIN` otherwise."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Namespace):
@@ -55,13 +55,13 @@ def _plain(value: Any, redact: Callable[[str], str]) -> Any:
         return redact(str(value))
     if isinstance(value, Mapping):
         items = {key: _plain(inner, redact) for key, inner in value.items()}
-        is_plain = all(isinstance(key, str | int) and inner is not _LEFT_OUT for key, inner in items.items())
-        return items if is_plain else _LEFT_OUT
+        is_plain = all(isinstance(key, str | int) and inner is not _NOT_PLAIN for key, inner in items.items())
+        return items if is_plain else _NOT_PLAIN
     if type(value) in (list, tuple, set):
         inside = [_plain(inner, redact) for inner in value]
-        return _LEFT_OUT if any(inner is _LEFT_OUT for inner in inside) else type(value)(inside)
+        return _NOT_PLAIN if any(inner is _NOT_PLAIN for inner in inside) else type(value)(inside)
     if type(value).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
 
         return _plain(OmegaConf.to_container(value, resolve=True), redact)
-    return _LEFT_OUT
+    return _NOT_PLAIN

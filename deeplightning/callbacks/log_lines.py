@@ -1,4 +1,4 @@
-"""Show log lines on the terminal, and write those of each process to a file of the run; both without secrets."""
+"""Show log lines on the terminal, and write each process' log to a file of the run, both without secrets."""
 
 import copy
 import logging
@@ -18,95 +18,95 @@ from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning")
 
-LABEL = 11  # columns of the word that begins a line, and of the space behind it
+LABEL_COLS = 11  # columns of the label of a line, with the space after it
 
 
 def to_terminal(cfg: Config) -> None:
-    """Show once what is logged under `deeplightning` on the terminal, on the ranks that `logger.ranks` names."""
+    """Show the log of `deeplightning` on the terminal, once, on the ranks of `logger.ranks`."""
     print_once()
     for handler in [h for h in log.handlers if isinstance(h, _Terminal)]:
         log.removeHandler(handler)
     log.setLevel(logging.INFO)
     for chatty in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    # Lightning 2.6 under torch 2.15; nothing a user could do about it.
+    # Lightning 2.6 with torch 2.15; users cannot do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
-    # Our image data resume within an epoch by themselves.
+    # Our image data modules can resume inside an epoch.
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
-    # No sample counts twice: `deeplightning.engine.process_group.CountsOnce`, which says where one does.
+    # `deeplightning.engine.process_group.CountsOnce` counts each sample once, and warns if it cannot.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the data", category=PossibleUserWarning)
-    # Ours gives both numbers once: `deeplightning.callbacks.steps.StreamEnds`.
+    # `deeplightning.callbacks.steps.StreamEnds` warns once, with both numbers.
     warnings.filterwarnings("ignore", message="Length of IterableDataset")
     # `engine.gpus: null` is a choice.
     warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
-    # The key is called engine.matmul_precision here. Lightning's is news below its level, see above.
+    # The key is called engine.matmul_precision here.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
-    if cfg.model.trainable != "all":  # what does not learn is in evaluation mode
+    if cfg.model.trainable != "all":  # frozen modules are in evaluation mode
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training")
     if own_rank() in cfg.logger.ranks:
-        handler = _Terminal(rank_shown(cfg))
+        handler = _Terminal(rank_prefix(cfg))
         handler.setFormatter(Redacting(cfg, "%(message)s"))
         log.addHandler(handler)
     elif not log.handlers:
-        log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of a silent rank
+        log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of this rank
 
 
 def one_line_warnings() -> None:
-    """Show Python's warnings as one line each, without the place in a library that a user cannot mend."""
+    """Show each of Python's warnings as one line, without its location in a library."""
     warnings.showwarning = lambda message, *_, **__: log.warning("%s", str(message).strip())
 
 
 def print_once() -> None:
-    """Keep handlers that print what any logger says, as of `logging.basicConfig`, from printing our lines again."""
+    """Keep handlers of the root logger, such as that of `logging.basicConfig`, from printing our lines again."""
     for handler in logging.getLogger().handlers:
         if type(handler) is logging.StreamHandler and handler.stream in (sys.stdout, sys.stderr):
-            handler.addFilter(_is_of_others)
+            handler.addFilter(_is_from_other_logger)
 
 
-def _is_of_others(record: logging.LogRecord) -> bool:
+def _is_from_other_logger(record: logging.LogRecord) -> bool:
     return record.name.partition(".")[0] != log.name
 
 
 class _Terminal(logging.Handler):
-    """News to stdout; warnings and errors to stderr, with the word. A terminal shows colour, breaks lines between
-    words, and has its own form of a line where the record has one (`extra={"terminal": [...]}`).
+    """Handler that writes info to stdout, and warnings and errors to stderr with their level. A terminal gets colour,
+    lines wrapped between words, and the record's own lines if it has some (`extra={"terminal": [...]}`).
 
     Args:
-        begin: what each line starts with.
+        prefix: the start of each line.
     """
 
-    def __init__(self, begin: str):
+    def __init__(self, prefix: str):
         super().__init__()
-        self.begin = begin
+        self.prefix = prefix
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        is_news = record.levelno < logging.WARNING
-        stream = sys.stdout if is_news else sys.stderr
-        if not is_news:
-            word = record.levelname.lower()
-            text = f"{styled(word, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
+        is_info = record.levelno < logging.WARNING
+        stream = sys.stdout if is_info else sys.stderr
+        if not is_info:
+            level = record.levelname.lower()
+            text = f"{styled(level, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
         elif is_interactive(stream):
-            rows = getattr(record, "terminal", None)
-            if epoch := text.startswith("epoch "):  # whose label grows with its number; a value stays beside its name
+            own = getattr(record, "terminal", None)
+            if epoch := text.startswith("epoch "):  # its label has no fixed width; keep each value beside its name
                 text = re.sub(r"(?<=\S) (?=\S)", "\xa0", text)
-            lines = (wrapped(t, LABEL * (epoch or t[LABEL - 1 : LABEL] == " ")) for t in text.split("\n"))
-            text = "\n".join(rows or lines).replace("\xa0", " ")
-        stream.write(self.begin + text.replace("\n", f"\n{self.begin}") + "\n")  # at once: other ranks write too
+            rows = (wrapped(t, LABEL_COLS * (epoch or t[LABEL_COLS - 1 : LABEL_COLS] == " ")) for t in text.split("\n"))
+            text = "\n".join(own or rows).replace("\xa0", " ")
+        stream.write(self.prefix + text.replace("\n", f"\n{self.prefix}") + "\n")  # in one call: other ranks write too
         stream.flush()
 
 
-def rank_shown(cfg: Config) -> str:
-    """Return what a line on the terminal begins with where several processes report there."""
+def rank_prefix(cfg: Config) -> str:
+    """Return the prefix of lines on the terminal: the rank, if several processes write there."""
     return f"[rank {own_rank()}] " if len(cfg.logger.ranks) > 1 else ""
 
 
 def log_to_file(path: Path, cfg: Config) -> None:
-    """Write what any logger says, from INFO on, to a file as well; a second launch appends."""
+    """Write the records of all loggers, from INFO, to a file as well; a second launch appends."""
     root = logging.getLogger()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for former in [h for h in root.handlers if isinstance(h, _RankFile | _Others)]:  # of an earlier run
+        for former in [h for h in root.handlers if isinstance(h, _RankFile | _OtherLoggers)]:  # of an earlier run
             root.removeHandler(former)
             former.close()
         handler = _RankFile(path, encoding="utf-8")
@@ -115,7 +115,7 @@ def log_to_file(path: Path, cfg: Config) -> None:
     handler.setFormatter(Redacting(cfg, "%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.setLevel(logging.INFO)
     if not root.handlers and own_rank() in cfg.logger.ranks:
-        root.addHandler(_Others(cfg))
+        root.addHandler(_OtherLoggers(cfg))
     root.addHandler(handler)
     root.setLevel(min(root.level or logging.INFO, logging.INFO))
     if log.level == logging.NOTSET:
@@ -123,8 +123,7 @@ def log_to_file(path: Path, cfg: Config) -> None:
 
 
 class _RankFile(logging.FileHandler):
-    """What one process says of one run. A line that the disk does not take costs the run nothing; that is reported
-    once."""
+    """Log file of one process of a run. A failing disk does not end the run; it is reported once."""
 
     _is_reported = False
 
@@ -137,37 +136,37 @@ class _RankFile(logging.FileHandler):
             log.warning("%s: not written completely: %s", self.baseFilename, error.strerror)
 
 
-class _Others(logging.StreamHandler[Any]):
-    """Warnings of loggers that are not ours, on stderr: Python prints them itself only where there is no handler."""
+class _OtherLoggers(logging.StreamHandler[Any]):
+    """Handler for warnings of other loggers, on stderr: Python prints them itself only if there is no handler."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.setLevel(logging.WARNING)
-        self.setFormatter(Redacting(cfg, f"{rank_shown(cfg)}%(message)s"))
-        self.addFilter(_is_of_others)
+        self.setFormatter(Redacting(cfg, f"{rank_prefix(cfg)}%(message)s"))
+        self.addFilter(_is_from_other_logger)
 
 
-_format: logging.Formatter | None = None
+_hook_formatter: logging.Formatter | None = None
 
 
 def keep_format() -> None:
-    """Keep the format that `engine.setup_hook` has given a handler of the logger `deeplightning`, for the handlers of
-    terminal and rank files that are created later."""
-    global _format
+    """Keep the format that `engine.setup_hook` set on a handler of the logger `deeplightning`, for handlers that are
+    created later."""
+    global _hook_formatter
     ours = [h for h in log.handlers if isinstance(h, logging.NullHandler) or type(h).__module__.startswith(__package__)]
-    _format = next((h.formatter for h in ours if h.formatter and not isinstance(h.formatter, Redacting)), None)
+    _hook_formatter = next((h.formatter for h in ours if h.formatter and not isinstance(h.formatter, Redacting)), None)
 
 
 class Redacting(logging.Formatter):
-    """Write log lines without the values that came from the environment; in another format, if a hook has set one."""
+    """Formatter that redacts values from the environment. If `engine.setup_hook` set a format, that is used."""
 
     def __init__(self, cfg: Config | None, pattern: str):
         super().__init__(pattern)
         self.cfg = cfg
 
     def format(self, record: logging.LogRecord) -> str:
-        if _format is not None:  # which may have colours of its own around the message
+        if _hook_formatter is not None:  # it may add colour codes around the message
             record = copy.copy(record)
             record.msg, record.args = printable(record.getMessage(), LAYOUT), None
-        text = _format.format(record) if _format else printable(super().format(record), LAYOUT)
+        text = _hook_formatter.format(record) if _hook_formatter else printable(super().format(record), LAYOUT)
         return self.cfg.redact_message(text) if self.cfg else text

@@ -1,5 +1,5 @@
-"""Write what a config asks for beside the results: pictures of a validation, the worst answers, histograms of weights
-and gradients, and the operations of a training step."""
+"""Optional outputs of a run: pictures of a validation, the worst predictions, histograms of weights and gradients, and
+the floating-point operations of a training step."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-PAUSE = 60.0
-"""Seconds between two drawings of the same pictures during a training."""
+REDRAW_SECONDS = 60.0
+"""Minimum time between two drawings of the same picture during training."""
 
-MISTAKES = 24
-"""The worst answers of a set that are kept with their samples."""
+NUM_WORST = 24
+"""Number of worst predictions of a set that are stored with their samples."""
 
-THUMBNAIL = 96
-"""Pixels of the longer side of a picture that is kept with an answer."""
+THUMBNAIL_PIXELS = 96
+"""Longer side of an image that is stored with a prediction."""
 
-LONGEST = 2000
-"""Characters of a text that is kept with an answer."""
+MAX_TEXT_CHARS = 2000
+"""Maximum length of a text that is stored with a prediction."""
 
 
-def keep_mistakes(record: Record, trainer: Any, stage: str, rows: list[dict[str, Any]]) -> None:
-    """Keep the worst answers with their samples, where the data module shows these, for pictures and reports."""
+def store_worst(record: Record, trainer: Any, stage: str, rows: list[dict[str, Any]]) -> None:
+    """Store the worst predictions for reports, with their samples if the data module has a `sample` method."""
     data: Any = getattr(trainer, "datamodule", None)
     names = [str(name) for name in getattr(trainer.lightning_module, "class_names", None) or ()]
     kept = []
     try:
-        for row in worst(rows, names):
+        for row in worst_rows(rows, names):
             part = "val" if stage == "validate" else stage
-            kept.append(row | _kept(data.sample(part, row["index"]) if hasattr(data, "sample") else {}))
-    except Exception as error:  # a data module of the user's own
+            kept.append(row | _encode_sample(data.sample(part, row["index"]) if hasattr(data, "sample") else {}))
+    except Exception as error:  # raised by a user's data module
         log.warning("pictures   the mistakes cannot be shown: %s", first_line(error))
     content = {"classes": names, "mistakes": kept}
     write_whole(record.folder.mistakes(stage), json.dumps(content, indent=1))
 
 
-def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """Return the worst answers to a set: of classes the mistakes, the most confident first; of numbers those that are
-    furthest off; of masks those with the fewest right pixels. Each has `index` and what describes it."""
+def worst_rows(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    """Return the worst predictions: of classes the errors, most confident first; of numbers the largest errors; of
+    masks the lowest pixel accuracies. Each has `index` and the columns that describe it."""
     columns = rows[0].keys()
     if {"label", "predicted_class", "predicted_probability"} <= columns:
         rows = [row for row in rows if row["label"] != row["predicted_class"]]
         rows.sort(key=lambda row: row["predicted_probability"], reverse=True)
-        rows = [row | {"true": names[n] if (n := row["label"]) < len(names) else str(n)} for row in rows[:MISTAKES]]
+        rows = [row | {"true": names[n] if (n := row["label"]) < len(names) else str(n)} for row in rows[:NUM_WORST]]
         shown = {"true": "true", "predicted": "predicted_label", "probability": "predicted_probability"}
     elif {"prediction", "target"} <= columns:
         shown = {"true": "target", "predicted": "prediction"}
@@ -75,29 +75,29 @@ def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
         rows.sort(key=lambda r: -len({*r["labels"].split("|")} ^ {*r["predicted_labels"].split("|")} - {""}))
     else:
         return []
-    return [{"index": row["index"], **{name: row[of] for name, of in shown.items()}} for row in rows[:MISTAKES]]
+    return [{"index": row["index"], **{name: row[of] for name, of in shown.items()}} for row in rows[:NUM_WORST]]
 
 
-def _kept(sample: dict[str, Any]) -> dict[str, str]:
-    """Return what is kept of a sample: `name`, `text`, and `image` as a PNG in base64."""
-    kept: dict[str, str] = {name: str(sample[name])[:LONGEST] for name in ("name", "text") if name in sample}
+def _encode_sample(sample: dict[str, Any]) -> dict[str, str]:
+    """Return the parts of a sample to store: `name`, `text`, and `image` as a PNG in base64."""
+    kept: dict[str, str] = {name: str(sample[name])[:MAX_TEXT_CHARS] for name in ("name", "text") if name in sample}
     if "image" in sample:
         stream = io.BytesIO()
-        _save_image(np.asarray(sample["image"]), stream, longest=THUMBNAIL)
+        _save_image(np.asarray(sample["image"]), stream, longest=THUMBNAIL_PIXELS)
         kept["image"] = base64.b64encode(stream.getvalue()).decode()
     return kept
 
 
 class ShowPictures(Callback):
-    """Ask the task for `pictures(stage)` at the end of a validation, and store them in the run folder.
+    """Store the task's `pictures(stage)` in the run folder at the end of a validation.
 
-    A `Drawing`, which has a name of its own whatever the epoch, is drawn when training ends, and in between when the
-    last time is `PAUSE` seconds ago; matplotlib takes a quarter of a second for two, more than a short epoch.
+    A `Drawing`, whose name does not depend on the epoch, is drawn when training ends, and at most every
+    `REDRAW_SECONDS` before: matplotlib takes 0.25 s for two drawings, more than a short epoch.
     """
 
     def __init__(self, settings: Pictures, record: Record):
         self.settings, self.record = settings, record
-        self._waiting: dict[str, Drawing] = {}
+        self._pending: dict[str, Drawing] = {}
         self._drawn_at = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -109,24 +109,24 @@ class ShowPictures(Callback):
 
         for name, picture in pl_module.pictures("val").items():
             if isinstance(picture, Drawing):
-                self._waiting[name] = picture
+                self._pending[name] = picture
                 continue
             with (self.record.folder.path / f"{name}.png").open("wb") as file:
                 if hasattr(picture, "savefig"):
                     picture.savefig(file, format="png", dpi=100)
                 else:
                     _save_image(np.asarray(picture), file)
-        if trainer.state.fn != "fit" or time.monotonic() - self._drawn_at > PAUSE:
+        if trainer.state.fn != "fit" or time.monotonic() - self._drawn_at > REDRAW_SECONDS:
             self._draw()
 
     def _draw(self, *_: object, **__: object) -> None:
         from deeplightning.figures.style import save
 
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._pending = self._pending, {}
         try:
             for name, drawing in waiting.items():
                 save(drawing, self.record.folder.path / name)
-        except Exception as error:  # a picture is not worth a run
+        except Exception as error:  # a picture must not fail the run
             log.warning("pictures   not drawn: %s", first_line(error))
         self._drawn_at = time.monotonic()
 
@@ -134,7 +134,7 @@ class ShowPictures(Callback):
 
 
 def _save_image(pixels: np.ndarray, file: IO[bytes], longest: int | None = None) -> None:
-    """Write (C, H, W), uint8 or floats 0 … 1, as PNG; scale a larger one to so many pixels."""
+    """Write an image (C, H, W), uint8 or float from 0 to 1, as PNG, with at most `longest` pixels per side."""
     from PIL import Image
 
     if pixels.dtype != np.uint8:
@@ -148,26 +148,26 @@ def _save_image(pixels: np.ndarray, file: IO[bytes], longest: int | None = None)
 class Histograms(Callback):
     """Write `histograms/epoch_E/<tensor>.png` and `.json` (counts, edges) for each trainable tensor, and the same with
     `.grad` for its gradient at the epoch's last optimizer step; E is padded to the width of the epoch count. A task may
-    add its own: `histograms()` gives {name: (counts, edges)}. Lightning has no callback for it.
+    add others by a method `histograms()` that returns {name: (counts, edges)}.
 
     Args:
-        every_n_epochs: at the end of every so many epochs.
+        every_n_epochs: epochs between two histograms.
     """
 
     def __init__(self, every_n_epochs: int, record: Record):
         self.every_n_epochs, self.record = every_n_epochs, record
         self._gradients: dict[str, torch.Tensor] = {}
 
-    def _due(self, trainer: Trainer) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
         return trainer.is_global_zero and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._due(trainer) and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if self._is_due(trainer) and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             found = ((n, p.grad) for n, p in pl_module.named_parameters())
             self._gradients = {f"{n}.grad": g.detach().clone() for n, g in found if g is not None}
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._due(trainer):
+        if not self._is_due(trainer):
             return
         from deeplightning.tracking.picture import histogram, histogram_figure
 
@@ -184,30 +184,30 @@ class Histograms(Callback):
 
 
 class Flops(Callback):
-    """Write the operations of the first batch to `flops.txt` in the run's folder: the matrix products, convolutions and
-    attentions, forward and backward, of each module, for the first process' share of the samples. Lightning's
-    ThroughputMonitor has to be given the number of operations."""
+    """Write the FLOPs of the first batch to `flops.txt` in the run folder: matrix products, convolutions and attention,
+    forward and backward, of each module, for rank 0's samples. Lightning's ThroughputMonitor needs this number as an
+    argument."""
 
     def __init__(self, record: Record):
         self.record = record
-        self._is_counted = False
+        self._has_counted = False
         self._counter: FlopCounterMode | None = None  # during the first batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        if trainer.is_global_zero and not self._is_counted:
-            self._is_counted, self._counter = True, FlopCounterMode(display=False)
+        if trainer.is_global_zero and not self._has_counted:
+            self._has_counted, self._counter = True, FlopCounterMode(display=False)
             self._counter.__enter__()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         if (counter := self._stop()) is None:
             return
         total, path = counter.get_total_flops(), self.record.folder.flops
-        # Names begin with the class of the module that was called first: the task, or its network.
+        # Names start with the class of the outermost called module: the task or its network.
         tops = {type(module).__name__: f"{name}." for name, module in pl_module.named_children()}
         tops[type(pl_module).__name__] = ""
         parts = ((name.partition("."), sum(found.values())) for name, found in counter.get_flop_counts().items())
         sums = {f"{tops.get(top, '')}{rest}".rstrip("."): count for (top, _, rest), count in parts}
-        # It lays some of the backward pass to metrics, too (torch 2.15): to modules that have no parameters.
+        # Skip modules without parameters: torch 2.15 attributes part of the backward pass to metrics.
         learning = [n for n, m in pl_module.named_modules() if n and next(m.parameters(), None) is not None]
         rows = [f"{sums[name]:>20,}  {name}" for name in learning if name in sums]
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""Keep what makes a run reproducible: its code and the digest of its data.
+"""Record what makes a run reproducible: its code and a digest of its data.
 
-All of it happens on rank 0, and no failure here ends the run. A thread of low priority hashes the data while the
-network learns.
+Runs on rank 0; a failure here does not end the run. A low-priority thread hashes the data during training.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.callbacks.describe import data_name
 from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Config
-from deeplightning.config.secret_scan import BLOT
+from deeplightning.config.secret_scan import REDACTED
 from deeplightning.config.secrets import redact
 from deeplightning.runfolder import RunFolder, from_start, write_whole
 from deeplightning.tracking.code import Code, collect, describe_program, versions_of
@@ -33,45 +32,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-PATIENCE = 10.0
-"""Seconds that the end of a run waits for the digest of its data."""
+DIGEST_TIMEOUT_SECONDS = 10.0
+"""How long the end of a run waits for the digest of its data."""
 
 
-class Origin:
-    """Keep what a run comes from.
+class Provenance:
+    """Recorder of the code and the data of a run.
 
     Args:
-        cfg: the settled config.
-        folder: the run's.
-        tell: called with the data, by another thread, when their digest is known.
+        cfg: the resolved config.
+        folder: the run's folder.
+        on_digest: called from another thread with the description of the data when their digest is computed.
     """
 
-    def __init__(self, cfg: Config, folder: RunFolder, tell: Callable[[Dataset], None] = lambda dataset: None):
-        self.cfg, self.folder, self.tell = cfg, folder, tell
+    def __init__(self, cfg: Config, folder: RunFolder, on_digest: Callable[[Dataset], None] = lambda dataset: None):
+        self.cfg, self.folder, self.on_digest = cfg, folder, on_digest
         values = cfg.secrets.values if cfg.secrets else {}
-        values = {value: instead for value, instead in values.items() if is_worth_hiding(value)}
-        # Only plain forms are put back when the run is made again.
-        self._redact = partial(redact, values=values, other=BLOT)
+        values = {value: instead for value, instead in values.items() if _may_be_secret(value)}
+        # Reproducing a run restores only secrets in plain form.
+        self._redact = partial(redact, values=values, other=REDACTED)
         root = cfg.data.root
         self._root = None if root is None or is_address(root) else root
         self._code: Code | None = None
-        self._digesting: threading.Thread | None = None
+        self._hasher: threading.Thread | None = None
         self._program: dict[str, str] = {}
-        self._enough = threading.Event()
+        self._stop_digest = threading.Event()
         self._stored = b""
         self._has_ended = False
 
     def begin(self, data: "pl.LightningDataModule | None", began_from: Path | None) -> None:
-        """Keep the code as it is now, and begin to hash the data.
+        """Store the code as it is now, and start hashing the data.
 
         Args:
-            data: the data module; None: the run has none.
-            began_from: the checkpoint of another run that this one began from.
+            data: the data module, or None if the run has none.
+            began_from: the checkpoint of another run that this one starts from.
         """
         try:
             self._code = collect(self._redact)
-            keep_out(self.cfg, self._code)
-            with _or_warned(self.folder.code):
+            redact_code_secrets(self.cfg, self._code)
+            with _warn_on_error(self.folder.code):
                 self._keep_code(self._code)
             for place in self._code.concealed:
                 log.warning(
@@ -81,30 +80,30 @@ class Origin:
                 )
             if self._code.left_out:
                 some = ", ".join(f"{path} ({why})" for path, why in list(self._code.left_out.items())[:3])
-                log.warning("code       not all of it is kept: %s", some)
+                log.warning("code       not stored completely: %s", some)
             paths = paths_of(data, self._root, self.cfg.data.module.params)
             weights = [from_start(name) for name in (began_from, self.cfg.model.init_from) if name is not None]
-            paths += [path for path in weights if path.is_file()]  # what the run began with is data too
-            self._digesting = threading.Thread(target=self._digest, args=(data, paths), name="digests", daemon=True)
-            self._digesting.start()
+            paths += [path for path in weights if path.is_file()]  # initial weights are data too
+            self._hasher = threading.Thread(target=self._hash_data, args=(data, paths), name="digests", daemon=True)
+            self._hasher.start()
         except Exception as error:
-            log.warning("code       what the run is made of cannot be kept: %s", error)
+            log.warning("code       code and data of the run cannot be recorded: %s", error)
 
     def end(self, was_interrupted: bool) -> None:
-        """Keep what is known only now: modules that were imported late, the digest of the data.
+        """Record what is complete only now: modules that were imported late, the digest of the data.
 
         Args:
-            was_interrupted: somebody waits for the process to end.
+            was_interrupted: do not wait for the digest.
         """
         if self._has_ended:
             return
         self._has_ended = True
-        if self._digesting is not None:
-            self._digesting.join(0 if was_interrupted else PATIENCE)
-            self._enough.set()
-            self._digesting.join()
+        if self._hasher is not None:
+            self._hasher.join(0 if was_interrupted else DIGEST_TIMEOUT_SECONDS)
+            self._stop_digest.set()
+            self._hasher.join()
         if self._code is not None:
-            with _or_warned(self.folder.code):
+            with _warn_on_error(self.folder.code):
                 code = collect(self._redact, self._code)
                 code.packages = versions_of(code.imported)
                 code.program |= self._program
@@ -114,34 +113,34 @@ class Origin:
         packed, path = code.pack(self._redact), self.folder.code
         if packed == self._stored:
             return
-        if not self._stored and path.exists() and (former := path.read_bytes()) != packed:  # a continued run
+        if not self._stored and path.exists() and (former := path.read_bytes()) != packed:  # by a resumed run
             write_whole(self.folder.former(path), former)
         write_whole(path, packed)
         note_own(path)
         self._stored = packed
 
-    def _digest(self, data: "pl.LightningDataModule | None", paths: list[Path]) -> None:
+    def _hash_data(self, data: "pl.LightningDataModule | None", paths: list[Path]) -> None:
         try:
-            if hasattr(os, "setpriority"):  # of this thread alone, on Linux
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # at 19 it may starve
+            if hasattr(os, "setpriority"):  # affects only this thread, on Linux
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # 19 might starve it
             self._program = describe_program()
             of_a_package = type(data).__module__.startswith("deeplightning.data.") or data is None
             if not paths:
-                if data is not None and of_a_package:  # what the data are follows from the package's version
+                if data is not None and of_a_package:  # the package version determines the data
                     module = self.cfg.data.module
                     settings = json.dumps([module.type, self.cfg.data.dataset, module.params], default=str)
-                    self._tell({settings: [0, version("scikit-learn")]})
+                    self._describe_data({settings: [0, version("scikit-learn")]})
                 return
             store = locate(self.cfg.logger.params.get("tracking_uri")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
-            found = describe_files(paths, self._root, without=without, stop=self._enough.is_set)
-            self._tell(found["files"])
+            found = describe_files(paths, self._root, without=without, stop=self._stop_digest.is_set)
+            self._describe_data(found["files"])
             write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:
-            log.warning("data       no digest of them is kept: %s", error)
+            log.warning("data       no digest is stored: %s", error)
 
-    def _tell(self, files: Mapping[str, list[Any]]) -> None:
-        """Describe the data for the tracker, if anything is known of them."""
+    def _describe_data(self, files: Mapping[str, list[Any]]) -> None:
+        """Describe the data for the tracker, unless there are no files."""
         if not files:
             return
         content = json.dumps(dict(files), sort_keys=True)
@@ -154,30 +153,30 @@ class Origin:
         size = {"files": len(files), "bytes": sum(int(one[0]) for one in files.values())}
         size = size if size["bytes"] else {}
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-        self.tell(Dataset(data_name(self.cfg), digest, kind, self._redact(json.dumps(source)), json.dumps(size)))
+        self.on_digest(Dataset(data_name(self.cfg), digest, kind, self._redact(json.dumps(source)), json.dumps(size)))
 
 
 @contextlib.contextmanager
-def _or_warned(path: Path) -> Iterator[None]:
-    """Warn instead of ending the run if a file cannot be written."""
+def _warn_on_error(path: Path) -> Iterator[None]:
+    """Warn if a file cannot be written, instead of ending the run."""
     try:
         yield
     except Exception as error:
         log.warning("code       %s is not written: %s", path.name, error)
 
 
-def keep_out(cfg: Config, code: Code | None = None) -> None:
-    """Remove the secrets that are written in the code of this process from later messages.
+def redact_code_secrets(cfg: Config, code: Code | None = None) -> None:
+    """Redact secrets found in the code of this process in later messages.
 
     Args:
-        code: this code; None: it is read.
+        code: the code, or None to collect it.
     """
     if cfg.secrets:
         code = collect() if code is None else code
-        cfg.secrets.values = dict.fromkeys(code.secrets, BLOT) | cfg.secrets.values
+        cfg.secrets.values = dict.fromkeys(code.secrets, REDACTED) | cfg.secrets.values
 
 
-def is_worth_hiding(value: str) -> bool:
-    """Return whether a value of the environment may be a secret: not a short word, and not a small number, which would
-    be found all over some code."""
+def _may_be_secret(value: str) -> bool:
+    """Return whether an environment value may be a secret: short words and small numbers are not, since they occur
+    throughout most code."""
     return len(value) >= (6 if value.isdecimal() else 4)

@@ -1,5 +1,5 @@
-"""Draw random numbers that a resumed run repeats; Lightning has no callback for it. They follow from seed and position
-alone, or, with a module of the user's own, are those of Lightning's own Trainer."""
+"""Reproducible random numbers for resumed runs. They depend only on seed and position, or, if a module is the user's
+own, are those of Lightning's Trainer."""
 
 import functools
 import itertools
@@ -22,25 +22,25 @@ from deeplightning.config.signature_check import Imported
 from deeplightning.faults import CheckpointError
 from deeplightning.private.lightning import before_batches, before_cycles, restart_epoch, training_loaders
 
-_WORD = 2**64 - 1
+_MASK_64 = 2**64 - 1
 
 
 def seed_all(seed: int, *position: int) -> None:
-    """Seed Python, NumPy and torch from a seed and a position, such as a number of the purpose."""
-    word = _word(seed, *position)
+    """Seed Python, NumPy and torch from a seed and a position, such as epoch and rank."""
+    word = _hash64(seed, *position)
     _seed_from(word)
     if (module := _device_module()) is not None and not _is_initialized(module):
-        torch.manual_seed(word)  # also notes the seed for a GPU that is first used later
+        torch.manual_seed(word)  # also seeds a GPU that is initialized later
 
 
 def draws_as_lightning(cfg: Config) -> bool:
-    """Return whether a run draws random numbers as `seed_everything` and `Trainer.fit` of Lightning do, see
-    `Generators`: a module of it is the user's own and derived from none of ours."""
+    """Return whether a run draws the random numbers of Lightning's `seed_everything` and `Trainer.fit` (`Generators`):
+    its task or data module is the user's own and not derived from one of ours."""
     return not (_is_ours(cfg.data.module) and _is_ours(cfg.model.module))
 
 
 def _is_ours(target: Target) -> bool:
-    """Return whether a class is ours or derived from ours; what a function makes is not known."""
+    """Return whether a class is ours or derived from one of ours; False for a function."""
     try:
         paths, _ = Imported(target.type).bases()
     except ValueError:
@@ -48,24 +48,24 @@ def _is_ours(target: Target) -> bool:
     return any(path.startswith("deeplightning.") for path in paths)
 
 
-def _word(seed: int, *position: int) -> int:
-    """Return 64 bits that depend on all of these."""
+def _hash64(seed: int, *position: int) -> int:
+    """Return a 64-bit hash of all arguments."""
     words = np.random.SeedSequence([seed, *position]).generate_state(2)
     return int(words[0]) << 32 | int(words[1])
 
 
-def _mixed(word: int, number: int) -> int:
-    """Return 64 bits that depend on a word and a number: the generator of Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators" (2014), at its `number`-th step. A hundredth of what a SeedSequence takes."""
-    z = (word + number * 0x9E3779B97F4A7C15) & _WORD
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
+def _splitmix64(word: int, number: int) -> int:
+    """Return a 64-bit hash of a word and a number: step `number` of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", 2014). It takes a hundredth of the time of a SeedSequence."""
+    z = (word + number * 0x9E3779B97F4A7C15) & _MASK_64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK_64
     return z ^ z >> 31
 
 
 def _seed_from(word: int) -> None:
-    """Set the generators that are there. Not by `torch.manual_seed`, which formats a traceback for each kind of device
-    that is missing or not in use yet: 1.25 ms a call beside an H100 (torch 2.11), 1.5 ms without one (2.15)."""
+    """Seed all generators. `torch.manual_seed` is slower, since it formats a traceback for each kind of device that is
+    missing or not initialized: 1.25 ms per call with an H100 (torch 2.11), 1.5 ms without a GPU (2.15)."""
     random.seed(word)
     np.random.seed(word >> 32)
     torch.default_generator.manual_seed(word)
@@ -76,25 +76,25 @@ def _seed_from(word: int) -> None:
 
 @functools.cache
 def _device_module() -> Any:
-    """Return torch's module for the accelerator of this machine, such as `torch.cuda`; None: it has none."""
+    """Return torch's module for the accelerator of this machine, such as `torch.cuda`, or None without one."""
     return torch.get_device_module() if torch.accelerator.is_available() else None
 
 
 def _is_initialized(module: object) -> bool:
-    """Return whether this process has used the device; false in a process that was forked from one that has."""
+    """Return whether this process has initialized the device; False in a process forked from one that has."""
     return not hasattr(module, "is_initialized") or module.is_initialized()
 
 
 class Seeds(Callback):
-    """Seed Python, NumPy and torch anew for the building of the network, and again before each batch, from seed,
-    epoch, batch and rank. So a resumed run draws what an uninterrupted one would, and validation disturbs nothing.
+    """Seed Python, NumPy and torch before the network is built, and before each batch from seed, epoch, batch and rank.
+    A resumed run thus draws the same numbers as an uninterrupted one, and validation does not affect them.
 
-    Saving and restoring generator states instead was not exact: the loader has drawn ahead (November 2026).
+    Saving and restoring generator states was not exact, because the loader prefetches (November 2026).
     """
 
     def __init__(self, seed: int):
         self.seed = seed
-        self._epoch, self._word = (-1, -1), 0
+        self._epoch, self._epoch_hash = (-1, -1), 0
         self._resumes = False  # whether the next epoch is the first of a run that resumes
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -107,18 +107,18 @@ class Seeds(Callback):
         before_batches(trainer, self._begin_epoch)
 
     def _begin_epoch(self, trainer: Trainer) -> None:
-        """Skip the batches that a resumed run has done, in loaders that do not know their position: iterate the epoch
-        from its seed, and read and drop these batches."""
+        """Skip the completed batches of a resumed run if its loaders do not know their position: iterate the epoch from
+        its seed, and read and drop these batches."""
         resumes, self._resumes = self._resumes, False
         number, batches = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress
         done, size = batches.current.ready, trainer.num_training_batches
         if not resumes or batches.is_last_batch or done >= size or any(map(knows_position, training_loaders(trainer))):
             return
-        # Lightning counts the batches of the last epoch until the next one has its iterator; the first one has it.
+        # Lightning keeps the last epoch's batch count until the next iterator exists; the first epoch's exists already.
         self._seed(trainer, int(size) if number > 0 and size < math.inf else 0)
         seeded = itertools.chain([0], map(functools.partial(self._seed, trainer), itertools.count(1)))
         restart_epoch(trainer, skip=itertools.islice(seeded, done), new_iterator=number > 0)
-        next(seeded)  # for the batch that is learned first
+        next(seeded)  # for the first batch to train on
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
@@ -130,33 +130,33 @@ class Seeds(Callback):
     def _seed(self, trainer: Trainer, batch: int) -> None:
         epoch = (1 + trainer.current_epoch, trainer.global_rank)
         if epoch != self._epoch:
-            self._epoch, self._word = epoch, _word(self.seed, *epoch)
-        _seed_from(_mixed(self._word, batch))
+            self._epoch, self._epoch_hash = epoch, _hash64(self.seed, *epoch)
+        _seed_from(_splitmix64(self._epoch_hash, batch))
 
     on_train_epoch_start = on_train_batch_end = _seed_batch
 
 
 def knows_position(loader: Any) -> bool:
-    """Return whether a loader resumes inside an epoch by itself: one of ours, or one with a state."""
+    """Return whether a loader can resume inside an epoch: one of ours, or one with a `state_dict`."""
     dataset = getattr(loader, "dataset", None)
     parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     parts += [dataset] if isinstance(dataset, IterableDataset) else []
     iterators = [iterate for part in parts if (iterate := getattr(type(part), "__iter__", None)) is not None]
-    return hasattr(loader, "state_dict") or any(_is_of(part, "deeplightning") for part in iterators)
+    return hasattr(loader, "state_dict") or any(_is_in(part, "deeplightning") for part in iterators)
 
 
-def _is_of(named: Any, *packages: str) -> bool:
+def _is_in(named: Any, *packages: str) -> bool:
     return named.__module__.partition(".")[0] in packages
 
 
 def build_network(trainer: Trainer, task: LightningModule, stage: str) -> None:
-    """Build the network of a task of ours before callbacks of the user's are set up: Lightning's fine-tuning callbacks
-    freeze parts of it there. Lightning builds it only after that, and then finds it built."""
+    """Build the network of one of our tasks before the user's callbacks are set up: Lightning's fine-tuning callbacks
+    freeze parts of it there, but Lightning builds it later."""
     own, callbacks = type(task), trainer.callbacks  # type: ignore[attr-defined]
-    others = [callback for callback in callbacks if not _is_of(type(callback), "deeplightning")]
+    others = [callback for callback in callbacks if not _is_in(type(callback), "deeplightning")]
     if not any(is_overridden("setup", callback, parent=Callback) for callback in others):
         return
-    if not _is_of(own.configure_model, "deeplightning") or not _is_of(own.setup, "deeplightning", "pytorch_lightning"):
+    if not _is_in(own.configure_model, "deeplightning") or not _is_in(own.setup, "deeplightning", "pytorch_lightning"):
         return
     task.setup(stage)
     with (
@@ -168,40 +168,40 @@ def build_network(trainer: Trainer, task: LightningModule, stage: str) -> None:
 
 
 class Generators(Callback):
-    """Save the states of each process' generators of Python, NumPy and torch in checkpoints, and restore them; also of
-    those that a training loader, its sampler and its data set have.
+    """Save and restore the generator states of Python, NumPy and torch of each process, and those of the generators of
+    training loaders, their samplers and data sets.
 
-    So the numbers are those of `seed_everything` and `Trainer.fit`, and a run that resumes draws what an uninterrupted
-    one does, whatever hooks draw before its first batch. Inside an epoch it iterates from the states before that epoch,
-    and drops the batches that are done, unless the loader knows its position.
+    The numbers are thus those of `seed_everything` and `Trainer.fit`, and a resumed run draws the same as an
+    uninterrupted one, whatever hooks draw before its first batch. Inside an epoch it iterates from the states before
+    that epoch and drops the completed batches, unless the loader knows its position.
     """
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._saved: dict[str, Any] = {}  # of the run that is resumed
-        self._before: dict[str, Any] | None = None  # the states before the epoch; None: it is the first
-        # The batch of the epoch for which a loader, by its number, last began again, and the states before.
-        self._again: dict[int, tuple[int, Any]] = {}
+        self._saved: dict[str, Any] = {}  # from the checkpoint
+        self._epoch_states: dict[str, Any] | None = None  # states before the epoch; None in the first
+        # By loader number: the batch at which the loader last restarted in the epoch, and the states before.
+        self._loader_restarts: dict[int, tuple[int, Any]] = {}
         self._resumes = False  # whether the next epoch is the first of a run that resumes
-        self._validation: dict[str, Any] | None = None  # the states before the validation that is under way
+        self._validation_states: dict[str, Any] | None = None  # states before the current validation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
         build_network(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask for the validation data before training draws, and apart from it, as Lightning's sanity check does."""
+        """Load the validation data before training and without affecting its numbers, like Lightning's sanity check."""
         if trainer.enable_validation:
-            trainer.validating = True  # by which loaders are divided among processes
+            trainer.validating = True  # it determines how loaders are split over processes
             with isolate_rng():
                 trainer.fit_loop.epoch_loop.val_loop.setup_data()
             trainer.training = True
 
     def state_dict(self) -> dict[str, Any]:
-        # Lightning calls no hook behind a validation that has no batches.
+        # Lightning calls no hook after a validation without batches.
         validates = self._trainer is not None and self._trainer.validating
-        now = (validates and self._validation) or _states(self._trainer)
-        own = {"now": now, "before": self._before, "again": self._again}
+        now = (validates and self._validation_states) or _all_states(self._trainer)
+        own = {"now": now, "before": self._epoch_states, "again": self._loader_restarts}
         every: list[Any] = [own]
         if distributed.is_available() and distributed.is_initialized():
             every *= distributed.get_world_size()
@@ -209,63 +209,63 @@ class Generators(Callback):
         return {"processes": every}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what this process has saved; a run may resume with more processes.
+        """Load the states of this process; a run may resume with more processes.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the states are damaged.
         """
         path, every = self._trainer.ckpt_path, state_dict.get("processes") or [{"before": None}]
         try:
             self._saved = every[self._trainer.global_rank % len(every)]
-            self._before = self._saved["before"]
+            self._epoch_states = self._saved["before"]
         except (TypeError, KeyError) as error:
             raise CheckpointError(f"{path}: damaged: the states of generators: {error!r}") from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._resumes, self._validation = trainer.ckpt_path is not None, None
+        self._resumes, self._validation_states = trainer.ckpt_path is not None, None
         before_batches(trainer, self._begin_epoch, self._begin_validation)
 
-    def _begin_again(self, trainer: Trainer, number: int, batch: int) -> None:
-        """Note the states before a loader begins again inside an epoch; where the run resumes, restore them."""
-        last, states = self._again.get(number, (-1, None))
+    def _restart_loader(self, trainer: Trainer, number: int, batch: int) -> None:
+        """Record the states before a loader restarts inside an epoch; restore them in a resumed run."""
+        last, states = self._loader_restarts.get(number, (-1, None))
         if batch == last:
-            _set_states(trainer, states)
+            _restore_states(trainer, states)
         elif batch > last:
-            self._again[number] = batch, _states(trainer)
+            self._loader_restarts[number] = batch, _all_states(trainer)
 
     def _begin_validation(self, trainer: Trainer) -> None:
-        """Note the states before a validation: a run that is interrupted in it repeats all of it."""
-        self._validation = _states(trainer)
+        """Record the states before a validation: an interrupted validation is repeated."""
+        self._validation_states = _all_states(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation = None
+        self._validation_states = None
 
     def _begin_epoch(self, trainer: Trainer) -> None:
-        """Note the states before an epoch is iterated; where the run resumes, restore them and the iterator."""
+        """Record the states before an epoch is iterated; restore them and the iterator in a resumed run."""
         resumes, self._resumes = self._resumes, False
         batches = trainer.fit_loop.epoch_loop.batch_progress
         done, now = batches.current.ready, self._saved.pop("now", None)
-        self._again = {}
-        before_cycles(trainer, functools.partial(self._begin_again, trainer))
-        is_over = batches.is_last_batch or done >= trainer.num_training_batches  # but for its validation
+        self._loader_restarts = {}
+        before_cycles(trainer, functools.partial(self._restart_loader, trainer))
+        is_over = batches.is_last_batch or done >= trainer.num_training_batches  # except for its validation
         if resumes and done > 0 and not is_over and not any(map(knows_position, training_loaders(trainer))):
-            if self._before is not None:
-                _set_states(trainer, self._before)
-            self._again = self._saved.get("again", {})
-            restart_epoch(trainer, skip=range(done), new_iterator=self._before is not None)
+            if self._epoch_states is not None:
+                _restore_states(trainer, self._epoch_states)
+            self._loader_restarts = self._saved.get("again", {})
+            restart_epoch(trainer, skip=range(done), new_iterator=self._epoch_states is not None)
         if now is not None:
-            _set_states(trainer, now)
+            _restore_states(trainer, now)
         if resumes and done > 0:
             return
         if trainer.current_epoch > 0:
-            self._before = _states(trainer)
+            self._epoch_states = _all_states(trainer)
         if resumes and now is not None:
             restart_epoch(trainer, skip=(), new_iterator=True)
 
 
 def _generators(trainer: Trainer) -> list[Any]:
-    """Return the generators of torch, NumPy and Python that the training loaders hold, and their samplers and data
-    sets with their transforms. Of a list or dict the first hundred values are looked at: it may be the data."""
+    """Return the generators of torch, NumPy and Python in the training loaders, their samplers and data sets with their
+    transforms. Only the first 100 values of a list or dict are searched: it may be the data."""
     found, seen = list[Any](), set[int]()
     queue: list[Any] = training_loaders(trainer)[::-1]
     while queue and len(seen) < 10_000:
@@ -282,8 +282,8 @@ def _generators(trainer: Trainer) -> list[Any]:
     return found
 
 
-def _state(generator: Any) -> Any:
-    """Return the state of a generator in plain values."""
+def _state_of(generator: Any) -> Any:
+    """Return the state of a generator as plain values."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().tolist()
     is_new = isinstance(generator, np.random.Generator)
@@ -300,8 +300,8 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.__setstate__(state)
 
 
-def _states(trainer: Trainer | None) -> dict[str, Any]:
-    """Return the states as plain lists: a pickled tensor would call `torch.save`, which users count."""
+def _all_states(trainer: Trainer | None) -> dict[str, Any]:
+    """Return the states as plain lists: pickling a tensor would call `torch.save`, whose calls users may count."""
     accelerator = _device_module()
     devices = accelerator.get_rng_state_all() if hasattr(accelerator, "get_rng_state_all") else []
     return {
@@ -309,11 +309,11 @@ def _states(trainer: Trainer | None) -> dict[str, Any]:
         "numpy": [each.tolist() if isinstance(each, np.ndarray) else each for each in np.random.get_state()],
         "torch": torch.get_rng_state().tolist(),
         "device": [device.tolist() for device in devices],
-        "data": [*map(_state, _generators(trainer))] if trainer else [],
+        "data": [*map(_state_of, _generators(trainer))] if trainer else [],
     }
 
 
-def _set_states(trainer: Trainer, states: Any) -> None:
+def _restore_states(trainer: Trainer, states: Any) -> None:
     """Restore the states of the generators.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The record of a run: its folder, the config as it ran, the machine, the parameters, and how it ended; whether it goes
-on with a run that was there, and what a checkpoint says of all that."""
+"""The record of a run: its folder, resolved config, machine, parameters and final status, and the metadata of its
+checkpoints. A resumed run continues the record of the original one if possible."""
 
 import contextlib
 import json
@@ -20,10 +20,10 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import nn
 from torchmetrics import Metric
 
-from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
+from deeplightning.callbacks.describe import data_name, engine_summary, network_name, note
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
 from deeplightning.callbacks.log_lines import log_to_file, print_once
-from deeplightning.callbacks.provenance import Origin, keep_out
+from deeplightning.callbacks.provenance import Provenance, redact_code_secrets
 from deeplightning.callbacks.resumption import Resumption, check_schedules
 from deeplightning.config.machine import world_size
 from deeplightning.config.own_runs import note_own
@@ -34,7 +34,7 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.private.mlflow import autologs
-from deeplightning.private.torch import changes_in_place, non_persistent_buffers
+from deeplightning.private.torch import in_place_version, non_persistent_buffers
 from deeplightning.process import member
 from deeplightning.process.identity import restarts
 from deeplightning.process.streams import Interrupted
@@ -43,26 +43,26 @@ from deeplightning.runfolder import FolderLock, RunFolder, make_private, read_ob
 from deeplightning.tracking.build import end, open_runs, publish, run_folder
 from deeplightning.tracking.entities import DATA, ENGINE, NETWORK, Dataset
 from deeplightning.tracking.environment import REPRODUCES, describe
-from deeplightning.tracking.user_calls import TrackedRun, UserCalls, maker_of, run_of
+from deeplightning.tracking.user_calls import TrackedRun, UserCalls, run_maker, run_of
 from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
 
 
 class Record(Callback):
-    """Open the run when everything is built and data and network are known to fit, on rank 0; other callbacks ask it
-    for the run's folder. Where training resumes, the run opens after all of the checkpoint is restored.
+    """Open the run on rank 0 once everything is built and data and network are checked, and give other callbacks its
+    folder. A resumed run opens after the checkpoint is completely restored.
 
     Args:
-        cfg: the settled config.
-        loggers: handed to the trainer when the run opens, not before: Lightning opens the runs of loggers that it
-            knows before data are read, and a fault in the data would leave an empty run.
+        cfg: the resolved config.
+        loggers: set on the trainer only when the run opens: Lightning opens the runs of its loggers before data is
+            read, and an error in the data would leave an empty run.
         user_calls: directs MLflow's own functions to the run.
-        fallback: the folder for runs whose loggers keep none.
+        fallback: the run folder if no logger has one.
 
     Attributes:
-        resumption: what the launch resumes from; to be set before the run opens. None: nobody asked.
-        has_learned: whether training has begun; it does not where a finished run is resumed.
+        resumption: what the launch resumes from, set before the run opens; None if nothing was requested.
+        has_learned: whether training has started; it does not if a finished run is resumed.
     """
 
     def __init__(self, cfg: Config, loggers: list[Logger], user_calls: UserCalls, fallback: Path):
@@ -70,17 +70,17 @@ class Record(Callback):
         self.resumption: Resumption | None = None
         self.has_learned = False
         self._folder: RunFolder | None = None
-        self._hold: FolderLock | None = None
-        self._failed = self._stopped = self._has_arrived = False
-        self._origin: Origin | None = None  # on rank 0
-        self._frozen: list[str] | None = None  # of the checkpoint
-        self._outside: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the start, or the save before
+        self._lock: FolderLock | None = None
+        self._failed = self._stopped = self._is_checkpoint_loaded = False
+        self._provenance: Provenance | None = None  # on rank 0
+        self._frozen: list[str] | None = None  # from the checkpoint
+        self._unsaved_tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the start or the last save
         self._lost: set[str] = set()
 
     @property
     def folder(self) -> RunFolder:
-        """Return the run's folder, on every rank; there once a stage has started."""
-        assert self._folder is not None, "asked for the run folder before a stage has started"
+        """The run's folder, on every rank, available after a stage has started."""
+        assert self._folder is not None, "the run folder is available only after a stage has started"
         return self._folder
 
     @property
@@ -88,7 +88,7 @@ class Record(Callback):
         return self._folder is not None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the trainer's loggers before other callbacks and the task are set up; they open their runs at the first
+        """Set the trainer's loggers before the setup of other callbacks and the task; they open their runs at first
         use."""
         if not trainer.loggers:
             trainer.loggers = self.loggers
@@ -102,35 +102,35 @@ class Record(Callback):
         if self.resumption is None or self.resumption.checkpoint is None:
             self.open(trainer)
             return
-        # The run opens when its checkpoint is restored: a refusal changes no run.
+        # The run opens after its checkpoint is restored, so that a rejected checkpoint changes no run.
         self._expect_user_calls(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._has_arrived, self._frozen = True, checkpoint.get("frozen")
+        self._is_checkpoint_loaded, self._frozen = True, checkpoint.get("frozen")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
+        if trainer.ckpt_path is not None and not self._is_checkpoint_loaded:  # Lightning 2.6 then calls no callback
             message = f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
             raise CheckpointError(message)
         check_schedules(trainer)
         if self._frozen is not None:
-            _freeze_again(pl_module, self._frozen)
+            _restore_frozen(pl_module, self._frozen)
             self._frozen = None
-        self._outside = {name: seen for name, seen, _ in _outside(pl_module)}
+        self._unsaved_tensors = {name: seen for name, seen, _ in _unsaved_tensors(pl_module)}
         self.open(trainer)
         self.has_learned = True
-        is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # of its machine
+        is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # on its machine
         if is_first and not self.folder.config.exists() and not hooks_here().copies_files:
             say(
                 f"warning [rank {trainer.global_rank}]: the run's folder of rank 0, {self.folder.path}, is not on this "
-                "machine: logs of its processes stay here, and fsdp and DeepSpeed cannot put the parts of a checkpoint "
-                "together; several machines need one file system",
+                "machine: logs of its processes stay here, and fsdp and DeepSpeed cannot assemble checkpoints; several "
+                "machines need a shared file system",
                 err=True,
             )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Correct Lightning 2.6's counters where nothing was left to learn: they are those of the hook that saved them,
-        and later stages would count their points from there."""
+        """Correct Lightning 2.6's counters if nothing was left to train: they are those of the saving hook, and later
+        stages would log their points at these steps."""
         self.open(trainer)
         if self.has_learned:
             return
@@ -140,10 +140,10 @@ class Record(Callback):
         add_logged_steps(trainer, batches.processed - batches.completed)
 
     def open(self, trainer: Trainer, *_: object, **__: object) -> None:
-        """Start the run, unless it is open, and write what is known at its start."""
+        """Open the run, unless it is open, and record its start."""
         if self._folder is not None:
             return
-        # Before the run opens: a process that is killed while it asks git must not leave an empty run.
+        # Before the run opens: a process that is killed during a call of git must not leave an empty run.
         environment = describe(self.cfg.redact) if trainer.is_global_zero else None
         resumption = self.resumption or Resumption()
         folder, tracked = "", None
@@ -151,27 +151,27 @@ class Record(Callback):
             path = run_folder(self.loggers, resumption.folder or self.fallback)
             with contextlib.suppress(OSError):  # reported below
                 make_private(path, path.parents[2 if path.name == "artifacts" else 0])  # STORE/EXPERIMENT/RUN/artifacts
-                # Before our files are there: CSVLogger warns of a folder that has files.
+                # Before we write files: CSVLogger warns if the folder is not empty.
                 open_runs(self.loggers, (self.cfg.logger, *self.cfg.logger.extra))
             folder, tracked = str(path), run_of(self.loggers)
-        folder, tracked = self._agreed(trainer, folder, tracked)
+        folder, tracked = self._share_run(trainer, folder, tracked)
         self._folder = RunFolder(folder)
         if tracked is not None:
-            self._user_calls.begin(tracked, maker_of(self.loggers) if trainer.is_global_zero else None)
-        if (group := member.here()) is not None and trainer.is_global_zero:
-            group.note_run(self._folder.path)
+            self._user_calls.begin(tracked, run_maker(self.loggers) if trainer.is_global_zero else None)
+        if (group := member.current()) is not None and trainer.is_global_zero:
+            group.write_run_folder(self._folder.path)
         print_once()
         if self.cfg.logger.per_rank_files:
             log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if environment is None:
             return
-        self._origin = Origin(self.cfg, self._folder, self._tell_data)
+        self._provenance = Provenance(self.cfg, self._folder, self._log_data)
         if self._folder.config.exists() and resumption.run_id is None:
-            return  # a later stage of a run that has recorded all this
+            return  # a later stage of a recorded run
         try:
             self._folder.path.mkdir(parents=True, exist_ok=True)
             if "train" in self.cfg.stages:
-                self._hold = resumption.hold or self._folder.lock()
+                self._lock = resumption.lock or self._folder.lock()
             if resumption.run_id is not None:
                 for left in self._folder.unfinished():
                     left.unlink()
@@ -179,13 +179,13 @@ class Record(Callback):
         except OSError as error:
             raise SetupError(f"{self._folder.path}: the run's folder cannot be written: {error.strerror}") from error
         began_from = resumption.checkpoint if resumption.run_id is None else None
-        self._origin.begin(getattr(trainer, "datamodule", None), began_from)
-        resumption.say(torch.get_num_threads())
+        self._provenance.begin(getattr(trainer, "datamodule", None), began_from)
+        resumption.log_notes(torch.get_num_threads())
 
     on_validation_start = on_test_start = on_predict_start = open
 
     def _prepare_loggers(self, trainer: Trainer) -> None:
-        """Tell the loggers, before their first use, the run to continue and the name of a new one."""
+        """Set the loggers' run to continue and the name of a new one, before their first use."""
         name = f"{network_name(self.cfg)}-{data_name(self.cfg)}"
         self._user_calls.take_over()
         for logger in self.loggers:
@@ -193,30 +193,30 @@ class Record(Callback):
                 logger.suggest_name(name)
         if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
             first: Any = self.loggers[0]
-            first.go_on(self.resumption.run_id, self.resumption.owed, self.resumption.folder)
+            first.resume_run(self.resumption.run_id, self.resumption.pending_points, self.resumption.folder)
 
     def prepare_autolog(self, trainer: Trainer) -> None:
-        """Direct MLflow's autolog to this run: it asks for the active one before training starts."""
+        """Direct MLflow's autolog to this run: it looks up the active run before training starts."""
         if trainer.is_global_zero and autologs() and not self._expect_user_calls(trainer):
             self._prepare_loggers(trainer)
             if (tracked := run_of(self.loggers)) is not None:
-                self._user_calls.begin(tracked, maker_of(self.loggers))
+                self._user_calls.begin(tracked, run_maker(self.loggers))
 
     def _expect_user_calls(self, trainer: Trainer) -> bool:
-        """Direct calls of MLflow's functions to the run that training continues; return whether there is one."""
+        """Direct calls of MLflow's functions to the run that is resumed, and return whether there is one."""
         run_id = self.resumption.run_id if self.resumption is not None else None
         if run_id is None or not hasattr(self.loggers[0], "tracking_uri"):
             return False
         self._user_calls.expect(TrackedRun(self.loggers[0].tracking_uri, run_id))
         return True
 
-    def _agreed(self, trainer: Trainer, folder: str, tracked: TrackedRun | None) -> tuple[str, TrackedRun | None]:
-        """Return the folder and the tracker's run that rank 0 has found, on every rank.
+    def _share_run(self, trainer: Trainer, folder: str, tracked: TrackedRun | None) -> tuple[str, TrackedRun | None]:
+        """Return rank 0's folder and tracked run on every rank.
 
         Raises:
-            SetupError: the ranks were started separately, and decided differently what only one may decide.
+            SetupError: the ranks were started separately and have different seeds or checkpoints.
         """
-        ours = {"seed": self.cfg.seed, "train.resume_ckpt": self.resumption.named if self.resumption else None}
+        ours = {"seed": self.cfg.seed, "train.resume_ckpt": self.resumption.fingerprint if self.resumption else None}
         folder, run, theirs = trainer.strategy.broadcast((folder, tracked, ours))
         names = [name for name in ours if ours[name] != theirs[name]]
         if differ := [f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in names]:
@@ -227,13 +227,13 @@ class Record(Callback):
         return folder, run
 
     def _describe(self, environment: dict[str, object]) -> None:
-        """Record what is known at the start of the run; a continued run keeps what was recorded before."""
+        """Record config, environment and settings at the start; a resumed run keeps what was recorded before."""
         folder = self.folder
         settings = self._settings(folder)
         for logger in self.loggers:
-            if not hasattr(logger, "go_on"):  # before the files: some loggers warn of a folder that is not empty
-                self._tell(logger, settings, environment)
-        any_stages = {"stages": None}  # they may differ from launch to launch
+            if not hasattr(logger, "resume_run"):  # before the files: some loggers warn if the folder is not empty
+                self._log_settings(logger, settings, environment)
+        any_stages = {"stages": None}  # they may differ between launches
         is_other = dump(values_of(folder.config) | any_stages) != dump(settings | any_stages)
         if is_other:
             folder.replace(folder.config, dump(settings))
@@ -242,16 +242,16 @@ class Record(Callback):
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
             folder.replace(folder.environment, json.dumps(environment, indent=1))
-        if is_other or not folder.places.exists():  # a start before may have failed between the two
-            # An override's place names its value, which may be anything.
+        if is_other or not folder.places.exists():  # an earlier start may have failed between the two
+            # The place of an override contains its value, which may be secret.
             places = {k: "command line" if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
-        # From here on a restart knows the run by its config and environment. Ours minds changed settings itself.
+        # From here on, a restart can identify the run by its files. Our logger handles changed settings.
         for logger in self.loggers:
-            if hasattr(logger, "go_on"):
-                self._tell(logger, settings, environment)
+            if hasattr(logger, "resume_run"):
+                self._log_settings(logger, settings, environment)
 
-    def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object]) -> None:
+    def _log_settings(self, logger: Any, settings: dict[str, object], environment: dict[str, object]) -> None:
         """Log settings, tags and a description to a tracker."""
         tags, text = self._tags(environment), note(self.cfg, self.folder, getattr(logger, "run_id", None))
         logger.log_hyperparams(settings)
@@ -261,9 +261,9 @@ class Record(Callback):
             logger.describe(text)
 
     def _tags(self, environment: Mapping[str, Any]) -> dict[str, str]:
-        """Return what one wants to search runs by, of the config and the environment."""
+        """Return tags for searching runs, from the config and the environment."""
         cfg, git = self.cfg, environment.get("git") or {}
-        over = self.resumption.over if self.resumption else ""
+        reason = self.resumption.complete if self.resumption else ""
         found = {
             "git_commit": git.get("commit"),
             "command": environment.get("command"),
@@ -271,15 +271,15 @@ class Record(Callback):
             "reproduces": os.environ.get(REPRODUCES),
             "restarts": restarts() or None,
             "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
-            "training": f"none: {over}" if over else None,
+            "training": f"none: {reason}" if reason else None,
             "fast": "true" if cfg.train.fast else None,
         }
-        about = {NETWORK: network_name(cfg), DATA: data_name(cfg), ENGINE: engine_in_words(cfg)}
+        about = {NETWORK: network_name(cfg), DATA: data_name(cfg), ENGINE: engine_summary(cfg)}
         asked = {f"asked.{key}": str(value) for key, value in (cfg.asked or {}).items()}
         return {name: str(value) for name, value in found.items() if value not in (None, "")} | about | asked
 
     def _settings(self, folder: RunFolder) -> dict[str, object]:
-        """Return the config as it may be run again: it names the checkpoint that the run began from, and no other."""
+        """Return the config to repeat the run: its `train.resume_ckpt` is where the run originally started from."""
         settings = self.cfg.public()
         if self.resumption is not None:
             of = self.resumption.checkpoint
@@ -291,48 +291,48 @@ class Record(Callback):
     def close(self) -> None:
         """Set the final run status and release the folder lock."""
         self._user_calls.end("FINISHED")
-        if self._origin is not None:
-            self._origin.end(self._stopped)
+        if self._provenance is not None:
+            self._provenance.end(self._stopped)
             for logger in self.loggers:
-                if hasattr(logger, "rest"):
-                    logger.rest()
-        for hold in (self._hold, self.resumption.hold if self.resumption else None):
-            if hold is not None:
-                hold.release()
+                if hasattr(logger, "flush_ended"):
+                    logger.flush_ended()
+        for lock in (self._lock, self.resumption.lock if self.resumption else None):
+            if lock is not None:
+                lock.release()
 
-    def _tell_data(self, dataset: Dataset) -> None:
+    def _log_data(self, dataset: Dataset) -> None:
         for logger in self.loggers:
             if hasattr(logger, "log_dataset"):
                 logger.log_dataset(dataset)
 
     def log_model(self, kind: str) -> None:
-        """Let the trackers list the MLflow model of the run, if there is one; to be called on rank 0.
+        """Register the run's MLflow model, if there is one, with the trackers; to be called on rank 0.
 
         Args:
-            kind: of the task.
+            kind: the task's kind.
         """
         for logger in self.loggers if self.folder.model.is_dir() else ():
             if hasattr(logger, "log_model"):
                 logger.log_model(self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
 
     def publish(self) -> None:
-        """Keep what is known when all stages are done, and send the run's files to trackers on other machines; to be
-        called on rank 0."""
-        if self._origin is not None:
-            self._origin.end(self._stopped)
+        """Complete the provenance after all stages, and send the run's files to remote trackers; to be called on
+        rank 0."""
+        if self._provenance is not None:
+            self._provenance.end(self._stopped)
         if self._folder is not None:
             publish(self.loggers, self._folder.path)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        with contextlib.suppress(RuntimeError):  # a GPU that has failed gives nothing back
+        with contextlib.suppress(RuntimeError):  # a failed GPU returns nothing
             _log_pending(pl_module)
         self.fail(exception, in_stage=True)
 
     def fail(self, error: BaseException, in_stage: bool = False) -> None:
-        """End the run as FAILED with the reason, or as KILLED where a signal was the reason."""
-        tells = not (in_stage or self._failed)  # Lightning tells loggers of others itself, in a stage
+        """End the run with the reason, as FAILED, or as KILLED if it was a signal."""
+        notifies_others = not (in_stage or self._failed)  # inside a stage, Lightning notifies other loggers
         if isinstance(error, Exception) and not isinstance(error, Interrupted) and not self._failed:
-            keep_out(self.cfg)
+            redact_code_secrets(self.cfg)
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         self._user_calls.end("KILLED" if stopped else "FAILED")
         if self._folder is None:
@@ -341,24 +341,24 @@ class Record(Callback):
         if not self._failed:
             log.info("the run ends: %s", reason)
         self._failed, self._stopped = True, stopped
-        # Each time: Lightning says `failed` to its own loggers in between, of a killed run as well.
-        end(self.loggers, "killed" if stopped else "failed", reason, tells)
+        # Every time: Lightning sets the status `failed` in its loggers in between, also for a killed run.
+        end(self.loggers, "killed" if stopped else "failed", reason, notifies_others)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
-        """Add what a checkpoint holds beside weights, states and counters, in plain types.
+        """Add metadata of plain types to a checkpoint.
 
         Random numbers and the position in the data are functions of seed, epoch, batch and rank (see
-        `deeplightning.callbacks.random_state` and `deeplightning.data.samplers`): the config's seed and Lightning's
-        counters are their whole state, on every rank.
+        `deeplightning.callbacks.random_state` and `deeplightning.data.samplers`): on every rank, the config's seed and
+        Lightning's counters are their complete state.
         """
         _log_pending(pl_module)
         checkpoint["config"] = self.cfg.public()
         save_plain_values(trainer, checkpoint, self.cfg.redact)
         run_id, name = (getattr(trainer.logger, key, None) for key in ("run_id", "run_name"))
         checkpoint["run"] = {"folder": str(self.folder.path), "id": run_id, "name": name}
-        # A run that ends now logs these never again.
-        checkpoint["points"] = _due(trainer)
-        getattr(trainer.logger, "sync", lambda: None)()  # the points before must last as long as the checkpoint
+        # If the run ends now, these are never logged.
+        checkpoint["points"] = _pending_points(trainer)
+        getattr(trainer.logger, "sync", lambda: None)()  # earlier points must be as durable as the checkpoint
         checkpoint["engine"] = engine_of(self.cfg)
         checkpoint["versions"] = versions()
         checkpoint["threads"] = torch.get_num_threads()
@@ -367,40 +367,39 @@ class Record(Callback):
         checkpoint["lost"] = self._find_lost(pl_module)
 
     def _find_lost(self, task: LightningModule) -> list[str]:
-        """Return the tensors outside the task's `state_dict` that training has changed, which checkpoints do not hold;
-        none of a task that saves something by itself."""
-        before, self._outside = self._outside, {}
-        for name, seen, is_buffer in _outside(task):
+        """Return the tensors outside the task's `state_dict` that training has changed, which checkpoints lack; [] for
+        a task with its own `on_save_checkpoint`."""
+        before, self._unsaved_tensors = self._unsaved_tensors, {}
+        for name, seen, is_buffer in _unsaved_tensors(task):
             tensor, version = before.get(name, (lambda: None, -1))
             is_same = tensor() is seen[0]()
-            # A module that replaces the tensor of an attribute may only keep its last output there.
+            # A replaced tensor may be just the module's last output, unless it is a buffer.
             if version != seen[1] if is_same else is_buffer:
                 self._lost.add(name)
-            self._outside[name] = seen
+            self._unsaved_tensors[name] = seen
         return [] if is_overridden("on_save_checkpoint", task) else sorted(self._lost)
 
 
 def _frozen(task: LightningModule) -> list[str]:
-    """Return the parameters that do not learn, and the batch norms whose statistics a fine-tuning callback has
-    stopped."""
+    """Return the names of frozen parameters, and of batch norms whose statistics a fine-tuning callback has frozen."""
     untracked = [n for n, m in task.named_modules() if getattr(m, "track_running_stats", None) is False]
     return [name for name, parameter in task.named_parameters() if not parameter.requires_grad] + untracked
 
 
-def _outside(task: LightningModule) -> Iterator[tuple[str, tuple[weakref.ref[torch.Tensor], int], bool]]:
-    """Yield the tensors of a task that its `state_dict` leaves out, with their versions, which rise by each change in
-    place, and whether they are buffers; without metrics (see `deeplightning.callbacks.gathered`)."""
+def _unsaved_tensors(task: LightningModule) -> Iterator[tuple[str, tuple[weakref.ref[torch.Tensor], int], bool]]:
+    """Yield the tensors that a task's `state_dict` lacks, except metrics (see `deeplightning.callbacks.gathered`), as
+    name, (reference, version, which grows with each in-place change), and whether it is a buffer."""
     for name, module in task.named_modules():
         if isinstance(module, Metric) or type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
         buffers = non_persistent_buffers(module)
         for key, value in {**vars(module), **buffers}.items():
             if isinstance(value, torch.Tensor) and not (value.requires_grad or value.is_inference()):
-                yield f"{name}.{key}".lstrip("."), (weakref.ref(value), changes_in_place(value)), key in buffers
+                yield f"{name}.{key}".lstrip("."), (weakref.ref(value), in_place_version(value)), key in buffers
 
 
-def _freeze_again(task: LightningModule, frozen: Iterable[object]) -> None:
-    """Restore what `_frozen` returned, since callbacks that freeze parameters have frozen them again in `setup`."""
+def _restore_frozen(task: LightningModule, frozen: Iterable[object]) -> None:
+    """Restore what `_frozen` returned, since fine-tuning callbacks have frozen parameters again in `setup`."""
     frozen = {name for name in frozen if isinstance(name, str)}
     for name, parameter in task.named_parameters():
         if parameter.requires_grad == (name in frozen):
@@ -411,13 +410,13 @@ def _freeze_again(task: LightningModule, frozen: Iterable[object]) -> None:
 
 
 def _log_pending(task: LightningModule) -> None:
-    """Let a task log the points that it has put off: on a GPU those of the last logged step."""
+    """Make a task log its pending points: on a GPU those of the last logged step."""
     if callable(log_pending := getattr(task, "log_pending", None)):
         log_pending()
 
 
 def engine_of(cfg: Config) -> dict[str, object]:
-    """Return what of the engine decides in which order numbers are added, and how they are rounded."""
+    """Return the engine settings that determine the order of summation and the rounding."""
     engine = cfg.engine
     return {
         "backend": engine.backend,
@@ -428,31 +427,31 @@ def engine_of(cfg: Config) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what computes."""
+    """Return the versions of the software that computes."""
     return {
         "deeplightning": __version__,
-        "torch": str(torch.__version__),  # its own kind of text otherwise
+        "torch": str(torch.__version__),  # otherwise a subclass of str
         "pytorch_lightning": pl.__version__,
         "python": platform.python_version(),
     }
 
 
 def between_steps(trainer: Trainer) -> bool:
-    """Return whether, at the end of a batch and behind it, no gradients wait for their optimizer step."""
+    """Return whether no accumulated gradients are pending, at or after the end of a batch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return epoch_is_over(trainer) or progress.current.ready % trainer.accumulate_grad_batches == 0
 
 
 def epoch_is_over(trainer: Trainer) -> bool:
-    """Return whether the batch that is under way, or was the last one, is the last of its epoch."""
+    """Return whether the current or latest batch is the last of its epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
 
 
-def _due(trainer: Any) -> list[tuple[str, float, int, int]]:
-    """Return the points that Lightning 2.6 is about to log: it does so only behind the hooks that save checkpoints.
+def _pending_points(trainer: Any) -> list[tuple[str, float, int, int]]:
+    """Return the points that Lightning 2.6 is about to log: it does so only after the hooks that save checkpoints.
 
-    To be called on every rank: means over an epoch are taken together.
+    To be called on every rank: means over an epoch are reduced over all ranks.
     """
     if trainer.state.fn != "fit" or trainer.validating:
         return []

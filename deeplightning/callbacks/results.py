@@ -1,4 +1,4 @@
-"""Write what the stages leave: metrics as JSON, a row per sample as CSV."""
+"""Write the results of the stages: metrics as JSON, one row per sample as CSV."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = logging.getLogger("deeplightning")
 class Results(Callback):
     """Write `<stage>_results.json` and the predictions of validate, test and predict.
 
-    A step that returns a mapping of columns (tensors of shape (B,) or lists of B texts), the tensor `index` among them,
-    gives a row per sample; rows of all processes are put in data order. What is no column is left out.
+    A step that returns a dict of columns (tensors of shape (B,) or lists of B strings) with the tensor `index` gives a
+    row per sample; the rows of all processes are sorted by `index`. Other entries are ignored.
     """
 
     def __init__(self, record: Record):
@@ -63,8 +63,8 @@ class Results(Callback):
         elif stage == "predict":
             log.info("%-10s no predictions.csv: `predict_step` returns no `index`, a tensor (B,) of positions", stage)
         if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
-            from deeplightning.callbacks.on_request import keep_mistakes
+            from deeplightning.callbacks.on_request import store_worst
 
-            keep_mistakes(self.record, trainer, stage, rows)
+            store_worst(self.record, trainer, stage, rows)
 
     on_validation_end = on_test_end = on_predict_end = _write

@@ -1,4 +1,4 @@
-"""Where training resumes from, and in which run; imported before torch is."""
+"""Where training resumes from, and in which run. Imported before torch."""
 
 import logging
 from collections.abc import Sequence
@@ -18,48 +18,48 @@ class Resumption:
     """Where training resumes from, and in which run.
 
     Attributes:
-        checkpoint: absolute; None: from the start.
-        run_id: the run of the tracker that is continued; None: a new one.
-        folder: of the continued run.
-        owed: points that this run was about to log: (name, value, milliseconds since 1970, step).
-        hold: the claim on `folder`.
-        notes: what a person should know, a line each.
-        inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will with as many threads.
-        threads: that computed the checkpoint; None: unknown, or they change nothing.
-        over: why nothing is left to train, of a checkpoint whose run is complete; "": something is.
-        epochs: that the checkpoint has completed.
-        kept: what the config has from the checkpoint, see `deeplightning.run.resume`.
+        checkpoint: absolute path; None to start from the beginning.
+        run_id: the tracker's id of the run that continues; None for a new run.
+        folder: the folder of the continued run.
+        pending_points: points that this run was about to log: (name, value, milliseconds since 1970, step).
+        lock: the lock on `folder`.
+        notes: lines to log.
+        inexact: why the result will differ from that of an uninterrupted run; "" if only `threads` matter.
+        threads: number of threads that computed the checkpoint; None if unknown or irrelevant.
+        complete: why nothing is left to train; "" otherwise.
+        epochs: number of epochs that the checkpoint has completed.
+        kept: settings taken from the checkpoint, see `deeplightning.run.resume`.
     """
 
     checkpoint: Path | None = None
     run_id: str | None = None
     folder: Path | None = None
-    owed: Sequence[Sequence[Any]] = ()
-    hold: FolderLock | None = None
+    pending_points: Sequence[Sequence[Any]] = ()
+    lock: FolderLock | None = None
     notes: Sequence[str] = ()
     inexact: str = ""
     threads: int | None = None
-    over: str = ""
+    complete: str = ""
     epochs: int = 0
     kept: Sequence[Sequence[Any]] = ()
 
     @property
-    def named(self) -> str | None:
-        """Return what all processes know of the checkpoint: its path, or size and time where each may have a copy."""
+    def fingerprint(self) -> str | None:
+        """The checkpoint's identity on all processes: its path, or size and time if each may have its own copy."""
         if self.checkpoint is None or not hooks_here().copies_files:
             return str(self.checkpoint) if self.checkpoint else None
         stat = self.checkpoint.stat()
         return f"{self.checkpoint.name} of {stat.st_size} bytes, written at {stat.st_mtime_ns} ns"
 
-    def say(self, threads: int) -> None:
-        """Log the notes; `threads`: that this process computes with."""
+    def log_notes(self, threads: int) -> None:
+        """Log the notes and warnings; `threads` is the number of threads of this process."""
         for note in self.notes:
             log.info("%s", note)
         if self.kept:
             log.warning(
-                "A resumed run keeps the optimizer and the schedule of its checkpoint: %s. New values begin a new run "
-                "from the weights: model.init_from='%s'",
-                ", ".join(f"model.{'.'.join(keys)} is {was}, not {asked}" for *keys, was, asked in self.kept),
+                "A resumed run keeps the optimizer and the schedule of its checkpoint: %s. To use new values, start a "
+                "new run from the weights: model.init_from='%s'",
+                ", ".join(f"model.{'.'.join(keys)} is {was}, not {requested}" for *keys, was, requested in self.kept),
                 self.checkpoint,
             )
         changed = f"engine.threads {self.threads} → {threads} (numbers are added in another order)"
@@ -69,17 +69,17 @@ class Resumption:
 
 
 def check_schedules(trainer: Any) -> None:
-    """Compare each schedule's length in steps with the training's; a resumed schedule keeps its first length.
+    """Compare the length of each schedule with the training's, in steps; a resumed schedule keeps its original length.
 
     Raises:
-        ConfigError: a schedule is shorter.
+        ConfigError: a schedule is shorter than the training.
     """
     steps = trainer.estimated_stepping_batches
     for config in trainer.lr_scheduler_configs:
         length = getattr(config.scheduler, "total_steps", None)
         if length is not None and config.interval == "step" and steps > length * config.frequency:
             keeps = (
-                "a resumed run keeps the schedule that it began with, and so its train.num_epochs and data.batch_size. "
+                "a resumed run keeps its original schedule, and thus its train.num_epochs and data.batch_size. "
                 f"To train on, start a new run with model.init_from='{trainer.ckpt_path}'"
             )
             advice = keeps if trainer.ckpt_path else "set the length of the schedule to `auto`"

@@ -1,5 +1,5 @@
-"""Prepare the network before it learns: weights of a checkpoint, a run or a file of tensors (`model.init_from`), 64
-bits, and modules that compute their activations twice (`engine.activation_checkpointing`)."""
+"""Prepare the network before training: initial weights from a checkpoint, run or file of tensors (`model.init_from`),
+64-bit precision, and activation checkpointing (`engine.activation_checkpointing`)."""
 
 import logging
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ log = logging.getLogger("deeplightning")
 
 
 class StartWeights(Callback):
-    """Put weights from a file into the task before it learns, unless a run is resumed.
+    """Load weights from a file into the task before training, unless a run is resumed.
 
-    Tensors are taken by name (that of the task or of its network alone) and shape; the others keep their first values,
-    and a warning names them: so a network with another last layer can start from a trained one.
+    Tensors are matched by shape and name, in the task or in its network. Others keep their initial values and are
+    listed in a warning, so that a network with another last layer can start from a trained one.
 
     Args:
-        name: a path, or a RUN, of which it is the best weights.
+        name: a path, or a RUN whose best weights are used.
         tracking_uri: the store in which a run's id is looked up.
 
     Raises:
@@ -36,19 +36,19 @@ class StartWeights(Callback):
 
     def __init__(self, name: str, tracking_uri: str | None):
         self.name, self.tracking_uri = name, tracking_uri
-        self._weights: dict[str, Any] | None = None  # {} when they have been put in: what is learned since stays
+        self._weights: dict[str, Any] | None = None  # {} after loading, so that later stages keep the trained ones
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage in ("fit", "validate") and trainer.ckpt_path is None and self._weights is None:
             self.path = self._find()
-            self._weights = _read(self.path)
+            self._weights = _read_tensors(self.path)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fill(trainer)
+        self._load(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "validate" and trainer.ckpt_path is None:  # `num_epochs: 0`
-            self._fill(trainer)
+            self._load(trainer)
 
     def _find(self) -> Path:
         path = from_start(self.name)
@@ -60,7 +60,7 @@ class StartWeights(Callback):
                 return path
         raise CheckpointError(Fault(f"{folder.path}: there are no weights in this folder", "model.init_from"))
 
-    def _fill(self, trainer: Trainer) -> None:
+    def _load(self, trainer: Trainer) -> None:
         weights, self._weights = self._weights, {}
         if not weights:
             return
@@ -81,7 +81,7 @@ class StartWeights(Callback):
             log.warning("model.init_from: not loaded, because names or shapes differ: %s%s", some, more)
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix != ".safetensors":
         return read_weights(path)
     from safetensors import SafetensorError
@@ -94,15 +94,15 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 class Double(Callback):
-    """Give the task 64 bits (`engine.precision`) before weights are restored: where its constructor has built the
-    network, Lightning 2.6 rounds them to 32."""
+    """Convert the task to 64 bits (`engine.precision`) before weights are restored: if the constructor builds the
+    network, Lightning 2.6 would round them to 32 bits."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         pl_module.double()
 
 
 class Recompute(Callback):
-    """Let modules run their forward pass again when the backward pass comes to them, with the same random numbers.
+    """Checkpoint activations: modules repeat their forward pass during the backward pass, with the same random numbers.
 
     Source: https://arxiv.org/abs/1604.06174
 
@@ -117,20 +117,20 @@ class Recompute(Callback):
         self.modules = modules
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Only now: what a strategy does before and after a module's forward pass belongs around both of them.
+        # Not earlier, so that the hooks of a strategy around a module's forward pass apply to both passes.
         names = [(name.partition(".")[2], module) for name, module in pl_module.named_modules() if "." in name]
-        for word in self.modules:
-            chosen = [module for name, module in names if word in (name, _class(module))]
-            if not chosen:
-                known = {name for name, _ in names} | {_class(module) for _, module in names}
-                message = f"no module is called, or is a, {word}.{nearest(word, known)}"
-                raise ConfigError(Fault(message, "engine.activation_checkpointing", found=word))
-            for module in chosen:
+        for pattern in self.modules:
+            selected = [module for name, module in names if pattern in (name, _class_name(module))]
+            if not selected:
+                choices = {name for name, _ in names} | {_class_name(module) for _, module in names}
+                message = f"no module has the name or class {pattern}.{nearest(pattern, choices)}"
+                raise ConfigError(Fault(message, "engine.activation_checkpointing", found=pattern))
+            for module in selected:
                 forward: object = module.forward
-                if not isinstance(forward, partial):  # chosen twice: by its name and by its class
+                if not isinstance(forward, partial):  # selected by both name and class
                     module.forward = partial(checkpoint, forward, use_reentrant=False)
 
 
-def _class(module: nn.Module) -> str:
-    """Return the name of a module's class, before `fully_shard` changed it for a unit of its own (torch 2.15)."""
+def _class_name(module: nn.Module) -> str:
+    """Return the class name of a module without the prefix that `fully_shard` adds (torch 2.15)."""
     return type(module).__name__.removeprefix("FSDP")

@@ -1,5 +1,5 @@
-"""Correct at each step what Lightning 2.6 does otherwise: ends of streams, schedules, validations, logging, losses that
-are no numbers."""
+"""Correct Lightning 2.6's behaviour at each step: ends of streams, schedules, validation, logging and non-finite
+losses."""
 
 import functools
 import hashlib
@@ -29,11 +29,11 @@ log = logging.getLogger("deeplightning")
 
 
 class SameBuffers(Callback):
-    """Give every process rank 0's buffers, such as the running means of batch norm, before what is learned is judged:
-    a validation's values are those of the checkpoint, and of a run that resumes from it.
+    """Broadcast rank 0's buffers, such as the running means of batch norm, before validation, so that its metrics are
+    those of the checkpoint and of a run that resumes from it.
 
-    Else each process would judge by its own: ddp shares buffers at training steps alone, other engines never (torch
-    2.15; a resnet18's val_loss was 0.2 % off under ddp's two processes, and another under fsdp's).
+    Otherwise each process validates with its own: ddp broadcasts buffers only in training steps, other engines never
+    (torch 2.15; the val_loss of a resnet18 was 0.2 % off with two ddp processes, and differed again with fsdp).
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -43,10 +43,10 @@ class SameBuffers(Callback):
 
 
 class AccumulateFrom(Callback):
-    """Accumulate the gradients of `factor` batches from an epoch on.
+    """Accumulate the gradients of `factor` batches, starting at an epoch.
 
-    Lightning's GradientAccumulationScheduler forgets the factor where a run resumes inside an epoch, and a Trainer that
-    is made with a factor refuses each task that steps its optimizers itself, also one that heeds the factor (2.6.6).
+    Lightning's GradientAccumulationScheduler loses the factor if a run resumes inside an epoch, and a Trainer with a
+    factor rejects every task with manual optimization, even one that applies the factor (2.6.6).
     """
 
     def __init__(self, epoch: int, factor: int):
@@ -58,64 +58,64 @@ class AccumulateFrom(Callback):
     def _set(self, trainer: Trainer, *_: object, **__: object) -> None:
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
-    setup = on_train_start = on_train_epoch_start = _set  # in `setup`, since schedules ask how many steps there are
+    setup = on_train_start = on_train_epoch_start = _set  # in `setup`, since schedules need the number of steps
 
 
 class StepCountingTrainer(pl.Trainer):
-    """Lightning's Trainer (2.6.6), whose `estimated_stepping_batches` counts each epoch with its own accumulation."""
+    """Lightning's Trainer (2.6.6) whose `estimated_stepping_batches` uses each epoch's own accumulation factor."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the training; infinite for data without a length if `max_steps` is not set.
 
-        Lightning applies the current accumulation to all epochs, and returns -1 for data without a length.
+        Lightning applies the current accumulation factor to all epochs, and returns -1 for data without a length.
         """
         total = super().estimated_stepping_batches
         if total < 0:
             return math.inf
         own: Any = self  # Lightning sets `callbacks` without a type
         kinds = AccumulateFrom | GradientAccumulationScheduler
-        later = next((callback for callback in own.callbacks if isinstance(callback, kinds)), None)
+        schedule = next((callback for callback in own.callbacks if isinstance(callback, kinds)), None)
         batches, epochs = self.num_training_batches, self.max_epochs
-        if later is None or epochs is None or epochs < 0 or not math.isfinite(batches):
+        if schedule is None or epochs is None or epochs < 0 or not math.isfinite(batches):
             return total
-        steps = sum(math.ceil(batches / later.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
+        steps = sum(math.ceil(batches / schedule.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
 
 class StreamEnds(Callback):
-    """End an epoch where its stream ends, whatever number of batches the stream's length promises; of several
-    processes, where the shortest stream ends.
+    """End an epoch where its stream ends, whatever its declared length; with several processes, where the shortest
+    stream ends.
 
-    Lightning 2.6 believes the length: a shorter stream is never validated, and of a longer one the rest is not read.
-    Where a process has fewer batches than another, that one waits for ever. Other data whose length is wrong end the
-    run. `FitLoop.max_batches` is the number of batches that are expected, and
-    `Trainer.val_check_batch` the number of the batch that is validated next.
+    Lightning 2.6 relies on the length: it never validates after a shorter stream, and does not read the rest of a
+    longer one. If a process has fewer batches than another, the other waits forever. For other data, a wrong length
+    ends the run. `FitLoop.max_batches` is the expected number of batches, and `Trainer.val_check_batch` the batch of
+    the next validation.
     """
 
     def __init__(self) -> None:
-        self._promised: float = 0  # batches of an epoch; 0: nothing to correct
-        self._is_resumed = self._is_warned = self._is_first = False
-        self._is_cut = False  # whether streams of the processes have unequal lengths
-        self._flags: Any = None  # the group that tells the end of a stream; None: nothing to tell
+        self._declared_batches: float = 0  # of an epoch; 0 if there is nothing to correct
+        self._is_resumed = self._has_warned = self._is_first = False
+        self._has_unequal_lengths = False  # whether the streams of the processes have different lengths
+        self._flag_group: Any = None  # process group for end-of-stream flags; None if not needed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = trainer.fit_loop
         self._is_resumed = self._is_first = loop.epoch_loop.batch_progress.current.ready > 0
         if math.isfinite(loop.max_batches) and _is_stream(trainer.train_dataloader) and read_ahead(trainer):
-            self._promised = loop.max_batches
-        self._flags = None
+            self._declared_batches = loop.max_batches
+        self._flag_group = None
         if trainer.world_size > 1 and distributed.is_initialized() and (ahead := batches_ahead(trainer)) is not None:
-            # Flags travel beside the device's queue: NCCL would have each step wait for it.
+            # Flags are not sent by NCCL: each step would wait for the device's queue.
             nccl = distributed.get_backend() == "nccl"
-            self._flags = distributed.new_group(backend="gloo") if nccl else distributed.group.WORLD
-            self._warn_of_copies(trainer, ahead)
+            self._flag_group = distributed.new_group(backend="gloo") if nccl else distributed.group.WORLD
+            self._warn_if_not_sharded(trainer, ahead)
 
-    def _warn_of_copies(self, trainer: Trainer, ahead: list[Any]) -> None:
-        """Warn if two processes have read the same first batch."""
+    def _warn_if_not_sharded(self, trainer: Trainer, ahead: list[Any]) -> None:
+        """Warn if several processes have read the same first batch."""
         digests: list[tuple[int, str]] = [(0, "")] * trainer.world_size
         mine = (trainer.global_rank, _digest(ahead[0]) if ahead else "")
-        distributed.all_gather_object(digests, mine, group=self._flags)
+        distributed.all_gather_object(digests, mine, group=self._flag_group)
         firsts = {part: digest for part, digest in digests if digest}
         if trainer.is_global_zero and len({*firsts.values()}) < len(firsts):
             log.warning(
@@ -131,42 +131,42 @@ class StreamEnds(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         loop = trainer.fit_loop
         progress = loop.epoch_loop.batch_progress
-        if self._flags is not None:
+        if self._flag_group is not None:
             ended = torch.tensor(int(progress.is_last_batch))
-            distributed.all_reduce(ended, distributed.ReduceOp.SUM, self._flags)
+            distributed.all_reduce(ended, distributed.ReduceOp.SUM, self._flag_group)
             progress.is_last_batch = bool(ended)
-            if 0 < ended < trainer.world_size and not self._is_cut:
-                self._is_cut = True
+            if 0 < ended < trainer.world_size and not self._has_unequal_lengths:
+                self._has_unequal_lengths = True
                 log.warning(
                     "%s has unequal lengths: each epoch ends for all after %d batches, where the shortest ends. Divide "
                     "the samples evenly",
                     *(_stream_name(trainer), progress.current.ready),
                 )
         batches, is_last = progress.current.ready, progress.is_last_batch
-        if not self._promised or is_last == (batches == loop.max_batches):
+        if not self._declared_batches or is_last == (batches == loop.max_batches):
             return
         if not is_last and (self._is_resumed or trainer.limit_train_batches != 1):
-            return  # a resumed stream starts from its beginning
-        if is_last and not self._is_warned and not self._is_cut:
-            self._is_warned = True
+            return  # a resumed stream starts at its beginning
+        if is_last and not self._has_warned and not self._has_unequal_lengths:
+            self._has_warned = True
             log.warning(
-                "epoch %d of the training data has %d batches, their length says %d; each epoch ends where they end",
-                *(trainer.current_epoch + 1, batches, self._promised),
+                "epoch %d of the training data has %d batches, its length says %d; each epoch ends with its data",
+                *(trainer.current_epoch + 1, batches, self._declared_batches),
             )
         loop.max_batches = batches if is_last else math.inf
         if trainer.val_check_interval == 1:
             trainer.val_check_batch = loop.max_batches
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse data of another length than they promise.
+        """Reject data that is shorter than its length.
 
         Raises:
-            SetupError: the data ended before the number of batches that their length promises.
-            RunError: the stream of this process has no samples, and others wait for it.
+            SetupError: the data ended before its declared number of batches.
+            RunError: the stream of this process has no samples, while others have some.
         """
         loop = trainer.fit_loop
         batches = loop.epoch_loop.batch_progress
-        if self._flags is not None and batches.current.ready == 0:
+        if self._flag_group is not None and batches.current.ready == 0:
             name, epoch = _stream_name(trainer), trainer.current_epoch + 1
             raise RunError(
                 f"{name} has 0 batches for rank {trainer.global_rank} in epoch {epoch}, and the other ranks have some; "
@@ -175,21 +175,21 @@ class StreamEnds(Callback):
         has_stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         is_whole = batches.is_last_batch or batches.current.ready >= loop.max_batches
         is_first, self._is_first = self._is_first, False
-        if not (has_stopped or is_whole or is_first):  # a resumed run may have batches of another size
+        if not (has_stopped or is_whole or is_first):  # a resumed run may have another batch size
             raise SetupError(
                 f"epoch {trainer.current_epoch + 1} of the training data has {batches.current.ready} batches, but "
-                f"their length says {loop.max_batches}; correct the length of the loader that data.module makes"
+                f"its length says {loop.max_batches}; correct the length of the loader that data.module makes"
             )
 
 
 def _stream_name(trainer: Trainer) -> str:
-    """Return what to call the training data: the class of their dataset, else that of the loader."""
+    """Return a name for the training data: the class of the dataset, or else of the loader."""
     loader = trainer.train_dataloader
     return f"the training stream {type(getattr(loader, 'dataset', loader)).__name__}"
 
 
 def _digest(batch: object) -> str:
-    """Return a digest of the tensors in a batch; "": it has none."""
+    """Return a digest of the tensors in a batch; "" if there are none."""
     tensors: list[torch.Tensor] = []
     apply_to_collection(batch, torch.Tensor, tensors.append)
     flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in tensors)
@@ -198,61 +198,61 @@ def _digest(batch: object) -> str:
 
 
 def _is_stream(loader: Any) -> bool:
-    """Return whether a loader reads a stream, and cannot resume in it: that would count the batch that is ahead."""
+    """Return whether a loader reads a stream and has no state: a state would include the prefetched batch."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset) and not hasattr(loader, "state_dict")
 
 
 class ScheduleSteps(Callback):
-    """Advance a schedule of ours by steps with each, or each n-th, step that its optimizer has taken, and any one by a
-    metric of the validation in the epochs that are validated.
+    """Advance schedules of our tasks with each, or each n-th, step of their optimizer, and schedules that follow a
+    validation metric only in epochs with a validation.
 
-    Lightning 2.6 counts batches, accumulated ones too, and advances where the scaler of precision 16 has left a step
-    out because its gradients were no numbers. Where an epoch is not validated, it ends the run.
+    Lightning 2.6 counts batches, including accumulated ones, and also advances when the gradient scaler of precision 16
+    skips a step. In an epoch without a validation, it ends the run with an error.
     """
 
     def __init__(self) -> None:
-        self._every: list[tuple[LRSchedulerConfig, int]] = []  # schedules, with their frequency
+        self._frequencies: list[tuple[LRSchedulerConfig, int]] = []  # schedules with their frequency
         self._hooks: list[RemovableHandle] = []
-        self._due: list[LRSchedulerConfig] = []
+        self._due_schedules: list[LRSchedulerConfig] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epochs = trainer.check_val_every_n_epoch or 1
         for config in trainer.lr_scheduler_configs:
             if config.interval == "epoch" and config.reduce_on_plateau and stage_of(config.monitor or "")[0] == "val":
                 config.frequency = math.lcm(config.frequency, epochs)
-        if type(pl_module).configure_optimizers.__module__.startswith("deeplightning."):  # else as under Lightning
-            self._every = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _by_optimizer_steps(c)]
-        for config, _ in self._every:
-            hook = functools.partial(self._taken, config)
+        if type(pl_module).configure_optimizers.__module__.startswith("deeplightning."):  # otherwise as in Lightning
+            self._frequencies = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _advances_by_steps(c)]
+        for config, _ in self._frequencies:
+            hook = functools.partial(self._on_optimizer_step, config)
             self._hooks.append(config.scheduler.optimizer.register_step_post_hook(hook))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._due = [config for config, every in self._every if (trainer.global_step + 1) % every == 0]
-        for config, _ in self._every:
+        self._due_schedules = [config for config, every in self._frequencies if (trainer.global_step + 1) % every == 0]
+        for config, _ in self._frequencies:
             config.frequency = batch_idx + 2  # not after this batch, unless the optimizer steps
 
-    def _taken(self, config: LRSchedulerConfig, *_: object) -> None:
-        if config in self._due:
+    def _on_optimizer_step(self, config: LRSchedulerConfig, *_: object) -> None:
+        if config in self._due_schedules:
             config.frequency = 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for hook in self._hooks:
             hook.remove()
-        for config, every in self._every:
+        for config, every in self._frequencies:
             config.frequency = every
-        self._hooks, self._every = [], []
+        self._hooks, self._frequencies = [], []
 
 
-def _by_optimizer_steps(config: LRSchedulerConfig) -> bool:
-    """Return whether a schedule goes by steps, of an optimizer that tells when it has taken one."""
+def _advances_by_steps(config: LRSchedulerConfig) -> bool:
+    """Return whether a schedule advances by steps of a torch optimizer, which has step hooks."""
     optimizer = getattr(config.scheduler, "optimizer", None)
     return config.interval == "step" and isinstance(optimizer, torch.optim.Optimizer)
 
 
 @cache
 def ends_of_parts(batches: float, share: float) -> frozenset[int]:
-    """Return the batches of an epoch at which its parts end: of 9 and 0.5 the 4th and the 9th. All of them where a part
-    is no more than a batch; none where the epoch's length is not known."""
+    """Return the batches at which the parts of an epoch end: for 9 batches and 0.5, the 4th and the 9th. All batches if
+    a part is at most one batch; none if the epoch's length is unknown."""
     if not math.isfinite(batches):
         return frozenset()
     if batches * share <= 1:
@@ -261,37 +261,37 @@ def ends_of_parts(batches: float, share: float) -> frozenset[int]:
 
 
 class ValidateParts(Callback):
-    """Validate each part of an epoch when it is over, the last one with the epoch.
+    """Validate at the end of each part of an epoch, the last one at the end of the epoch.
 
-    Lightning 2.6 validates after each so many batches, rounded down: of 9 and 0.5 after the 4th and the 8th, and never
-    what an epoch has learned at its end. `Trainer.val_check_batch` is the number of the batch that is validated next.
+    Lightning 2.6 rounds the batches per part down: for 9 batches and 0.5 it validates after the 4th and the 8th, and
+    never at the end of an epoch. `Trainer.val_check_batch` is the batch of the next validation.
     """
 
     def __init__(self, share: float):
         self.share = share
 
-    def _look(self, trainer: Trainer, *_: object, **__: object) -> None:
+    def _set_next_validation(self, trainer: Trainer, *_: object, **__: object) -> None:
         batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         due = batch in ends_of_parts(trainer.num_training_batches, self.share)
         trainer.val_check_batch = batch if due else math.inf
 
-    on_train_start = on_train_batch_start = _look
+    on_train_start = on_train_batch_start = _set_next_validation
 
 
 class LogSteps(Callback):
-    """Let through what is logged at steps 0, n, 2n …, the learning rate among it.
+    """Log only at steps 0, n, 2n …, including the learning rate.
 
-    Lightning itself, its LearningRateMonitor included, logs at steps n-1, 2n-1 …; `Trainer.log_every_n_steps` is 1 at
-    the steps that are due and `sys.maxsize` at the others, which a task can ask to save itself the work. Many tasks
-    divide by it: `batch_idx % self.trainer.log_every_n_steps == 0`.
+    Lightning, including its LearningRateMonitor, logs at steps n-1, 2n-1 …. This callback sets
+    `Trainer.log_every_n_steps` to 1 at the steps to log and to `sys.maxsize` at the others, where a task can skip work.
+    It stays a number since many tasks compute `batch_idx % self.trainer.log_every_n_steps == 0`.
 
     Args:
-        every: steps between points, or a mapping {"per_epoch": points}.
+        every: steps between two points, or {"per_epoch": number of points}.
     """
 
     def __init__(self, every: int | Mapping[str, int]):
         self.every = every
-        self._logged = -1  # the step of the last points
+        self._logged = -1  # the last logged step
 
     def on_train_start(self, *_: object) -> None:
         self._logged = -1
@@ -301,27 +301,27 @@ class LogSteps(Callback):
         if isinstance(every, Mapping):
             steps = trainer.num_training_batches / trainer.accumulate_grad_batches
             every = max(1, math.floor(steps / every["per_epoch"])) if math.isfinite(steps) else 1
-        step = logged_steps(trainer)  # also of a task with several optimizers, whose steps Lightning adds up
+        step = logged_steps(trainer)  # with several optimizers, Lightning's own counter adds up their steps
         is_due = step % every == 0
         trainer.log_every_n_steps = 1 if is_due else sys.maxsize
         if is_due and step != self._logged:
             self._logged = step
-            # Where a task has no optimizer, Lightning puts one without groups in its place.
+            # Without an optimizer in the task, Lightning uses one without groups.
             groups = [optimizer.param_groups[0] for optimizer in trainer.optimizers if optimizer.param_groups]
             named = {"lr": groups[0]["lr"]} if groups else {}
-            if len(groups) > 1:  # by the name that a task gave to the first group of each, else by its number
+            if len(groups) > 1:  # by the name of the first group of each, or else its number
                 named |= {f"lr-{group.get('name', number)}": group["lr"] for number, group in enumerate(groups)}
             points = {name: float(rate) for name, rate in named.items()}
             trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in points.items()})
-            for logger in trainer.loggers:  # Lightning's `log` would have some work at each step until the epoch ends
+            for logger in trainer.loggers:  # Lightning's `log` would cost time at each step of the epoch
                 logger.log_metrics({"epoch": trainer.current_epoch, **points}, step)
 
 
 class FiniteLoss(Callback):
-    """End the run at the first loss that is not a number, before it spoils the weights.
+    """End the run at the first non-finite loss, before it corrupts the weights.
 
-    On a GPU, where looking at once costs a wait, the loss of a logged step is looked at when the next one is logged,
-    and that of the last step before weights are validated or saved, so that no spoilt ones are kept.
+    On a GPU, where reading the loss blocks, that of a logged step is checked when the next one is logged, and that of
+    the last step before weights are validated or saved, so that no corrupt weights are kept.
     """
 
     def __init__(self) -> None:
@@ -334,24 +334,24 @@ class FiniteLoss(Callback):
             return
         self._last = loss.detach(), trainer.global_step, trainer.current_epoch
         if trainer.log_every_n_steps < sys.maxsize:
-            self._judge_logged()
+            self._check_logged()
             self._logged = transfer.Deferred(loss), trainer.global_step, trainer.current_epoch
 
     def on_fit_end(self, *_: object) -> None:
         self._logged = self._last = None
 
-    def _judge_logged(self) -> None:
+    def _check_logged(self) -> None:
         logged, self._logged = self._logged, None
         if logged is not None:
             _require_finite(logged[0].read()[0], *logged[1:])
 
-    def _judge_last(self, *_: object, **__: object) -> None:
-        self._judge_logged()
+    def _check_last(self, *_: object, **__: object) -> None:
+        self._check_logged()
         last, self._last = self._last, None
         if last is not None:
             _require_finite(last[0].item(), *last[1:])
 
-    on_validation_start = on_train_epoch_end = on_save_checkpoint = _judge_last
+    on_validation_start = on_train_epoch_end = on_save_checkpoint = _check_last
 
 
 def _require_finite(value: float, step: int, epoch: int) -> None:

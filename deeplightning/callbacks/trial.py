@@ -1,7 +1,7 @@
-"""Report the metric of a trial to its search after each validation, and end the run if the search gives it up.
+"""Report the metric of a trial to its search after each validation, and end the run if the search prunes it.
 
-The search is another process, perhaps on another machine: a message is one line of JSON over a connection of its own,
-and so is the answer.
+The search is another process, perhaps on another machine. Each message and its answer are one line of JSON, sent over a
+new connection.
 """
 
 import json
@@ -14,22 +14,22 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from deeplightning.callbacks.record import Record
 from deeplightning.process.streams import Interrupted
 
-PATIENCE = 60.0  # seconds that the search may take to answer
+ANSWER_TIMEOUT_SECONDS = 60.0  # limit for an answer of the search
 
 
 class Pruned(Interrupted):
-    """The search has given this trial up."""
+    """Raised if the search prunes this trial."""
 
-    def __init__(self, words: str):
+    def __init__(self, reason: str):
         super().__init__("SIGINT", 130, at_once=True)
-        self.args = (words,)
+        self.args = (reason,)
 
 
 class Trial(Callback):
-    """Report to the search, on rank 0, and end the run on all ranks.
+    """Report to the search on rank 0, and end the run on all ranks if it is pruned.
 
     Args:
-        record: knows the run's folder.
+        record: the run's record.
         address: JSON of `host` and `port` of the search, its `token`, the number of the `trial`, and the `metric`.
     """
 
@@ -37,25 +37,25 @@ class Trial(Callback):
         self.record, self.search = record, json.loads(address)
         self._validated = False
 
-    def _ask(self, trainer: Trainer, **words: object) -> dict[str, object]:
-        """Return the search's answer to rank 0, on all ranks."""
+    def _send(self, trainer: Trainer, **fields: object) -> dict[str, object]:
+        """Send a message on rank 0, and return the search's answer on all ranks."""
         answer: dict[str, object] = {}
         if trainer.is_global_zero:
-            answer = say(self.search, **words)
+            answer = send_message(self.search, **fields)
         return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Name the run, so that a trial that fails before its first step has one; a resumed run opens later."""
+        """Report the run, so that a trial that fails before its first step has one; a resumed run opens later."""
         if self.record.opened:
-            self._name_run(trainer)
+            self._report_run(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None:
-            self._name_run(trainer)
+            self._report_run(trainer)
 
-    def _name_run(self, trainer: Trainer) -> None:
+    def _report_run(self, trainer: Trainer) -> None:
         run = getattr(trainer.logger, "run_id", None)
-        self._ask(trainer, run=run, folder=str(self.record.folder.path))
+        self._send(trainer, run=run, folder=str(self.record.folder.path))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = True
@@ -63,15 +63,15 @@ class Trial(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metric = self.search["metric"]
         if trainer.enable_validation and not self._validated:
-            return  # what the metric is now was reported before
+            return  # the current value is already reported
         self._validated = False
         value, epoch = trainer.callback_metrics.get(metric), trainer.current_epoch + 1
         if value is None:
-            self._ask(trainer, absent=sorted(trainer.callback_metrics))
+            self._send(trainer, absent=sorted(trainer.callback_metrics))
             return
-        answer = self._ask(trainer, step=epoch, value=float(value))
+        answer = self._send(trainer, step=epoch, value=float(value))
         if answer.get("tell") == "modules" and trainer.is_global_zero:
-            say(self.search, modules=list(sys.modules))
+            send_message(self.search, modules=list(sys.modules))
         if not answer.get("prune"):
             return
         for logger in trainer.loggers:
@@ -80,17 +80,17 @@ class Trial(Callback):
         raise Pruned(f"pruned after epoch {epoch}: {metric} is {float(value):.6g}")
 
 
-def say(search: dict[str, Any], **words: object) -> dict[str, object]:
+def send_message(search: dict[str, Any], **fields: object) -> dict[str, object]:
     """Send the search a message and return its answer.
 
     Raises:
-        Interrupted: there is no search any more.
+        Interrupted: the search has ended.
     """
-    message = {"token": search["token"], "trial": search["trial"], **words}
+    message = {"token": search["token"], "trial": search["trial"], **fields}
     try:
-        with socket.create_connection((search["host"], search["port"]), timeout=PATIENCE) as connection:
+        with socket.create_connection((search["host"], search["port"]), timeout=ANSWER_TIMEOUT_SECONDS) as connection:
             connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as answer:
                 return json.loads(answer.readline())
     except (OSError, ValueError) as error:
-        raise Interrupted("the end of the search that this is a trial of", 143, at_once=True) from error
+        raise Interrupted("the end of its search", 143, at_once=True) from error

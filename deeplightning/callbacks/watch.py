@@ -1,4 +1,4 @@
-"""End a run without progress."""
+"""End a run that makes no progress."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 class Watchdog(Callback):
-    """End a run with exit code 5 when a process has begun or ended no batch for some time. Lightning's Timer ends those
-    alone that take too long.
+    """End a run with exit code 5 if a process starts or ends no batch for some time. Lightning's Timer only limits the
+    total time.
 
-    All processes end, the reason names the one that does not wait for others, with file and line of its main thread,
-    and with `engine.max_restarts` all are started again. What comes between two batches counts as well: the saving of a
-    checkpoint, a callback's work.
+    All processes end; the reason names the process that is not waiting for others, with file and line of its main
+    thread. With `engine.max_restarts`, all are restarted. Work between two batches counts as well, such as saving a
+    checkpoint or a callback.
 
     Args:
         seconds: the limit; choose more than a batch, or the work between two batches, can take.
 
     Raises:
-        ValueError: that is not above 0.
+        ValueError: it is not above 0.
     """
 
     def __init__(self, seconds: float = 300.0):
@@ -33,35 +33,35 @@ class Watchdog(Callback):
             raise ValueError(f"seconds must be above 0, not {seconds}")
         self.seconds = seconds
         self._progress = 0
-        self._over: threading.Event | None = None
+        self._ended: threading.Event | None = None
 
     def _begin(self, *_: object, **__: object) -> None:
-        if self._over is not None:  # a validation inside a training
+        if self._ended is not None:  # a validation during training
             return
-        group = member.here() or member.begin(0, starts_others=True)  # a process by itself
-        self._over = threading.Event()
-        threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
+        group = member.current() or member.supervise(0, starts_others=True)  # a single process
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, args=(group, self._ended), name="watchdog", daemon=True).start()
 
-    def _watch(self, group: Ranks, over: threading.Event) -> None:
-        # Looks are counted, not seconds: a machine that slept, or a process that was stopped, has missed them too.
-        pause, looks, seen = min(1.0, self.seconds / 10), 0, self._progress
-        while not over.wait(pause):
-            looks = looks + 1 if self._progress == seen else 0
+    def _watch(self, group: Ranks, ended: threading.Event) -> None:
+        # Count polls instead of seconds: a suspended machine or a stopped process does not poll either.
+        pause, idle_polls, seen = min(1.0, self.seconds / 10), 0, self._progress
+        while not ended.wait(pause):
+            idle_polls = idle_polls + 1 if self._progress == seen else 0
             seen = self._progress
-            if looks * pause >= self.seconds:
+            if idle_polls * pause >= self.seconds:
                 group.report_no_progress(self.seconds)
                 return
 
-    def _step(self, *_: object, **__: object) -> None:
+    def _count_progress(self, *_: object, **__: object) -> None:
         self._progress += 1
 
     def _end(self, *_: object, **__: object) -> None:
-        if self._over is not None:
-            self._over.set()
-            self._over = None
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
 
-    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _step
-    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _count_progress
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _count_progress
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
     on_exception = teardown = _end

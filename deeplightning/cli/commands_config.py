@@ -1,4 +1,4 @@
-"""Verbs that take a CONFIG. Heavy imports stand inside them, so that `--help` answers at once."""
+"""Verbs that take a CONFIG. Heavy imports are inside them, so `--help` answers at once."""
 
 import gc
 import json
@@ -28,8 +28,8 @@ from deeplightning.process.terminal import say, show
 
 @cli.command()
 @click.argument("folder", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
-@click.option("--kind", metavar="KIND", required=True, help="What is learned; see above.")
-@click.option("--data", metavar="PATH", type=click.Path(path_type=Path), help="Your data, to be looked at.")
+@click.option("--kind", metavar="KIND", required=True, help="The kind of project; see above.")
+@click.option("--data", metavar="PATH", type=click.Path(path_type=Path), help="Your data, to be examined.")
 @click.option("--target", metavar="COLUMN", help="The column of a table that is predicted.")
 @click.option("--ignore", metavar="COLUMN", multiple=True, help="A column of a table to leave out; repeatable.")
 @click.option("--classification", "task", flag_value="classification", help="The target of a table holds classes.")
@@ -37,17 +37,17 @@ from deeplightning.process.terminal import say, show
 def init(
     folder: Path, kind: str, data: Path | None, target: str | None, ignore: tuple[str, ...], task: str | None
 ) -> None:
-    """Begin a project in DIR: config.yaml, README.md, .gitignore, and modules of your own where it needs some.
+    """Start a project in DIR: config.yaml, README.md, .gitignore, and modules of your own if it needs some.
 
     KIND is images, table, signal, text, segmentation, regression or own. Without --data the project learns from shipped
     data. --data names a folder per class (images, signal), a folder with labels.csv (images), the folders images and
-    masks (segmentation), or a table with a header (table, text, regression): classes, channels, sizes, mean, std and
+    masks (segmentation), or a table with a header (table, text, regression). Classes, channels, sizes, mean, std and
     columns are filled in, and guesses are printed. Nothing is overwritten.
     """
     from deeplightning.cli.guess import Columns
-    from deeplightning.cli.init import init as begin
+    from deeplightning.cli.init import init as start_project
 
-    notes, paths = begin(folder, kind, data, Columns(target, ignore, task))
+    notes, paths = start_project(folder, kind, data, Columns(target, ignore, task))
     for line in notes:
         say(f"guessed    {line}")
     for path in paths:
@@ -76,8 +76,8 @@ def train(
     With --seeds, or `train.seeds` in CONFIG, the runs have one parent run, and the same command continues those that
     were interrupted; `compare` compares two such groups.
 
-    Without CONFIG, here and in every verb that takes one: config.yaml of the working directory, if it is there. The
-    last line on stdout is the run's folder.
+    Without CONFIG, this and every verb that takes one read config.yaml of the working directory, if it exists. The last
+    line on stdout is the run's folder.
     """
     from deeplightning.config.source import located
 
@@ -88,14 +88,14 @@ def train(
     if multirun:
         from deeplightning.sweep.multirun import multirun as run_grid
 
-        streams.outlive_reader()
-        shows = ["--show-config"] if show_config else []
-        run_grid(located(config), overrides, lambda words: train_here([*words, *shows]), jobs or 1)
+        streams.ignore_closed_stdout()
+        options = ["--show-config"] if show_config else []
+        run_grid(located(config), overrides, lambda args: train_here([*args, *options]), jobs or 1)
         return
     from deeplightning.config.tree import dump
     from deeplightning.launch import Job, apply_environment, launcher_of
 
-    streams.outlive_reader()
+    streams.ignore_closed_stdout()
     cfg = load(config, overrides)
     if show_config and own_rank() == 0:
         show(dump(cfg.public()))
@@ -114,31 +114,31 @@ def train(
     launch(cfg)
 
 
-def train_here(words: Sequence[str]) -> int:
+def train_here(args: Sequence[str]) -> int:
     """Run `deeplightning train` with these arguments in this process, and return its exit code."""
-    sys.argv[1:] = ["train", *words]  # Lightning starts further processes with these
+    sys.argv[1:] = ["train", *args]  # Lightning starts further processes with these
     return run_verb(cli)
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
 @with_config()
-@click.option("--import", "importing", is_flag=True, help="Import what CONFIG names; settles what its source cannot.")
+@click.option("--import", "importing", is_flag=True, help="Also import what CONFIG names and check it more fully.")
 @click.option(
     "--dry-run", is_flag=True, help="Also pass one made-up batch through training and validation, on the CPU."
 )
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str) -> None:
-    """Report every fault of CONFIG, before anything runs.
+    """Report every error in CONFIG before anything runs.
 
-    Without options nothing is imported. `explain` prints what CONFIG means; `plan` what `train` would start.
+    Without options nothing is imported. `explain` prints the resolved config; `plan` prints what `train` would start.
     """
     from deeplightning.faults import Fault
 
     with stdout_for_the_result():
         report = examine_config(config, overrides, importing)
-        if dry_run and not importing and not report.keeps_from_trying:
+        if dry_run and not importing and not report.blocks_dry_run:
             report = examine_config(config, overrides, importing=True)
-        if dry_run and not report.keeps_from_trying:
+        if dry_run and not report.blocks_dry_run:
             from deeplightning.dry_run.try_config import dry_run as try_out
 
             gc.enable()
@@ -146,7 +146,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
             report.add(*faults)
     if format == "json":
         if not dry_run:
-            message = "what constructors and batches refuse; `--dry-run` builds everything and passes a batch"
+            message = "errors of constructors and batches; `--dry-run` builds everything and passes a batch"
             report.unchecked.append(Fault(message))
         say(json.dumps(report.to_dict(), indent=2))
         sys.exit(report.exit_code)
@@ -159,9 +159,9 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
 @with_config("[KEY …] [key=value …]")
 def explain(config: Path, overrides: tuple[str, ...]) -> None:
-    """Print the complete config that CONFIG means on this machine, with the source of each value.
+    """Print the complete config that CONFIG resolves to on this machine, with the source of each value.
 
-    For a KEY: its value, type and meaning, and who set it.
+    For a KEY: its value, type, meaning and source.
     """
     from deeplightning.config import explain as of
     from deeplightning.config.source import is_file
@@ -170,7 +170,7 @@ def explain(config: Path, overrides: tuple[str, ...]) -> None:
     report = examine_config(config, tuple(word for word in overrides if word not in keys), importing=False)
     report.checked()
     for key in keys or [""]:
-        show(of.explain(report, key), of.ABOUT if key else None)
+        show(of.explain(report, key), of.TEXT_COLUMN if key else None)
 
 
 @cli.command()

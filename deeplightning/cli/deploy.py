@@ -1,8 +1,8 @@
 """Turn a run into the command that serves it, with the settings of its config and of the command line.
 
-A run with a bundle is served without torch, and nothing that its config names is imported. Without one, a bundle is
-made first; where ONNX cannot express the network, torch answers (`deeplightning.torch_server`). Both import what the
-config names, if `deeplightning.config.trust` admits it.
+A run with a bundle is served without torch, and nothing that its config names is imported. Otherwise a bundle is
+exported first; if ONNX cannot express the network, torch serves the run (`deeplightning.torch_server`). Both import
+what the config names, if `deeplightning.config.trust` allows it.
 """
 
 import os
@@ -21,49 +21,49 @@ from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 
-COST = "at 0.6 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an answer"
+TORCH_COST = "at 0.6 GB instead of 0.1 GB with a bundle, and 3 to 12 times the CPU time per answer"
 """PSS of all processes, and a forward pass of a resnet18 at 64 x 64 and a small network for digits, one thread (torch
 2.15, November 2026)."""
 
 
 def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) -> list[str]:
-    """Return the program and the arguments that answer HTTP from a run.
+    """Return the program and the arguments that serve a run over HTTP.
 
     Args:
-        run: as `deeplightning.tracking.resolve_run` takes it, or the folder of a bundle or of an MLflow model.
+        run: an argument of `deeplightning.tracking.resolve_run`, or the folder of a bundle or of an MLflow model.
         overrides: of the config's section `serve`.
-        allow: further modules that the config of a run that was not made here may name: `own_network`.
+        allow: further modules, such as `own_network`, that the config of a run that was not made here may name.
 
     Raises:
-        ConfigError: an override or the section `serve` is wrong, the variable with the server's key is not set, or
-            another precision than fp32 is asked for and there can be no bundle.
+        ConfigError: an override or the section `serve` is wrong, the variable with the server's key is not set, or the
+            precision is not fp32 and the run cannot have a bundle.
         CheckpointError: there is no such run, it cannot be exported, or its config names foreign code.
     """
     folder = RunFolder(resolve_run(run, None))
-    inside_a_model = folder.path / "artifacts" / folder.bundle.name  # as `deeplightning.tracking.flavour` has MLflow do
-    alone = [path for path in (folder.path, inside_a_model) if (path / folder.bundle_card.name).is_file()]
-    config = run_config(folder, allow, "serve") if folder.config.is_file() and not alone else None
+    in_mlflow_model = folder.path / "artifacts" / folder.bundle.name  # see `deeplightning.tracking.flavour`
+    bundles = [path for path in (folder.path, in_mlflow_model) if (path / folder.bundle_card.name).is_file()]
+    config = run_config(folder, allow, "serve") if folder.config.is_file() and not bundles else None
     settings = _settings(config, overrides)
     if config is not None:
         refuse_links(folder)
     flags = [*_flags(settings)]
-    if alone:
-        return [sys.executable, "-P", "-m", "serve", str(alone[0]), *flags]
-    whole = folder.bundle_card.is_file()
+    if bundles:
+        return [sys.executable, "-P", "-m", "serve", str(bundles[0]), *flags]
+    has_bundle = folder.bundle_card.is_file()
     models = {"int8": folder.bundle_int8, "fp16": folder.bundle_fp16}
-    if not whole or (settings.precision in models and not models[settings.precision].is_file()):
+    if not has_bundle or (settings.precision in models and not models[settings.precision].is_file()):
         import_lazily()
         from deeplightning.export.bundle import NotExpressible
         from deeplightning.run.make_bundle import export_run, quantize_run
 
         try:
-            if not whole:
+            if not has_bundle:
                 export_run(folder, allow, "serve")
         except NotExpressible as error:
             if settings.precision in models:
-                message = f"{settings.precision} is for bundles alone, and this run can have none: {error}"
+                message = f"{settings.precision} requires a bundle, which this run cannot have: {error}"
                 raise ConfigError(Fault(message, "serve.precision")) from error
-            say(f"torch answers from the checkpoint, {COST}: {error}", err=True)
+            say(f"torch answers from the checkpoint, {TORCH_COST}: {error}", err=True)
             allowed = [f"--allow={module}" for module in allow]
             return [sys.executable, "-P", "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
         if settings.precision == "int8":
@@ -76,18 +76,18 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
 
 
 def _flags(settings: Serve) -> Iterator[str]:
-    """Yield options of the server for the settings that differ from the defaults, which it has as well."""
+    """Yield options of the server for the settings that differ from the defaults, which the server has too."""
     for name in (field.name for field in keys(Serve)):
         value, option = getattr(settings, name), f"--{name.replace('_', '-')}"
         if value != getattr(Serve(), name):
-            given = ",".join(value) if isinstance(value, list) else value
-            yield option if value is True else f"{option}={given}"
+            text = ",".join(value) if isinstance(value, list) else value
+            yield option if value is True else f"{option}={text}"
 
 
 def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
-    """Return the section `serve` of a run's config, without a look at the rest.
+    """Return the section `serve` of a run's config, without reading the other sections.
 
-    A foreign config decides neither where this machine listens, nor which of its variables is the server's key.
+    A foreign config sets neither the address that the server listens on, nor the variable that contains its key.
     """
     known = [f"serve.{field.name}" for field in keys(Serve)]
     for text in overrides:
@@ -97,13 +97,13 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
         if name.partition(".")[0] != "serve":
             near = nearest(name if "." in name else f"serve.{name}", known)
             raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
-    theirs = list[str]()
+    removals = list[str]()
     if config is not None:
         written = read(config)
         if not config.is_trusted and (host := entry_at(written.root, ("serve", "host"))) is not None:
-            theirs.append("~serve.host")
+            removals.append("~serve.host")
             if host.value != Serve().host:
-                say(f"serve.host {line(plain(host))} of {config.path} is not taken: --host sets it", err=True)
+                say(f"serve.host {line(plain(host))} of {config.path} is ignored; use --host to set it", err=True)
         variable = entry_at(written.root, ("serve", "api_key_env"))
         is_set = any(text.lstrip("~").startswith(("serve.api_key_env", "serve=")) for text in overrides)
         if not config.is_trusted and variable is not None and variable.value is not None and not is_set:
@@ -116,7 +116,7 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
                     exit_code=CheckpointError.exit_code,
                 )
             )
-    source = read(config, [*theirs, *overrides])
+    source = read(config, [*removals, *overrides])
     settings = section("serve", source)
     _check_key(settings, source)
     return settings
@@ -129,6 +129,6 @@ def _check_key(settings: Serve, source: Source) -> None:
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):  # perhaps the key itself, so it is not repeated
         raise ConfigError(Fault("must be the name of an environment variable, not its value", "serve.api_key_env"))
     if not os.environ.get(name):
-        how = "is empty" if name in os.environ else "is not set"
-        message = f"the variable {name} {how}; set it to the key that clients must send, or serve.api_key_env=null"
+        state = "is empty" if name in os.environ else "is not set"
+        message = f"the variable {name} {state}; set it to the key that clients must send, or serve.api_key_env=null"
         raise ConfigError(Fault(source.secrets.redact(message), "serve.api_key_env"))

@@ -1,4 +1,4 @@
-"""The group of the command's verbs, and what several of them share: arguments, the config, the notices."""
+"""The group of the command's verbs, and the code that several verbs share: arguments, the config, notices."""
 
 import contextlib
 import functools
@@ -35,12 +35,12 @@ PLUGIN_VERBS = {
 
 
 class Verbs(click.Group):
-    """Verbs in the order of a user's journey: those that take a CONFIG, then those that take a RUN, which are imported
-    when one is meant. Those that installed packages add are looked for where none of these is meant: `--help` does not
-    pay for it.
+    """Verbs in the order in which users need them: those that take a CONFIG, then those that take a RUN, which are
+    imported on demand. Verbs of installed packages are searched only for an unknown name, so `--help` does not pay for
+    the search.
 
     Attributes:
-        import_rest: imports the module whose verbs join the group later.
+        import_rest: imports the module that adds the other verbs.
     """
 
     import_rest: Callable[[], object] = staticmethod(lambda: None)
@@ -52,7 +52,7 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.commands:
             self.import_rest()
-        if cmd_name in self.commands:  # an installed package replaces none of them
+        if cmd_name in self.commands:  # installed packages cannot replace it
             return self.commands[cmd_name]
         from deeplightning.config.plugins import VERBS, load
 
@@ -66,11 +66,11 @@ class Verbs(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each verb with its whole first sentence, which click would cut."""
-        every = ((name, self.commands[name]) for name in self.list_commands(ctx))
-        shown = [(name, one.get_short_help_str(1000)) for name, one in every if not one.hidden]
+        """Write each verb with its complete first sentence, which click would truncate."""
+        verbs = ((name, self.commands[name]) for name in self.list_commands(ctx))
+        rows = [(name, verb.get_short_help_str(1000)) for name, verb in verbs if not verb.hidden]
         with formatter.section("Commands"):
-            formatter.write_dl(shown)
+            formatter.write_dl(rows)
 
 
 @click.group(
@@ -83,27 +83,27 @@ def cli() -> None:
     """Turn a YAML file into a tracked training run, and the run into an HTTP endpoint.
 
     RUN is a run folder, a run's name or MLflow id, runs:/ID, models:/NAME/VERSION, or last, the newest. Exit codes: 0
-    done, 2 config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a
-    bug in Deep Lightning.
+    success, 2 config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1
+    a bug in Deep Lightning.
     """
 
 
-HERE = "config.yaml"
+DEFAULT_CONFIG = "config.yaml"
 """The file in the working directory that a verb reads if the command line names no CONFIG."""
 
 
 def is_override(word: str) -> bool:
-    """Return whether a word is `key=value`, `~key` or `+list=[x]` and no path such as `~/c.yaml`."""
+    """Return whether a word is `key=value`, `~key` or `+list=[x]`, not a path such as `~/c.yaml`."""
     return "=" in word.partition("://")[0] or (word.startswith(("~", "+")) and "/" not in word)
 
 
 LOOSE = {"ignore_unknown_options": True}
 MAX_OFFERED_RUNS = 200
-"""Number of runs, the newest ones, that a shell is offered."""
+"""Maximum number of runs that a shell completes, the newest ones."""
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return `last`, the names of runs in the store that is in use here, of runs that share a name their ids, and
+    """Return completions of RUN: `last`, names of runs in the current store, ids of runs that share a name, and
     folders."""
     from deeplightning.faults import UserError
     from deeplightning.tracking.reader import DatabaseReader
@@ -113,22 +113,22 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     with contextlib.suppress(UserError, OSError, sqlite3.Error):
         if (database := locate(None).database) is not None:
             runs = DatabaseReader(database, 0.2).listing()
-    often = Counter(run.name for run in runs)
+    counts = Counter(run.name for run in runs)
     is_word = re.compile(r"[A-Za-z0-9][\w-]*").fullmatch
-    names = [r.name if is_word(r.name) and often[r.name] == 1 else r.id for r in runs[:MAX_OFFERED_RUNS]]
+    names = [r.name if is_word(r.name) and counts[r.name] == 1 else r.id for r in runs[:MAX_OFFERED_RUNS]]
     words = [word for word in ("last", *names) if word.startswith(incomplete)]
     return [*map(CompletionItem, words), CompletionItem(incomplete, type="dir")]
 
 
 PATH = click.Path(readable=False)
-"""The type of what may be a path: it is checked by nobody here, and a shell completes it."""
+"""The type of arguments that may be paths: click does not check them, and a shell completes them."""
 
 
 def with_config(more: str = "[key=value …]") -> Callable[[Verb], Verb]:
-    """Give a verb its `config` and its `overrides`, in which further config files come first.
+    """Pass `config` and `overrides` to a verb; further config files come first in `overrides`.
 
     Args:
-        more: what may follow CONFIG, for the help.
+        more: the arguments after CONFIG, for the help.
     """
 
     def decorate(verb: Verb) -> Verb:
@@ -136,22 +136,22 @@ def with_config(more: str = "[key=value …]") -> Callable[[Verb], Verb]:
         def called(words: tuple[str, ...], configs: tuple[str, ...], **options: object) -> object:
             from deeplightning.config.source import is_file
 
-            given, files = [*words], [*configs]
+            rest, files = [*words], [*configs]
             if not files:
-                first = given[0] if given else ""
-                is_there = os.path.isfile(first)  # noqa: PTH113  (Path's fails for a long name)
-                if os.path.isfile(HERE) and not is_there and (not given or is_override(first)):  # noqa: PTH113
-                    files = [HERE]
-                elif not given:
+                first = rest[0] if rest else ""
+                exists = os.path.isfile(first)  # noqa: PTH113  (Path's fails for a long name)
+                if os.path.isfile(DEFAULT_CONFIG) and not exists and (not rest or is_override(first)):  # noqa: PTH113
+                    files = [DEFAULT_CONFIG]
+                elif not rest:
                     raise click.UsageError("Missing argument 'CONFIG'.", click.get_current_context())
-                elif first.startswith("-") and not is_there:
+                elif first.startswith("-") and not exists:
                     raise click.NoSuchOption(first)
                 else:
-                    files = [given.pop(0)]
+                    files = [rest.pop(0)]
             for file in files[1:]:
                 if not is_file(file):
                     raise click.UsageError(f"--config {file}: a config file must end in .yaml or .yml")
-            return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
+            return verb(config=Path(files[0]), overrides=(*files[1:], *rest), **options)
 
         argument = click.argument("words", nargs=-1, metavar=f"CONFIG [CONFIG …] {more}", type=PATH)
         option = click.option(
@@ -160,7 +160,7 @@ def with_config(more: str = "[key=value …]") -> Callable[[Verb], Verb]:
             metavar="CONFIG",
             multiple=True,
             type=PATH,
-            help="The config, instead of the first word; repeatable. Each further CONFIG lies over those before it.",
+            help="The config, instead of the first word; repeatable. Each further CONFIG overrides those before it.",
         )
         return cast(Verb, argument(option(called)))
 
@@ -168,11 +168,11 @@ def with_config(more: str = "[key=value …]") -> Callable[[Verb], Verb]:
 
 
 def no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the overrides of a run's config, which no file may override."""
+    """Return the overrides of a run's config; refuse config files among them."""
     from deeplightning.config.source import is_file
 
     if file := next((word for word in words if is_file(word)), None):
-        raise click.UsageError(f"{file}: a config file cannot be laid over that of a run; give its keys as key=value")
+        raise click.UsageError(f"{file}: a config file cannot override that of a run; give its keys as key=value")
     return words
 
 
@@ -183,7 +183,7 @@ with_allow = click.option(
 
 
 def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
-    """Return `runs:/ID` of the newest run for `last`, and any other RUN as it is; a folder of that name is `./last`."""
+    """Return `runs:/ID` of the newest run for `last`, and any other RUN unchanged; a folder called last is `./last`."""
     if ctx.resilient_parsing:
         return run
     from deeplightning.process.terminal import escape_warnings
@@ -198,7 +198,7 @@ def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
 
 with_run = click.argument("run", callback=newest_run, shell_complete=complete_run)
 with_code = click.option(
-    "--code", type=click.Choice(["run"]), help="`run`: use the code that RUN has kept, where your own is gone."
+    "--code", type=click.Choice(["run"]), help="`run`: use the code that RUN has kept, if yours is gone."
 )
 
 
@@ -224,14 +224,14 @@ def examine_config(config: Path, overrides: tuple[str, ...], importing: bool) ->
 
         import_lazily()
     report = examine(config, list(overrides), importing=importing)
-    garbage.leave_alone()  # what source files became: to look through it in the end costs 0.1 of 0.4 CPU seconds
+    garbage.freeze()  # otherwise collecting the parsed source files at exit costs 0.1 of 0.4 CPU seconds
     session().redact = report.redact
     return report
 
 
 @contextlib.contextmanager
 def stdout_for_the_result() -> Iterator[None]:
-    """Send what imported code prints to stderr, also what it writes past Python: stdout is for the result alone."""
+    """Send the output of imported code, including native code, to stderr: stdout is only for the result."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -244,7 +244,7 @@ def stdout_for_the_result() -> Iterator[None]:
 
 
 def show_notices(report: "Report") -> None:
-    """Print what a report holds beside faults on stderr."""
+    """Print the notices and unchecked items of a report to stderr."""
     redact = session().redact
     for notice in report.notices:
         say(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)

@@ -1,4 +1,4 @@
-"""Find out what the data of `init --data` are: what the modules `guess_KIND` share."""
+"""The code that the modules `guess_KIND` share, which examine the data of `init --data`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from deeplightning.config.target import find
 from deeplightning.faults import SetupError
 from deeplightning.words import printable
 
-MAX_LOOKED_AT = 300
-"""Files that are decoded, evenly from all."""
+MAX_EXAMINED_FILES = 300
+"""Maximum number of files that are decoded, taken evenly from all."""
 
 
 @dataclass
 class Guess:
-    """The values and notes that a look at the data gives.
+    """The result of examining the data.
 
     Attributes:
-        values: for the template, by name.
+        values: values for the template, by name.
         notes: lines for the user.
-        ask: what `deeplightning ask` may be given: a file, or words; None: nothing.
-        files: further ones for the project, by name.
-        template: the folder in that of the kind whose templates it has.
+        ask: an argument of `deeplightning ask`, a file or words; None if there is none.
+        files: further files for the project, by name.
+        template: the folder of templates inside the kind's folder.
     """
 
     values: dict[str, Any]
@@ -39,12 +39,12 @@ class Guess:
 
 @dataclass(frozen=True)
 class Columns:
-    """What the options of `init` say of the columns of a table.
+    """The options of `init` about the columns of a table.
 
     Attributes:
-        target: the column to be predicted; None: guessed.
-        ignore: columns that the network does not take.
-        task: classification or regression; None: guessed.
+        target: the column to predict; None to guess it.
+        ignore: columns that are not inputs of the network.
+        task: classification or regression; None to guess it.
     """
 
     target: str | None = None
@@ -53,11 +53,11 @@ class Columns:
 
 
 def evenly(files: Sequence[Any]) -> Sequence[Any]:
-    """Return at most `MAX_LOOKED_AT` files, from all parts of the list."""
-    return files[:: math.ceil(len(files) / MAX_LOOKED_AT)]
+    """Return at most `MAX_EXAMINED_FILES` files, evenly spaced in the list."""
+    return files[:: math.ceil(len(files) / MAX_EXAMINED_FILES)]
 
 
-def need_folder(data: Path) -> None:
+def require_folder(data: Path) -> None:
     if not data.is_dir():
         raise SetupError(f"{data} is not a folder; name the folder that holds the files")
 
@@ -67,12 +67,12 @@ def folders(path: Path) -> list[str]:
 
 
 def stages(data: Path, sets: Mapping[str, Path], number: int) -> tuple[list[str], list[str]]:
-    """Return the stages of a project, and a note where one is left out or a training needs more files.
+    """Return the stages of a project, and a note if a stage is left out or training needs more files.
 
     Args:
-        data: the folder that was given.
-        sets: the folders of train, val and test in it; none: it is divided by the seed.
-        number: of the files.
+        data: the folder that the user named.
+        sets: its folders train, val and test; empty if the seed divides the files into sets.
+        number: the number of files.
     """
     if not sets and number < 10:
         return ["train", "test"], [f"too few to train: at least 10 are needed to divide them into sets, not {number}"]
@@ -82,46 +82,46 @@ def stages(data: Path, sets: Mapping[str, Path], number: int) -> tuple[list[str]
 
 
 def some(words: Sequence[object]) -> str:
-    """Return the first of some words, for a line."""
+    """Return the first few words, joined for a line of output."""
     listed = ", ".join(printable(str(word)) for word in words[:8])
     return f"{listed}, … ({len(words)})" if len(words) > 8 else listed
 
 
 def counted(numbers: Mapping[str, object]) -> str:
-    """Return the first of some names, each with its number or kind, for a line."""
+    """Return the first few names, each with its number or kind, joined for a line of output."""
     return some([f"{name} ({number})" for name, number in numbers.items()])
 
 
 def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[Path], dict[str, Any], list[str]]:
-    """Find files in a folder for each class, or in `train`, and perhaps `val` and `test`, with such folders.
+    """Find files in a folder per class, or in `train`, and perhaps `val` and `test`, with such folders.
 
     Returns:
-        The files for the training, the values that every such project has, and notes.
+        The training files, the values that every such project has, and notes.
 
     Raises:
-        SetupError: it is no folder, there are fewer than two classes, or one has no file.
+        SetupError: `data` is not a folder, or there are fewer than two classes, or one has no file.
     """
-    need_folder(data)
+    require_folder(data)
     found: Any = find("deeplightning.data.class_folders.ClassFolders")(data, noun, tuple(endings))
     with errors_of_data():
         classes, sets = found.classes(), found.sets()
         top = sets.get("train", data)
         if len(classes) < 2:
-            there = some(classes) or "none"
-            within = f"; if they are in {top / classes[0]}, name that" if len(folders(top / classes[0])) > 1 else ""
-            raise SetupError(f"{top} must hold a folder for each of two or more classes; it has: {there}{within}")
+            found_names = some(classes) or "none"
+            hint = f"; if they are in {top / classes[0]}, name that" if len(folders(top / classes[0])) > 1 else ""
+            raise SetupError(f"{top} must hold a folder for each of two or more classes; it has: {found_names}{hint}")
         if {name.lower() for name in classes} <= {*find("deeplightning.data.splits.SET_NAMES")}:
             labelled = f", or write {data / 'labels.csv'} with the columns file and labels" * (noun == "picture")
             raise SetupError(
-                f"{top / classes[0]} holds {noun}s and no folders, so nothing says their classes. Put those of each "
-                f"class into a folder of the class's name{labelled}"
+                f"{top / classes[0]} holds {noun}s but no folders, so their classes are unknown. Put those of each "
+                f"class into a folder with the name of the class{labelled}"
             )
         paths, labels = found.find()["train" if sets else "all"]
     which, left_out = stages(data, sets, len(paths))
     below = {tuple(folders(top / name)) for name in classes}
     if len(below) == 1 and len(names := below.pop()) > 1:
         left_out.append(
-            f"each of these holds the folders {some(names)}; if those are the classes, call these train, val and test"
+            f"each of these holds the folders {some(names)}; if those are the classes, rename these train, val and test"
         )
     values = {"stages": which, "count": len(paths), "number": len(classes), "classes": some(classes)}
     counts = Counter(labels.tolist())
@@ -132,7 +132,7 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
 
 @contextlib.contextmanager
 def errors_of_data() -> Iterator[None]:
-    """Turn an error of a part that reads data, with the exit code of a `SetupError`, into one."""
+    """Convert an error of code that reads data into a `SetupError`, if it has the same exit code."""
     try:
         yield
     except Exception as error:

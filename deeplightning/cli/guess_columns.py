@@ -1,4 +1,4 @@
-"""Read the first rows of a table and find out what its columns hold, for the config of a new project."""
+"""Read the first rows of a table and determine what its columns contain, for the config of a new project."""
 
 import re
 from collections.abc import Sequence
@@ -15,32 +15,32 @@ from deeplightning.faults import ConfigError, Fault, SetupError, count, nearest
 from deeplightning.table_spec import MISSING, NAMED_DAY, TableFormat
 
 MAX_ROWS = 200_000
-"""Rows of a table that are read."""
+"""Maximum number of rows of a table that are read."""
 MAX_CLASSES = 1000
-"""Different values of a column; one with more holds no classes."""
+"""Maximum number of different values of a column of classes."""
 MAX_STRAY = 20
-"""A column of numbers has at most so many different words for a missing value."""
-NUMBERS = 0.9
-"""The part of numbers and words that must be numbers, for the words to be missing values; signs always are."""
+"""Maximum number of different words for a missing value in a column of numbers."""
+MIN_NUMBERS = 0.9
+"""Minimum share of numbers among numbers and words, for the words to be missing values; signs always are."""
 _SIGN = re.compile(r"\W*|[+-]?inf(inity)?|#[A-Z]+(/[A-Z0]+)?[!?]?", re.IGNORECASE)
-"""A sign, such as ?, an infinite number, or an error of a spreadsheet, such as #DIV/0!."""
+"""A sign, such as ?, an infinite number, or a spreadsheet's error, such as #DIV/0!."""
 AMOUNT = re.compile(r"(?=.*[^\d., -])[(+-]?[^\W\d_]{0,4}\W{0,3}\d+(?:[.,' ]\d{3})*[.,]\d+\s?[^\W\d_]{0,4}\)?")
-"""An amount that is no number, such as CHF 12.50, ($1,200.00) or 3.5 kg."""
+"""An amount that is not a plain number, such as CHF 12.50, ($1,200.00) or 3.5 kg."""
 
 TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value", "y")
-"""Names of a column that is to be predicted, the likeliest first; the manual lists them."""
+"""Names of a column to predict, the likeliest first; the manual lists them."""
 
 GAPS = tuple(word for word in MISSING if word != "none")
-"""Words that always mean a missing value. "None" means one only in a column of numbers; elsewhere it is a class."""
+"""Words that always mean a missing value. "None" does so only in a column of numbers; elsewhere it is a class."""
 DATE = re.compile(r"\d{4}([-/.])\d\d?\1\d\d?([T ].*)?|\d\d?([-/.])\d\d?\3(\d\d){1,2}([T ].*)?|" + NAMED_DAY.pattern)
 
 
 class Column:
-    """What the values of a column are, by how often each is in it.
+    """Properties of the values of a column.
 
     Args:
-        counts: each text with its number.
-        form: how numbers and missing values are written.
+        counts: the number of occurrences of each text.
+        form: the format of numbers and missing values.
         kind: the name of a type that is neither number nor text, such as list.
     """
 
@@ -63,19 +63,19 @@ class Column:
         self.type = kind
 
     def is_number(self) -> bool:
-        """Return whether the column is numeric; its other words then mean missing values."""
+        """Return whether the column is numeric, so that its words are missing values."""
         words = sum(n for word, n in self.strays.items() if not _SIGN.fullmatch(word))
-        enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
+        enough = self.numbers >= max(MIN_NUMBERS * (self.numbers + words), self.filled / 2) > 0
         return len(self.strays) <= MAX_STRAY and enough and not self.has_codes
 
     def names_sets(self) -> bool:
-        """Return whether the values are train and test, or so, and nothing else."""
+        """Return whether all values are names of sets, such as train and test."""
         names: Any = find("deeplightning.data.splits.SET_NAMES")
         found = {names.get(word.lower()) for word in self.values}
         return len(found) > 1 and "train" in found and None not in found
 
     def classes(self) -> dict[str, int]:
-        """Return the values that may be classes, in order, each with its number."""
+        """Return the values that may be classes, in order, each with its number of rows."""
         form = TableFormat()
         return dict(
             sorted(self.values.items(), key=lambda pair: ((n := _number(pair[0], form)) is None, n or 0, pair[0]))
@@ -84,7 +84,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """The first rows of a table in a file, and its columns by name, in their order."""
+    """The first rows of a table in a file, and its columns by name, in order."""
 
     path: Path
     form: TableFormat
@@ -92,16 +92,16 @@ class Table:
     read: Any  # `deeplightning.data.table_files.FirstRows`
 
     def of(self) -> str:
-        """Return `60 rows of t.csv`."""
+        """Return a description such as `60 rows of t.csv`."""
         first = "" if self.read.is_whole else ", the first ones,"
         return f"{count(self.read.size, 'row')}{first} of {self.path}"
 
     def format_notes(self) -> list[str]:
-        """Return how a file of CSV is written; other files say themselves how they are read."""
+        """Return a note on the format of a CSV file; other files specify their format themselves."""
         form, above = self.form, self.read.file.above
         note = f"delimiter {form.delimiter!r}, decimal {form.decimal!r}, encoding {form.encoding}"
         is_foreign = form.encoding in ("latin-1", "cp1252")
-        note += " (the file is not UTF-8; look whether letters such as ü are right)" * is_foreign
+        note += " (the file is not UTF-8; check that letters such as ü are right)" * is_foreign
         note += f"; {count(above, 'line')} above the header skipped" if above else ""
         return [note] if self.read.file.kind == "csv" else []
 
@@ -111,10 +111,10 @@ class Table:
                 message = f"{self.path} has no column {name!r}.{nearest(name, self.columns)} Its columns: "
                 raise ConfigError(Fault(message + some(list(self.columns)), option))
         if wanted.target in wanted.ignore:
-            raise ConfigError(Fault(f"the column {wanted.target} is the target; remove one of both", "--ignore"))
+            raise ConfigError(Fault(f"the column {wanted.target} is the target; remove one option", "--ignore"))
 
     def gaps(self, names: Sequence[str], form: TableFormat) -> dict[str, int]:
-        """Return how many values are missing in each of some columns that lacks any."""
+        """Return the number of missing values of each of these columns that has any."""
         gaps = {}
         for name in names:
             column = self.columns[name]
@@ -130,7 +130,7 @@ def table(path: Path, missing_words: Sequence[str] = GAPS) -> Table:
     """Read the first rows of a table.
 
     Raises:
-        SetupError: it cannot be read, or is something else.
+        SetupError: the file cannot be read, or is not a table.
     """
     if path.is_dir():
         files = [
@@ -138,7 +138,7 @@ def table(path: Path, missing_words: Sequence[str] = GAPS) -> Table:
         ]
         likely = min(files, key=lambda file: "train" not in file.name.lower(), default=None)
         hint = f", such as {likely}" if likely else ""
-        raise SetupError(f"{path} is a folder; name a file of CSV with a header, JSON lines or Parquet{hint}")
+        raise SetupError(f"{path} is a folder; name a file: CSV with a header, JSON lines or Parquet{hint}")
     with errors_of_data():
         form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
         found: Any = find("deeplightning.data.table_files.first_rows")(path, form, MAX_ROWS)

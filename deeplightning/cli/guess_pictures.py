@@ -1,5 +1,5 @@
-"""Find classes, channels, sizes, mean and std of pictures with a folder per class, or with a file of labels, for the
-config of a new project. numpy and Pillow are imported where pictures are looked at."""
+"""Find the classes, channels, sizes, mean and std of pictures in a folder per class, or with a file of labels, for the
+config of a new project. NumPy and Pillow are imported lazily."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ if TYPE_CHECKING:
     import numpy as np
 
 SIDES = (32, 64, 96, 128, 224)
-"""Sizes that are proposed where pictures differ in theirs."""
+"""Sizes to propose if the pictures have different sizes."""
 BOXES = ("[aA]nnotations", "labels")
-"""Folders in which data sets describe the objects of a picture."""
+"""Folders in which data sets describe the objects in pictures."""
 SMALL = 32
-"""Pictures of at most so many pixels a side get the small network."""
+"""Pictures of at most this many pixels per side get the small network."""
 
 
 def images(data: Path) -> Guess:
-    """Look at a folder per class, or at `train` and perhaps `val` and `test` with these; or at a file `labels.csv` or
-    `labels.jsonl` that names the labels of each picture.
+    """Inspect a folder per class, or `train` and perhaps `val` and `test` with these; or a file `labels.csv` or
+    `labels.jsonl` with the labels of each picture.
 
     Raises:
-        SetupError: it is something else.
+        SetupError: the data are something else.
     """
     from deeplightning.image_spec import EXTENSIONS, files_below
 
     for name in ("labels.csv", "labels.jsonl"):
         if (data / name).is_file():
-            return _labelled(data, name)
+            return _from_labels(data, name)
     for path in [each for pattern in BOXES for each in (*data.glob(pattern), *data.glob(f"train/{pattern}"))]:
         if any(each.suffix in (".json", ".txt", ".xml") for each in files_below(path)):
             raise SetupError(
-                f"{path} describes objects in pictures, as COCO, YOLO and VOC do, which no kind learns from. Put parts "
-                "of the pictures into a folder for each class, or masks beside the pictures (--kind segmentation)"
+                f"{path} describes objects in pictures, as COCO, YOLO and VOC do; no kind supports it. Put parts of "
+                "the pictures into a folder for each class, or add masks (--kind segmentation)"
             )
     files, found, notes = class_folders(data, "picture", EXTENSIONS)
-    values, seen, bad = look_at(files)
+    values, seen, bad = examine_pictures(files)
     network = _network_for(values, found["number"])
     values |= {**network, "on_bad": "skip" if bad else "error"}
-    return Guess(found | values, [*notes, *seen, _about(network)], files[0])
+    return Guess(found | values, [*notes, *seen, _network_note(network)], files[0])
 
 
-def _labelled(data: Path, name: str) -> Guess:
-    """Look at pictures whose labels are in a file of the folder.
+def _from_labels(data: Path, name: str) -> Guess:
+    """Inspect pictures whose labels are in a file of the folder.
 
     Raises:
-        SetupError: the file is not as it should be, or names a picture that is not there.
+        SetupError: the file is invalid, or a picture that it names is missing.
     """
     read: Any = find("deeplightning.data.labelled_images.label_lines")
     with errors_of_data():
@@ -70,9 +70,9 @@ def _labelled(data: Path, name: str) -> Guess:
     for line, path in zip(lines, files, strict=True):
         if not path.is_file():
             longer = next(path.parent.glob(f"{glob.escape(path.name)}.*"), None)
-            hint = f"; write the whole name, {longer.name}" if longer else ""
+            hint = f"; write the full name, {longer.name}" if longer else ""
             raise SetupError(f"{data / name}, line {line.number}: the picture {path} is missing{hint}")
-    values, seen, bad = look_at(files)
+    values, seen, bad = examine_pictures(files)
     if bad:
         raise SetupError(f"{data / name} names pictures that cannot be decoded: {some(bad)}; remove them")
     classes = sorted(counts)
@@ -82,10 +82,10 @@ def _labelled(data: Path, name: str) -> Guess:
         f"{len(classes)} labels, by {data / name}: {counted({label: counts[label] for label in classes})}; "
         f"{sum(not line.labels for line in lines)} of the pictures have none",
         *seen,
-        _about(network),
+        _network_note(network),
     ]
     if all(len(line.labels) == 1 for line in lines):
-        notes.append("each picture has one label; where it can have no other, put the pictures of each into a folder")
+        notes.append("each picture has one label; if none can have more, put the pictures of each label into a folder")
     return Guess(values | network, notes, files[0], template="labels")
 
 
@@ -99,18 +99,18 @@ def _network_for(values: dict[str, Any], outputs: int) -> dict[str, Any]:
     return {"network": "deeplightning.model.resnet.ResNet18", "params": params | {"small_images": side <= 64}}
 
 
-def _about(network: dict[str, Any]) -> str:
+def _network_note(network: dict[str, Any]) -> str:
     return f"a network for them: {network['network'].rpartition('.')[2]}"
 
 
-def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], list[str], list[str]]:
+def examine_pictures(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], list[str], list[str]]:
     """Decode some pictures.
 
     Args:
-        multiple: the proposed height and width are multiples of so many pixels.
+        multiple: the proposed height and width are multiples of this many pixels.
 
     Returns:
-        The size, mode and channels, and per channel mean and std on the scale 0 to 1; notes; what cannot be decoded.
+        The size, mode and channels, and per channel mean and std on the scale 0 to 1; notes; undecodable files.
     """
     import numpy as np
     from PIL import Image
@@ -133,8 +133,8 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
     if not good:
         raise SetupError(f"none of the pictures can be decoded: {some(bad)}")
     grey = not modes.keys() - {"L", "1", "I;16", "LA", "I", "F"}
-    alike = len(sizes) == 1 and max(next(iter(sizes))) <= SIDES[-1]
-    if alike:
+    same_size = len(sizes) == 1 and max(next(iter(sizes))) <= SIDES[-1]
+    if same_size:
         sides = next(iter(sizes))
     else:
         middle = sorted(min(size) for size in sizes.elements())[sum(sizes.values()) // 2]
@@ -146,7 +146,7 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
         shares: np.ndarray = spec.decode(path).reshape(-1, spec.channels) / 255  # (H W, C)
         total, squares, pixels = total + shares.sum(0), squares + (shares**2).sum(0), pixels + len(shares)
     mean = total / pixels
-    std = np.maximum(np.sqrt(np.maximum(squares / pixels - mean**2, 0)), 0.01)  # of one colour: nothing to divide by
+    std = np.maximum(np.sqrt(np.maximum(squares / pixels - mean**2, 0)), 0.01)  # above 0 for pictures of one colour
     values = {
         "size": height if height == width else [height, width],
         "mode": spec.mode,
@@ -154,14 +154,14 @@ def look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], l
         "mean": [round(float(value), 4) for value in mean],
         "std": [round(float(value), 4) for value in std],
     }
-    looked = len(good) + len(bad)
-    sizes_are = "all of this size" if alike and (height, width) == sides else "several sizes, resized to one"
+    decoded = len(good) + len(bad)
+    sizes_are = "all of this size" if same_size and (height, width) == sides else "several sizes, resized to one"
     notes = [
         f"{count(len(files), 'picture')}, {'grey' if grey else 'RGB'}, {height} x {width} pixels, {sizes_are}"
-        + (f" (of {looked:,} that were read)" if looked < len(files) else ""),
+        + (f" (of {decoded:,} that were read)" if decoded < len(files) else ""),
         f"mean {values['mean']}, std {values['std']}",
     ]
     if bad:
-        where = f" in a sample of {looked:,}; a training counts all" if looked < len(files) else ""
+        where = f" in a sample of {decoded:,}; training checks all" if decoded < len(files) else ""
         notes.append(f"{count(len(bad), 'file')} cannot be decoded and will be left out{where}: {some(bad)}")
     return values, notes, bad

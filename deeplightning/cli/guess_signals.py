@@ -1,4 +1,4 @@
-"""Find classes, channels and length of signals in a folder per class, for the config of a new project."""
+"""Find the classes, channels and length of signals in a folder per class, for the config of a new project."""
 
 import json
 from collections import Counter
@@ -10,14 +10,14 @@ from deeplightning.config.target import find
 from deeplightning.faults import SetupError, count
 
 MAX_SHOWN = 20_000
-"""Numbers of a signal that is written down as an example."""
+"""Maximum number of values of a signal that is written as an example."""
 
 
 def signals(data: Path) -> Guess:
-    """Look at a folder per class with .npy, .csv or .wav files, or at `train` and perhaps `val` and `test` with these.
+    """Inspect a folder per class with .npy, .csv or .wav files, or `train` and perhaps `val` and `test` with these.
 
     Raises:
-        SetupError: it is something else.
+        SetupError: the data are something else.
     """
     read_signal: Any = find("deeplightning.data.signal_folder.read_signal")
     files, values, notes = class_folders(data, "signal", (".npy", ".csv", ".wav"))
@@ -36,7 +36,7 @@ def signals(data: Path) -> Guess:
     steps_of = f"{lengths[0]} steps" if length is None else f"{lengths[0]} to {lengths[-1]} steps, brought to {length}"
     notes.append(f"{count(len(files), 'signal')} of {count(channels[0], 'channel')} and {steps_of}")
     if channels[0] > lengths[-1]:
-        notes.append("more channels than steps: where it is the other way round, save array.T, of shape (C, T)")
+        notes.append("more channels than steps: if the axes are swapped, save array.T, of shape (C, T)")
     steps = length or lengths[0]
     if first is None or channels[0] * steps > MAX_SHOWN:
         return Guess(values, notes, files[0] if files[0].suffix.lower() == ".npy" else None)

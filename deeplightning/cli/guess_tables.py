@@ -1,4 +1,4 @@
-"""Find out which column of a table is to be predicted, from texts or from rows, for the config of a new project."""
+"""Determine which column of a table to predict, from texts or from rows, for the config of a new project."""
 
 import json
 import re
@@ -11,22 +11,22 @@ from deeplightning.faults import SetupError
 from deeplightning.table_spec import TableFormat
 
 MAX_FEW = 20
-"""Different whole numbers that may be classes."""
+"""Maximum number of different whole numbers that are taken for classes."""
 FEW_ROWS = 2_000
-"""With fewer rows, a network for classes has one hidden layer and a low learning rate: more of either overfits."""
-_NUMBERED = {"id", "ids", "index", "idx", "no", "nr", "number", "num", "row", "rows", "rownames", "unnamed", "column"}
+"""With fewer rows, a network for classes gets one hidden layer and a low learning rate: more of either overfits."""
+_ID_NAMES = {"id", "ids", "index", "idx", "no", "nr", "number", "num", "row", "rows", "rownames", "unnamed", "column"}
 
 
 def text(data: Path, wanted: Columns) -> Guess:
-    """Look at a CSV file with a column of texts and one of classes.
+    """Inspect a CSV file with a column of texts and one of classes.
 
     Raises:
-        SetupError: it is something else.
+        SetupError: the file is something else.
     """
     if data.is_dir() and (file := next(data.rglob("*.txt"), None)):
         raise SetupError(
-            f"{data} holds texts in files, as {file}; write them into a CSV file with a header: a text and its class "
-            "in each row"
+            f"{data} holds texts in files, such as {file}; write them into a CSV file with a header: a text and its "
+            "class in each row"
         )
     found = table(data, ())
     if found.read.file.kind != "csv" or found.path.suffix.lower() in (".gz", ".bz2", ".zst"):
@@ -57,18 +57,18 @@ def text(data: Path, wanted: Columns) -> Guess:
         f"{found.of()}: texts in the column {text}, classes in the column {label}",
         f"{len(names)} classes: {counted(counts)}",
         *found.format_notes(),
-        *(f"the column {name} names sets, by which the texts are not divided; texts.py may do that" for name in sets),
+        *(f"the column {name} names sets; it does not divide the texts, but texts.py may use it" for name in sets),
         *found.left_out([text, label], found.form),
     ]
     return Guess(values, notes, '--text "a text of yours"')
 
 
 def rows(data: Path, wanted: Columns) -> Guess:
-    """Look at a table with a column to be predicted: classes, or numbers.
+    """Inspect a table with a column to predict: classes or numbers.
 
     Raises:
-        ConfigError: a column that is wanted is not there.
-        SetupError: it is something else.
+        ConfigError: a column that an option names does not exist.
+        SetupError: the file is something else.
     """
     found = table(data)
     found.check_names(wanted)
@@ -79,12 +79,12 @@ def rows(data: Path, wanted: Columns) -> Guess:
     reasons.pop(target, None)
     inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
     if not inputs:
-        raise _too_few(found, kinds)
+        raise _too_few_columns(found, kinds)
     numbers = {name: found.columns[name] for name, kind in kinds.items() if kind == "number" or name == target}
     strays = {name: each.strays for name, each in numbers.items() if each.strays and each.is_number()}
     for name, between in strays.items():
         if shared := {*map(str.lower, classes)} & {*map(str.lower, between)}:
-            message = f"{some(sorted(shared))} is a class of the column {target}, and between numbers a missing value"
+            message = f"{some(sorted(shared))} is a class of the column {target}, but a missing value among numbers"
             raise SetupError(f"{found.path}: {message}; leave such cells empty, or --ignore {name}")
     missing_words = [*GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
     form = replace(found.form, missing_words=tuple(missing_words))
@@ -130,23 +130,23 @@ def rows(data: Path, wanted: Columns) -> Guess:
         *found.left_out([target], form),
         *([f"missing values, which are filled: {counted(gaps)}"] if gaps else []),
     ]
-    row = {name: _cell(next(iter(found.read.counts[name])), kinds[name], form) for name in inputs}
+    row = {name: _json_value(next(iter(found.read.counts[name])), kinds[name], form) for name in inputs}
     return Guess(values, notes, "row.json", {"row.json": json.dumps({"rows": [row]}, ensure_ascii=False) + "\n"})
 
 
 def _classes(found: Table, kinds: dict[str, str], target: str, task: str | None) -> dict[str, int]:
-    """Return the classes of the target, each with its number of rows; none where numbers are predicted.
+    """Return the classes of the target, each with its number of rows; empty if numbers are predicted.
 
     Raises:
-        SetupError: the target holds no numbers and a regression is wanted, or too many values for classes.
+        SetupError: the target has no numbers but the task is regression, or it has too many values for classes.
     """
     column = found.columns[target]
     classes, is_number = column.classes(), column.is_number()
-    if is_number:  # words between numbers are missing values
+    if is_number:  # words among numbers are missing values
         classes = {word: number for word, number in classes.items() if word not in column.strays}
     if task == "regression" and not is_number:
         values = some([*column.values][:2])
-        message = f"the column {target} holds no numbers to be predicted, but {values}; its columns: {counted(kinds)}"
+        message = f"the column {target} holds no numbers to predict, but {values}; its columns: {counted(kinds)}"
         raise SetupError(f"{found.path}: {message}")
     is_few = column.is_whole and 2 <= len(classes) <= min(MAX_FEW, found.read.size // 5)
     if task == "regression" or (task is None and is_number and not is_few):
@@ -160,7 +160,7 @@ def _classes(found: Table, kinds: dict[str, str], target: str, task: str | None)
 
 
 def _target(found: Table, kinds: dict[str, str], wanted: Columns) -> tuple[str, str]:
-    """Return the column that is to be predicted, and why it is."""
+    """Return the column to predict, and the reason."""
     if wanted.target is not None:
         if found.columns[wanted.target].different < 2:
             raise SetupError(f"{found.path}: the column {wanted.target} has fewer than two different values")
@@ -169,14 +169,14 @@ def _target(found: Table, kinds: dict[str, str], wanted: Columns) -> tuple[str, 
     able = [name for name, each in found.columns.items() if each.different > 1 and not each.has_dates]
     able = [name for name in able if kinds[name] in allowed]
     if not able or sum(kind != "ignore" for kind in kinds.values()) < 2:
-        needed = ", and one of numbers to be predicted" if wanted.task == "regression" else ""
-        raise _too_few(found, kinds, needed)
+        needed = ", and one of numbers to predict" if wanted.task == "regression" else ""
+        raise _too_few_columns(found, kinds, needed)
     named = likely_target(able)
-    return (named, "by its name") if named else (able[-1], "the last column that can be; --target names another")
+    return (named, "by its name") if named else (able[-1], "the last possible column; --target names another")
 
 
 def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what each column is taken for, number, category or ignore, and the reasons of those that are ignored."""
+    """Return the kind of each column, number, category or ignore, and the reasons for ignored ones."""
     kinds, reasons = {}, {}
     for name, column in found.columns.items():
         parts = {part.lower() for part in re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)}
@@ -189,11 +189,11 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
             "by --ignore": name in wanted.ignore,
             f"of type {column.type}": bool(column.type),
             "the sets of the rows, which data.module.params.split may name": column.names_sets(),
-            "with hardly a value": column.filled < 3,  # a training set may have none of them
-            "a number of each row": parts & _NUMBERED and is_whole and column.different == column.filled,
+            "with almost no values": column.filled < 3,  # a training set may have none of them
+            "a row number": parts & _ID_NAMES and is_whole and column.different == column.filled,
             undated: column.has_dates and not column.is_number(),
             f"amounts such as {some(amounts[:1])}, not plain numbers": many and len(amounts) > len(column.strays) / 2,
-            "different in nearly each row": many and not is_number,
+            "different in nearly every row": many and not is_number,
         }
         kinds[name] = "ignore" if any(holds.values()) else "number" if is_number else "category"
         if kinds[name] == "ignore":
@@ -201,15 +201,15 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
     return kinds, reasons
 
 
-def _too_few(found: Table, kinds: dict[str, str], needed: str = "") -> SetupError:
-    message = f"there must be two columns or more of numbers or categories{needed}; its columns: {counted(kinds)}"
+def _too_few_columns(found: Table, kinds: dict[str, str], needed: str = "") -> SetupError:
+    message = f"there must be two or more columns of numbers or categories{needed}; its columns: {counted(kinds)}"
     if len(kinds) == 1:
-        message += "; the values of a row are separated by a comma, semicolon, tab, | or one blank"
+        message += "; the values of a row are separated by a comma, semicolon, tab, | or one space"
     return SetupError(f"{found.path}: {message}")
 
 
-def _cell(text: str, kind: str, form: TableFormat) -> object:
-    """Return the value of a cell as JSON has it."""
+def _json_value(text: str, kind: str, form: TableFormat) -> object:
+    """Convert the text of a cell to a JSON value."""
     if form.is_missing(text):
         return None
     return form.number(text) if kind == "number" and not DATE.fullmatch(text) else text

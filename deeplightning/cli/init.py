@@ -1,9 +1,9 @@
-"""Begin a project: write a config, the modules that it names, a README.md and a .gitignore from templates and a look at
-the data. Nothing is overwritten.
+"""Start a project: write a config, the modules that it names, a README.md and a .gitignore, from templates and from the
+user's data. Nothing is overwritten.
 
-The templates of a kind are in `templates/KIND`: the files of `sample` where no data are named, those of `data` where
-they are, or where a sample is written for the project; of pictures with several labels, `labels`. `$name` in a YAML
-file is replaced by a value.
+The templates of a kind are in `templates/KIND`: `sample` for a project without data; `data` for one with data, or with
+a sample that is written into the project; `labels` for pictures with several labels. `$name` in a YAML file is replaced
+by a value.
 """
 
 import os
@@ -33,16 +33,16 @@ class Kind:
 
     Attributes:
         about: a sentence for README.md.
-        look: finds out what data are like; None: the kind takes none. It takes `Columns` too, if there are options.
-        options: of `Columns`, those that the kind takes.
-        modules: of a project without data, files that ship elsewhere.
-        ask: of a project without data, what `deeplightning ask` may be given; None: it has no endpoint.
-        sample: of a project without data, the name of a table and what writes it; it is looked at like the user's.
-        template: the kind whose templates it has; None: its own.
+        examine: examines data; None if the kind takes no data. It gets `Columns` too, if there are options.
+        options: the fields of `Columns` that the kind takes.
+        modules: shipped files that are copied into a project without data.
+        ask: an argument of `deeplightning ask` for a project without data; None if it has no endpoint.
+        sample: for a project without data, a table's name and the function that writes it; examined like a user's.
+        template: the kind whose templates are used; None for its own.
     """
 
     about: str
-    look: Callable[..., Guess] | None
+    examine: Callable[..., Guess] | None
     modules: tuple[str, ...] = ()
     ask: str | None = None
     sample: tuple[str, Callable[[], str]] | None = None
@@ -70,16 +70,16 @@ _OF_ROWS = ("target", "ignore", "task")
 _DIGITS = "                  # the sample digits; any other picture: deeplightning ask FILE"
 
 KINDS = {
-    "images": Kind("Tells classes of pictures apart.", guess_pictures.images, ask=_DIGITS),
+    "images": Kind("Classifies pictures.", guess_pictures.images, ask=_DIGITS),
     "text": Kind(
-        "Tells classes of texts apart.",
+        "Classifies texts.",
         guess_tables.text,
         ("examples/sst2/reviews.py",),
         '--text "a charming film" "its plot is dull"',
         options=("target",),
     ),
     "segmentation": Kind(
-        "Says of each pixel which class it is.",
+        "Predicts the class of each pixel.",
         guess_masks.segmentation,
         ("examples/segmentation/shape_masks.py",),
         "shapes/images/0000.jpg",
@@ -94,7 +94,7 @@ KINDS = {
         template="table",
         options=("target", "ignore"),
     ),
-    "signal": Kind("Tells classes of signals apart.", guess_signals.signals, ask="signal.json"),
+    "signal": Kind("Classifies signals.", guess_signals.signals, ask="signal.json"),
     "own": Kind(
         "Own data, network, loss and task.",
         None,
@@ -118,17 +118,17 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
     """Write a new project.
 
     Args:
-        folder: made if it is not there.
-        kind: of `KINDS`.
-        data: what to look at; None: data that everybody has.
+        folder: created if it does not exist.
+        kind: a key of `KINDS`.
+        data: the user's data; None for shipped data.
         columns: the options for the columns of a table.
 
     Returns:
-        What was guessed of the data, a line each, and the files that were written.
+        The guesses about the data, one per line, and the files that were written.
 
     Raises:
         ConfigError: there is no such kind, or it takes no data.
-        SetupError: the data are not there or something else than the kind needs, or a file is there already.
+        SetupError: the data do not exist or do not fit the kind, or a file exists already.
     """
     if kind not in KINDS:
         message = f"there is no kind {kind!r}.{nearest(kind, KINDS)} There are: {', '.join(KINDS)}"
@@ -138,33 +138,33 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
     given = {name: value for name, value in vars(columns).items() if value}
     for name in given:
         if name not in chosen.options or (data is None and chosen.sample is None):
-            why = "takes no such option" if name not in chosen.options else "takes it beside --data only"
+            why = "takes no such option" if name not in chosen.options else "takes it only with --data"
             raise ConfigError(Fault(f"the kind {kind} {why}", f"--{columns.task if name == 'task' else name}"))
     more = (columns,) if chosen.options else ()
     if data is not None:
-        if chosen.look is None:
-            message = f"the kind {kind} takes no data; they are read by the code of the project, in own_data.py"
+        if chosen.examine is None:
+            message = f"the kind {kind} takes no data; own_data.py in the project reads them"
             raise ConfigError(Fault(message, "--data"))
         if not os.path.exists(data):  # noqa: PTH110  (Path's fails for a name that is too long, before Python 3.14)
             raise SetupError(f"--data {data}: there is no such file or folder")
-        found = chosen.look(data, *more)
-    elif chosen.sample is not None and chosen.look is not None:
+        found = chosen.examine(data, *more)
+    elif chosen.sample is not None and chosen.examine is not None:
         name, write = chosen.sample
-        with tempfile.TemporaryDirectory() as place:
-            table = Path(place) / name
+        with tempfile.TemporaryDirectory() as top:
+            table = Path(top) / name
             table.write_text(write())
-            found, files = chosen.look(table, *more), {name: table.read_text()}
+            found, files = chosen.examine(table, *more), {name: table.read_text()}
             found = replace(found, notes=[each.replace(str(table), name) for each in found.notes])
     if found is not None:
         found = replace(found, notes=[printable(note) for note in found.notes])
     values = {"project": folder.absolute().name or "project", "folder": ".", **(found.values if found else {})}
     if data is not None:
-        values["root"], values["folder"] = _seen_from(folder, data), _seen_from(folder, data.parent)
+        values["root"], values["folder"] = _path_from(folder, data), _path_from(folder, data.parent)
     templates = TEMPLATES / (chosen.template or kind) / (found.template if found else "sample")
     content = _files(templates, chosen, found is not None, {n: line(v) for n, v in literal_values(values).items()})
     ask = found.ask if found else chosen.ask
     if isinstance(ask, Path):
-        ask = shlex.quote(_seen_from(folder, ask))
+        ask = shlex.quote(_path_from(folder, ask))
     modules = sorted(name for name in content if name.endswith(".py"))
     content |= files | (found.files if found else {})
     content["README.md"] = _readme(values["project"], chosen.about, ask, modules, found.notes if found else [])
@@ -173,20 +173,20 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SetupError(f"{folder} cannot be made: {error.strerror}") from None
+        raise SetupError(f"{folder} cannot be created: {error.strerror}") from None
     write_new(paths)
     return (found.notes if found else []), [*paths]
 
 
 def write_new(content: dict[Path, str]) -> None:
-    """Write files that are not there yet; where one is there, none.
+    """Write new files; if one of them exists already, write none.
 
     Raises:
-        SetupError: one is there already, or cannot be written.
+        SetupError: one exists already, or cannot be written.
     """
-    there = [str(path) for path in content if path.exists() or path.is_symlink()]
-    if there:
-        raise SetupError(f"{', '.join(there)}: already there and not overwritten; remove it, or name another place")
+    existing = [str(path) for path in content if path.exists() or path.is_symlink()]
+    if existing:
+        raise SetupError(f"{', '.join(existing)}: already exists and is not overwritten; remove it, or name another")
     try:
         for path, text in content.items():
             path.write_text(text, encoding="utf-8")
@@ -211,15 +211,15 @@ def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]
 
 
 def _readme(project: str, about: str, ask: str | None, modules: list[str], notes: list[str]) -> str:
-    more = [f"- `{name}` is named in `config.yaml`, and yours to change." for name in modules]
+    more = [f"- `{name}` is used by `config.yaml`; change it as you like." for name in modules]
     more += [f"- {each[0].upper()}{each[1:]}." for each in notes]
     commands = _PREDICTED if ask is None else _SERVED.format(ask=ask)
     values = {"project": project, "about": about, "commands": commands, "more": "\n".join(more)}
     return Template((TEMPLATES / "README.md").read_text()).substitute(values).rstrip("\n") + "\n"
 
 
-def _seen_from(folder: Path, data: Path) -> str:
-    """Return the path of the data for the config: a relative path if the data are in the project or beside it."""
+def _path_from(folder: Path, data: Path) -> str:
+    """Return the path of the data for the config: a relative path if the data are in the project or next to it."""
     top = Path(os.path.abspath(folder))  # noqa: PTH100 (without `..`)
-    there = Path(os.path.abspath(data))  # noqa: PTH100
-    return os.path.relpath(there, top) if there.is_relative_to(top.parent) else str(there)
+    path = Path(os.path.abspath(data))  # noqa: PTH100
+    return os.path.relpath(path, top) if path.is_relative_to(top.parent) else str(path)

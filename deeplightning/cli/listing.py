@@ -31,13 +31,13 @@ def listing(
 ) -> list[dict[str, str]]:
     """Return the runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
 
-    A trial that its search has given up, which the store has as KILLED, is PRUNED.
+    A trial that its search stopped early is PRUNED here, and KILLED in the store.
 
     Args:
-        tracking_uri: the store; None: MLFLOW_TRACKING_URI, else `mlruns`.
+        tracking_uri: the store; None for MLFLOW_TRACKING_URI, else `mlruns`.
         statuses: only runs with one of these.
-        metric: only runs that have this metric, which is their result then.
-        name: only runs in whose name or experiment's name this is found; * matches anything.
+        metric: only runs with this metric, which is then shown as the result.
+        name: only runs whose name or experiment contains this; * matches anything.
         experiment: only runs of the experiment of this name.
 
     Raises:
@@ -46,9 +46,9 @@ def listing(
     rows = []
     with _store(tracking_uri) as store:
         runs = open_reader(store).listing()
-        known = {run.id for run in runs}
-        waiting = [run for run in unsent_runs(store) if run.id not in known]
-        for run in sorted(waiting + runs, key=lambda run: run.started, reverse=True) if waiting else runs:
+        sent = {run.id for run in runs}
+        unsent = [run for run in unsent_runs(store) if run.id not in sent]
+        for run in sorted(unsent + runs, key=lambda run: run.started, reverse=True) if unsent else runs:
             status = "PRUNED" if run.is_pruned and run.status == "KILLED" else run.status
             if statuses and status not in statuses:
                 continue
@@ -64,10 +64,10 @@ def lines(rows: Sequence[dict[str, str]], columns: int | None) -> Iterator[str]:
     """Yield the rows of `listing` as text that is safe to print.
 
     Args:
-        columns: of a terminal, which shows a table: without folder, experiment and id, in this order, where there is no
-            room for all, and with the id where the name does not tell the runs apart; None: everything, unaligned.
+        columns: the width of a terminal, for a table. If it does not fit, folder, experiment and id are dropped, in
+            this order; the id is kept if the names are not unique. None for everything, unaligned.
     """
-    rows = [{name: printable(word) for name, word in row.items()} for row in rows]
+    rows = [{name: printable(text) for name, text in row.items()} for row in rows]
     if columns is None or not rows:
         yield from ("  ".join(row.values()) for row in rows)
         return
@@ -81,13 +81,13 @@ def lines(rows: Sequence[dict[str, str]], columns: int | None) -> Iterator[str]:
 
 
 def newest(tracking_uri: str | None, *filters: Any) -> str:
-    """Return `runs:/ID` of the run of a store that began last.
+    """Return `runs:/ID` of the run of a store that started last.
 
     Args:
-        filters: which runs are looked at, as `listing` has them.
+        filters: arguments of `listing` that select runs.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such run.
         SetupError: there is no store, or it cannot be opened.
     """
     rows = listing(tracking_uri, *filters)
@@ -115,36 +115,36 @@ def remove(
     tracking_uri: str | None,
     rows: list[dict[str, str]],
     statuses: Collection[str] = UNFINISHED,
-    say: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, str]]:
-    """Delete runs, with their files where the store keeps these on this machine; keep a run that has started again.
+    """Delete runs, with their files if the store keeps these on this machine; keep a run that has started again.
 
     Args:
-        statuses: a run that has none of these by now is left alone. RUNNING can be none of them.
-        say: is given a line for each folder that is not removed.
+        statuses: a run that no longer has one of these is not deleted. RUNNING must not be one of them.
+        report: called with a line for each folder that is not removed.
 
     Returns:
         The rows of those that were deleted.
     """
     assert set(statuses) <= set(REMOVABLE)
-    gone = []
+    deleted = []
     with _store(tracking_uri) as store:
         client = Client(store)
         for row in rows:
             if not client.delete(row["id"], {"KILLED" if status == "PRUNED" else status for status in statuses}):
                 continue
-            gone.append(row)
+            deleted.append(row)
             folder = Path(row["folder"])
             if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
-                say(f"{folder.parent}: left as it is: {why}")
-    return gone
+                report(f"{folder.parent}: not removed: {why}")
+    return deleted
 
 
 @contextlib.contextmanager
 def _store(tracking_uri: str | None) -> Iterator[Store]:
-    """Yield a store that has runs; report an error inside the block as a fault of the store."""
+    """Yield a store that has runs; report an error inside the block as an error of the store."""
     store = locate(tracking_uri)
-    if store.database is not None and not store.database.exists():  # MLflow would make one
+    if store.database is not None and not store.database.exists():  # MLflow would create one
         raise SetupError(f"{store.shown}: there are no runs yet; `deeplightning train` starts one")
     with explained(store):
         yield store

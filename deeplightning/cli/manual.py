@@ -11,11 +11,11 @@ PARTS = ("tutorial", "how-to", "reference", "explanation")
 """The folders of the manual, in the order of the list."""
 
 _PLUGINS = "plugins/*/deeplightning_*" if (HOME / "plugins").is_dir() else "../deeplightning_*"
-"""The packages of plug-ins, in a clone and beside the installed package; each may have pages in a folder `docs`."""
+"""The packages of plug-ins, in a clone or next to the installed package; each may have pages in a folder `docs`."""
 
 
 def pages() -> dict[str, Path]:
-    """Return the file of each page by its name, such as `how-to/resume` or, of a plug-in, `plug-ins/push`.
+    """Return the file of each page by its name, such as `how-to/resume`, or `plug-ins/push` for a plug-in.
 
     Raises:
         ConfigError: the installation has no manual.
@@ -42,7 +42,7 @@ def page(name: str) -> str:
     """Return a page in Markdown.
 
     Args:
-        name: its path under `docs`; the folder and `.md` may be left out.
+        name: its path under `docs`; the folder and `.md` are optional.
 
     Raises:
         ConfigError: there is no such page.

@@ -1,1 +1,1 @@
-"""A YAML file becomes a typed `Config`, checked and settled. Imports no torch, Lightning or MLflow."""
+"""Turn a YAML file into a typed `Config`, checked and resolved. Imports no torch, Lightning or MLflow."""

@@ -1,6 +1,6 @@
-"""Values that follow from the data: `auto` in the params of a network comes from what the data module declares,
-`weight: balanced` and `pos_weight: balanced` in the params of a loss from how often the training set has each class or
-label."""
+"""Values that depend on the data: `auto` in the params of a network is replaced by what the data module declares;
+`weight: balanced` and `pos_weight: balanced` in the params of a loss are computed from the class or label counts of the
+training set."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,15 +17,15 @@ DECLARED = {
     "num_numbers": ("table_spec",),
     "cardinalities": ("table_spec",),
 }
-"""The params of a network that may be `auto`, and the attributes of the data module of which one has the number."""
+"""The params of a network that may be `auto`, and the attributes of the data module that may provide the value."""
 
 LISTS = ("cardinalities",)
-"""Those that become lists."""
+"""Those whose value is a list."""
 
 WEIGHT = "weight"
 WEIGHTS = {WEIGHT: "classes", "pos_weight": "labels"}
-"""The params of a loss that may be `balanced`, and what of the training set decides them: a number per class, or per
-label where a sample may have several."""
+"""The params of a loss that may be `balanced`, and what they weight: one number per class, or per label if a sample may
+have several."""
 
 BALANCED = "balanced"
 
@@ -46,7 +46,7 @@ def source_of(path: tuple[str | int, ...], value: object, cfg: Config) -> str | 
         return None
     if path[1] == "loss" and path[-1] in WEIGHTS and value == BALANCED:
         counted = WEIGHTS[str(path[-1])]
-        return f"numbers when the run begins, from the {counted} of the training set of {cfg.data.module.type}"
+        return f"numbers, resolved at run start from the {counted} of the training set of {cfg.data.module.type}"
     if path[1] != "network" or value != "auto" or path[-1] not in DECLARED:
         return None
-    return f"a number when the run begins, from {' or '.join(DECLARED[str(path[-1])])} of {cfg.data.module.type}"
+    return f"a number, resolved at run start from {' or '.join(DECLARED[str(path[-1])])} of {cfg.data.module.type}"

@@ -1,7 +1,7 @@
-"""Which settings do not go together: each pair with the reason and a remedy. The manual's tables are made from it.
+"""Rules for settings that cannot be combined, with reasons and remedies. The manual's tables are generated from them.
 
-A rule sees the config as it will run here, and the engine as it was asked for, its backend in today's word: what
-DeepSpeed refuses on eight GPUs is reported on a laptop too, where one process needs no backend.
+A rule gets the config as it will run here, and the engine as requested, with the current name of its backend: what
+DeepSpeed refuses on eight GPUs is also reported on a laptop, where a single process needs no backend.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from deeplightning.config.signature_check import Meanings
 from deeplightning.config.tree import line
 from deeplightning.faults import Fault, upwards
 
-# ---- what the rules ask
+# ---- predicates
 
 
 def uses_deepspeed(asked: Engine) -> bool:
@@ -35,7 +35,7 @@ EMA = "deeplightning.callbacks.average.EMA"
 
 
 def has_callback(cfg: Config, name: str) -> bool:
-    """Return whether a training has a callback of a class: its path, or the class' name alone."""
+    """Return whether training uses a callback of a class, given by its path or its bare name."""
     paths = [str(c.type) for c in cfg.train.callbacks if isinstance(c, Target)]
     return "train" in cfg.stages and any(name in (path, path.rpartition(".")[2]) for path in paths)
 
@@ -46,28 +46,28 @@ def clips_by(cfg: Config, algorithm: str) -> bool:
 
 
 def steps_itself(cfg: Config) -> bool:
-    """Return whether the task steps its optimizers itself, as far as its source tells."""
+    """Return whether the task steps its optimizers itself, as far as its source shows."""
     task = Meanings().known(cfg.model.module and cfg.model.module.type)
-    return task is not None and task.steps_itself()
+    return task is not None and task.uses_manual_optimization()
 
 
-LEAST_EPS = 1e-7
-"""Below it `eps` vanishes in half precision, whose smallest number is 6e-8."""
+MIN_EPS = 1e-7
+"""A smaller `eps` underflows in half precision, whose smallest number is 6e-8."""
 
 
-_OWN_32_BITS = ("apex.", "bitsandbytes.")  # their optimizers compute in 32 bits whatever the parameters have
+_FP32_OPTIMIZERS = ("apex.", "bitsandbytes.")  # they compute in 32 bits whatever the parameters' precision
 
 
 def loses_eps(cfg: Config) -> bool:
     """Return whether an optimizer divides by an `eps` that half precision rounds to 0."""
     for optimizer in optimizers_of(cfg):
-        if not isinstance(optimizer.type, str) or optimizer.type.startswith(_OWN_32_BITS):
+        if not isinstance(optimizer.type, str) or optimizer.type.startswith(_FP32_OPTIMIZERS):
             continue
         groups = optimizer.groups if isinstance(optimizer, Optimizer) else []
         given = [group["eps"] for group in groups if isinstance(group, Mapping) and "eps" in group]
         own = Meanings().parameters(optimizer.type).get("eps")
         given.append((optimizer.params or {}).get("eps", own and own.default))
-        if any(isinstance(eps, int | float) and eps < LEAST_EPS for eps in given):
+        if any(isinstance(eps, int | float) and eps < MIN_EPS for eps in given):
             return True
     return False
 
@@ -77,16 +77,16 @@ def loses_eps(cfg: Config) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Two keys whose values contradict each other.
+    """Two settings that cannot be combined.
 
     Attributes:
         key: the key at which the fault is reported.
         when: the two settings, in words.
-        why: the reason, in words that follow a colon.
+        why: the reason, worded to follow a colon.
         remedy: what to do.
-        broken: whether a config, with the engine that was asked for, has them both.
-        other: the key that it does not go with.
-        exit_code: 2 where the config is wrong, 3 where the machine lacks something, 4 where weights are missing.
+        broken: whether a config and the requested engine break the rule.
+        other: the key that it cannot be combined with.
+        exit_code: 2 if the config is wrong, 3 if the machine lacks something, 4 if weights are missing.
     """
 
     key: str
@@ -109,7 +109,7 @@ RULES = [
     Rule(
         "train.gradient_clip.algorithm",
         "adaptive clipping (`agc`), fsdp or DeepSpeed",
-        "no process holds a complete weight, whose norm it needs",
+        "it needs the norm of each complete weight, and no process holds one",
         "set `train.gradient_clip.algorithm=norm`, or use ddp",
         lambda cfg, asked: is_sharded(asked) and clips_by(cfg, "agc"),
     ),
@@ -129,8 +129,8 @@ RULES = [
     ),
     Rule(
         "train.gradient_clip.norm_type",
-        "clip by another norm than 2, DeepSpeed or fsdp",
-        "it knows the second norm only, and would ignore this one",
+        "clip by a norm other than 2, DeepSpeed or fsdp",
+        "it supports the 2-norm only, and would ignore this one",
         "set `train.gradient_clip.norm_type=2`",
         lambda cfg, asked: (
             is_sharded(asked) and clips_by(cfg, "norm") and value_at(cfg, "train.gradient_clip.norm_type") != 2
@@ -171,8 +171,8 @@ RULES = [
         "train.seeds",
         "several seeds, a checkpoint to resume from",
         "runs that continue the same training are not independent",
-        "set `train.resume_ckpt=null` (the same command continues interrupted runs by itself), or begin all with the "
-        "weights of `model.init_from`",
+        "set `train.resume_ckpt=null` (the same command continues interrupted runs by itself), or start all of them "
+        "from the weights of `model.init_from`",
         lambda cfg, _: (cfg.train.seeds or 1) > 1 and cfg.train.resume_ckpt is not None,
         other="train.resume_ckpt",
     ),
@@ -195,40 +195,40 @@ RULES = [
     Rule(
         "engine.precision",
         "precision 16-true, DeepSpeed over CPU processes",
-        "it scales the loss on GPUs only, and 16 bits without a scale lose small gradients",
+        "it scales the loss on GPUs only, and small gradients underflow in 16 bits without a scale",
         "set `engine.precision=bf16`",
         lambda cfg, _: uses_deepspeed(cfg.engine) and cfg.engine.precision == "16-true" and cfg.engine.gpus is None,
     ),
     Rule(
         "engine.precision",
         "precision `deepspeed`, another engine",
-        "the word means 16 bits as DeepSpeed computes them",
+        "it stands for DeepSpeed's own 16-bit precision",
         "set `engine.precision=16`, or a DeepSpeed backend",
         lambda cfg, asked: asked.precision == "deepspeed" and not uses_deepspeed(asked),
     ),
     Rule(
         "model.optimizer.type",
         "LBFGS, DeepSpeed or fsdp",
-        "LBFGS asks for the loss again and again within one step, which a sharded engine cannot give",
+        "LBFGS evaluates the loss several times per step, which a sharded engine does not support",
         "use another optimizer, or `engine.backend=ddp`",
         lambda cfg, asked: is_sharded(asked) and uses_optimizer(cfg, "LBFGS"),
     ),
     Rule(
         "model.optimizer.type",
         "LBFGS, accumulation",
-        "LBFGS asks for the loss again within one step, where only the last of the accumulated batches is at hand",
+        "LBFGS evaluates the loss again within a step, when only the last of the accumulated batches is available",
         "set `train.accumulator_factor=1` and a larger `data.batch_size`, or use another optimizer",
         lambda cfg, _: cfg.train.accumulator_factor > 1 and uses_optimizer(cfg, "LBFGS") and "train" in cfg.stages,
         other="train.accumulator_factor",
     ),
     Rule(
         "engine.precision",
-        "precision 16-true, an optimizer with `eps` below 1e-7 (the default of Adam and its kin), no DeepSpeed",
+        "precision 16-true, an optimizer with `eps` below 1e-7 (the default of Adam and its variants), no DeepSpeed",
         "half precision rounds that eps to 0, and the weights become NaN within a few steps",
         "set `eps: 1e-4` in the optimizer's params, or `engine.precision=16` or bf16",
         lambda cfg, _: (
             cfg.engine.precision == "16-true"
-            and not uses_deepspeed(cfg.engine)  # it keeps the optimizer's copy in 32 bits (0.19.8)
+            and not uses_deepspeed(cfg.engine)  # it keeps a 32-bit copy for the optimizer (0.19.8)
             and "train" in cfg.stages
             and loses_eps(cfg)
         ),
@@ -246,14 +246,14 @@ RULES = [
         "engine.params.process_group_backend",
         "nccl, no GPU",
         "nccl needs GPUs",
-        "over CPU processes it is gloo",
+        "use gloo for CPU processes",
         lambda cfg, _: cfg.engine.params.get("process_group_backend") == "nccl" and cfg.engine.gpus is None,
         other="engine.gpus",
     ),
     Rule(
         "engine.params.ddp_comm_hook",
         "16-bit reduction, no GPU",
-        "gloo, which CPU processes use, sums numbers of 32 bits",
+        "gloo, which CPU processes use, reduces in 32 bits",
         "remove it",
         lambda cfg, _: "16" in str(cfg.engine.params.get("ddp_comm_hook")) and cfg.engine.gpus is None,
         other="engine.gpus",
@@ -289,8 +289,8 @@ RULES = [
     Rule(
         "engine.channels_last",
         "`channels_last`, fsdp or DeepSpeed",
-        "they keep parameters flat, where there are no channels",
-        "leave out `engine.channels_last`, or use ddp",
+        "they flatten parameters, which then have no channels",
+        "remove `engine.channels_last`, or use ddp",
         lambda cfg, asked: cfg.engine.channels_last and is_sharded(asked),
     ),
     Rule(
@@ -305,14 +305,14 @@ RULES = [
     Rule(
         "train.callbacks",
         "averaged weights (EMA), fsdp or DeepSpeed",
-        "each process holds parts of the weights, and its checkpoint is put together without the averages",
+        "each process holds a shard of the weights, and the checkpoint is assembled without the averages",
         "use `engine.backend=ddp`, or remove the callback",
         lambda cfg, asked: is_sharded(asked) and has_callback(cfg, EMA),
     ),
     Rule(
         "train.fast",
         "`fast`, a run that resumes",
-        "its one batch would come after those of a checkpoint, and it saves none itself",
+        "its single batch would follow those of the checkpoint, and it saves no checkpoint itself",
         "set `train.resume_ckpt=null`, or `train.fast=false`",
         lambda cfg, _: cfg.train.fast and cfg.train.resume_ckpt is not None and "train" in cfg.stages,
         other="train.resume_ckpt",
@@ -320,7 +320,7 @@ RULES = [
     Rule(
         "train.callbacks",
         "averaged weights (EMA), precision 16-true or bf16-true",
-        "16 bits round the small steps of an average to nothing",
+        "16 bits round the small updates of an average to zero",
         "set `engine.precision=bf16` or `16`, which keep weights in 32 bits",
         lambda cfg, _: cfg.engine.precision in ("16-true", "bf16-true") and has_callback(cfg, EMA),
         other="engine.precision",
@@ -328,29 +328,29 @@ RULES = [
     Rule(
         "engine.compile",
         "`compile: graphs`, fsdp or DeepSpeed",
-        "they have hooks in the network, which a recorded step would not call",
+        "they add hooks to the network, which a recorded step would not call",
         "set `engine.compile=reduce-overhead`, or use ddp",
         lambda cfg, asked: cfg.engine.compile == "graphs" and is_sharded(asked),
     ),
     Rule(
         "engine.fused",
         "`fused: true`, fsdp or DeepSpeed",
-        "parameters are shared out, for which torch has no fused kernel of every optimizer",
+        "parameters are sharded, and not every fused optimizer of torch supports that",
         "set `engine.fused=auto`, or use ddp",
         lambda cfg, asked: cfg.engine.fused is True and is_sharded(asked),
     ),
     Rule(
         "engine.fused",
         "`fused: true`, precision 16-mixed",
-        "a fused optimizer leaves out a step inside its kernel where the scaled gradients overflow: nothing can clip "
-        "them, and a schedule by steps would count it",
+        "a fused optimizer skips a step inside its kernel if the scaled gradients overflow: nothing can clip them, and "
+        "a schedule by steps would count the skipped step",
         "set `engine.fused=auto`, or `engine.precision=bf16`",
         lambda cfg, _: cfg.engine.fused is True and cfg.engine.precision in (16, "16-mixed"),
         other="engine.precision",
     ),
     Rule(
         "data.fold",
-        "a fold, no or fewer parts",
+        "a fold, too few splits",
         "folds are counted from 0 to data.num_splits - 1",
         "set `data.num_splits`, or a smaller fold",
         lambda cfg, _: cfg.data.fold >= (cfg.data.num_splits or 1),
@@ -387,15 +387,15 @@ def conflicts(
     """Yield a fault for each rule that a config breaks.
 
     Args:
-        cfg: a whole config, as it will run.
-        asked: the engine as it was asked for, its backend in today's word.
+        cfg: the complete config, as it will run.
+        asked: the engine as requested, with the current name of its backend.
         places: dotted key → the place that set it.
-        skip: whether a key is wrong by itself, so that rules about it say nothing.
+        skip: whether a key already has a fault; rules about it are skipped.
     """
     for rule in RULES:
         if skip(rule.key) or skip(rule.other) or not rule.broken(cfg, asked):
             continue
-        value, other = _value(cfg, rule.key, asked), _value(cfg, rule.other, asked)
+        value, other = _short_value(cfg, rule.key, asked), _short_value(cfg, rule.other, asked)
         at = f" ({places[rule.other]})" if rule.other in places else ""
         message = f"{value} cannot be combined with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
         set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
@@ -403,8 +403,8 @@ def conflicts(
         yield Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
 
 
-def _value(cfg: Config, key: str, asked: Engine) -> str:
-    """Return a key's value in one short line; of a target its name."""
-    words: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
-    value = words[key] if key in words else value_at(cfg, key)
+def _short_value(cfg: Config, key: str, asked: Engine) -> str:
+    """Return a key's value as one short line; for a target, its name."""
+    requested: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
+    value = requested[key] if key in requested else value_at(cfg, key)
     return value.type if isinstance(value, Target) else f"{line(plain(value)):.60}"

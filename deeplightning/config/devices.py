@@ -1,4 +1,4 @@
-"""Description of this machine's GPUs without importing torch, which takes a second and more.
+"""Describe this machine's GPUs without importing torch, which takes more than a second.
 
 `machine()` describes the GPUs as NVIDIA's management library (NVML) reports them; `engine.gpus` is checked against that
 description alone.
@@ -19,7 +19,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or an instance of one in MIG mode.
+    """A GPU, or a MIG instance of one.
 
     Attributes:
         uuid: `GPU-…` or `MIG-…`; empty if only the number of GPUs is known.
@@ -39,7 +39,7 @@ class Machine:
     Attributes:
         gpus: all GPUs, in the order of `nvidia-smi`.
         visible: the value of CUDA_VISIBLE_DEVICES; None if it is not set, or torch has already applied it.
-        trouble: why the driver does not answer.
+        trouble: why the driver does not respond; None if it does.
         supports: the newest CUDA release that the driver supports, such as (13, 0).
         built_for: the CUDA release that torch is built for; None if unknown.
         is_built: whether torch is built for GPUs.
@@ -52,45 +52,45 @@ class Machine:
     built_for: tuple[int, int] | None = None
     is_built: bool = True
 
-    def shown(self) -> list[Gpu]:
+    def visible_gpus(self) -> list[Gpu]:
         """Return the GPUs in CUDA's order: those before the first invalid entry of CUDA_VISIBLE_DEVICES.
 
-        No GPU is shown if an entry occurs twice. This matches `torch.cuda._parse_visible_devices` (2.15).
+        No GPU is visible if an entry occurs twice. This matches `torch.cuda._parse_visible_devices` (2.15).
         """
         if not self.is_built:
             return []
         if self.visible is None:
             return list(self.gpus)
-        kind = _kind(self.visible)
-        words = list(takewhile(lambda w: _kind(w) == kind and (kind or _is_index(w)), self.visible.split(",")))
-        found = [gpus[0] for gpus in takewhile(lambda gpus: len(gpus) == 1, map(self.named, words))]
-        return [] if len(set(words)) < len(words) or len(set(found)) < len(found) else found
+        kind = _id_prefix(self.visible)
+        entries = list(takewhile(lambda e: _id_prefix(e) == kind and (kind or _is_index(e)), self.visible.split(",")))
+        found = [gpus[0] for gpus in takewhile(lambda gpus: len(gpus) == 1, map(self.matching, entries))]
+        return [] if len(set(entries)) < len(entries) or len(set(found)) < len(found) else found
 
-    def named(self, word: str) -> list[Gpu]:
-        """Return the GPUs that match a number or the beginning of an id; of a MIG instance CUDA alone knows the id."""
-        if _is_index(word):
-            return list(self.gpus[int(word) : int(word) + 1])
-        if _kind(word) == "MIG-":
-            return [Gpu(word)]
-        return [gpu for gpu in self.gpus if gpu.uuid.startswith(word)] if _kind(word) else []
-
-
-def _kind(word: str) -> str:
-    return next((kind for kind in ("GPU-", "MIG-") if word.startswith(kind)), "")
+    def matching(self, entry: str) -> list[Gpu]:
+        """Return the GPUs that match an index or the beginning of an id; only CUDA can look up a MIG instance."""
+        if _is_index(entry):
+            return list(self.gpus[int(entry) : int(entry) + 1])
+        if _id_prefix(entry) == "MIG-":
+            return [Gpu(entry)]
+        return [gpu for gpu in self.gpus if gpu.uuid.startswith(entry)] if _id_prefix(entry) else []
 
 
-def _is_index(word: str) -> bool:
-    return word.isascii() and word.strip().isdigit()
+def _id_prefix(entry: str) -> str:
+    return next((prefix for prefix in ("GPU-", "MIG-") if entry.startswith(prefix)), "")
+
+
+def _is_index(entry: str) -> bool:
+    return entry.isascii() and entry.strip().isdigit()
 
 
 def machine() -> Machine:
     """Describe this machine from the driver and torch's files; import torch only if they are not enough."""
-    release = _built_for()
+    release = _torch_cuda_release()
     if release == "cpu":
         return Machine(is_built=False)
-    found = None if release is None else _described()
+    found = None if release is None else _query_nvml()
     if found is None or (not found.gpus and found.trouble is None and _has_cuda()):
-        # A build for other GPUs; or a Jetson or a container without NVML
+        # A build for other GPUs, a Jetson, or a container without NVML
         import torch
 
         return Machine(gpus=(Gpu(),) * torch.cuda.device_count())
@@ -107,8 +107,8 @@ def _has_cuda() -> bool:
     return True
 
 
-def _built_for() -> str | None:
-    """Return the CUDA release in torch's version file, such as `13.2`, or `cpu`; None if the file does not tell."""
+def _torch_cuda_release() -> str | None:
+    """Return the CUDA release in torch's version file, such as `13.2`, or `cpu`; None if unknown."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path((spec.submodule_search_locations or [""])[0], "version.py").read_text() if spec else ""
@@ -127,7 +127,7 @@ class _Memory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
-def _described() -> Machine:
+def _query_nvml() -> Machine:
     """Return what NVML reports: the GPUs, or why they are unknown, and the CUDA release that the driver supports."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -151,8 +151,8 @@ def _gpu(nvml: Any, number: int) -> Gpu:
     nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
     nvml.nvmlDeviceGetUUID(handle, uuid, 96)
     nvml.nvmlDeviceGetName(handle, name, 96)
-    knows_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
-    return Gpu(uuid.value.decode(), name.value.decode(), memory.total if knows_memory else None)
+    has_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+    return Gpu(uuid.value.decode(), name.value.decode(), memory.total if has_memory else None)
 
 
 def cpu_computes_bf16() -> bool:

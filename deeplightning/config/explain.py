@@ -1,4 +1,4 @@
-"""Where each value of a config comes from: who set it, what it may be and what it means."""
+"""Show where each value of a config was set, what it may be and what it means."""
 
 import functools
 import operator
@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.config import schema, strategy
-from deeplightning.config.allowed import describe, key_elsewhere, sections
+from deeplightning.config.allowed import describe, other_section_hint, sections
 from deeplightning.config.auto_values import source_of
 from deeplightning.config.plugins import config_class
 from deeplightning.config.report import Report
@@ -18,14 +18,14 @@ from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_in
 from deeplightning.signatures.signature import UNKNOWN
 from deeplightning.words import printable
 
-ABOUT = 14  # columns before what is said of a key
-COLUMN = 56  # where the places stand beside the values, unless a line is longer
+TEXT_COLUMN = 14  # where the text about a key starts, after its label
+_COMMENT_COLUMN = 56  # where the comments start, unless a line is longer
 
 
 def explain(report: Report, key: str = "") -> str:
     """Show the config with the place that set each value, or everything about one key.
 
-    The whole is YAML that loads again to the same config. A key that could be set and is not has its documentation and
+    The whole config is YAML that loads to the same config again. For a key that is not set, show its documentation and
     default.
 
     Raises:
@@ -34,126 +34,126 @@ def explain(report: Report, key: str = "") -> str:
     assert report.config is not None
     shown = report.config.public()
     try:
-        path = _path(key, shown)
+        path = _split_key(key, shown)
     except ConfigError:
-        if (unset := _unset(report, key)) is None:
+        if (unset := _describe_unset(report, key)) is None:
             raise
         return "".join(f"{row}\n" for row in unset)
     value = functools.reduce(operator.getitem, path, shown)
-    is_whole = isinstance(value, dict | list) and value
-    return "".join(f"{row}\n" for row in (_lines if is_whole else _about)(report, path, value))
+    is_nested = isinstance(value, dict | list) and value
+    return "".join(f"{row}\n" for row in (_annotated_lines if is_nested else _describe_key)(report, path, value))
 
 
-# ---- the whole
+# ---- the whole config
 
 
-def _lines(report: Report, path: KeyPath, value: object, indent: str = "", before: str = "") -> Iterator[str]:
-    """Write YAML with one leaf per line, followed by the place that set it."""
+def _annotated_lines(report: Report, path: KeyPath, value: object, indent: str = "", before: str = "") -> Iterator[str]:
+    """Yield YAML with one leaf per line, followed by the place that set it."""
     if not (isinstance(value, dict | list) and value):
         text = f"{before or indent}{line(value)}"
         assert report.config is not None
         filled = source_of(path, value, report.config)
         comment = origin(report, path) + (f"; {filled}" if filled else "")
-        yield f"{text.ljust(COLUMN)}  # {printable(comment)}"
+        yield f"{text.ljust(_COMMENT_COLUMN)}  # {printable(comment)}"
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _lines(report, (*path, number), item, indent + "  ", f"{before or indent}- ")
+            yield from _annotated_lines(report, (*path, number), item, indent + "  ", f"{before or indent}- ")
             before = ""
     else:
         for name, item in value.items():
             start = f"{before or indent}{line(name)}:"
-            is_whole = isinstance(item, dict | list) and item
-            if is_whole:
+            is_nested = isinstance(item, dict | list) and item
+            if is_nested:
                 yield start
-            yield from _lines(report, (*path, name), item, indent + "  ", "" if is_whole else f"{start} ")
+            yield from _annotated_lines(report, (*path, name), item, indent + "  ", "" if is_nested else f"{start} ")
             before = ""
 
 
 def origin(report: Report, path: KeyPath) -> str:
-    """Name what set the value at a path, in a few words."""
-    return _changed(report, path) or _place(report, path)
+    """Describe in a few words what set the value at a path."""
+    return _machine_change(report, path) or _source_place(report, path)
 
 
-def _place(report: Report, path: KeyPath) -> str:
+def _source_place(report: Report, path: KeyPath) -> str:
     entry = entry_at(report.source.root, path)
     if entry is None:
         return "default"
-    written = _written(report, path)
+    written = _reference(report, path)
     is_shown = report.source.secrets.text_of(path) is not None  # as written, because it came from the environment
     return entry.place + (f", from {written}" if written and not is_shown else "")
 
 
-def _changed(report: Report, path: KeyPath) -> str | None:
-    """Return what this machine made of a value, if it changed it."""
+def _machine_change(report: Report, path: KeyPath) -> str | None:
+    """Describe how this machine changed a value; None if it did not."""
     assert report.config is not None
     key = ".".join(map(str, path))
     found = [
         n for n in report.config.notices or [] if n.key is not None and (key == n.key or key.startswith(f"{n.key}."))
     ]
-    changes = [n for n in found if " → " in n.text] or found  # others say more of what a change led to
+    changes = [n for n in found if " → " in n.text] or found  # the other notices describe consequences of a change
     return changes[-1].text.partition(": ")[2] if changes else None
 
 
 # ---- one key
 
 
-def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
+def _describe_key(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     assert report.config is not None
     yield f"{dotted(path)}: {line(value)}"
-    rows = _documentation(report, path)
+    rows = _documentation_rows(report, path)
     if path == ("engine", "backend") and value is not None:
         rows.append(("strategy", ", ".join(strategy.classes_of(value))))
     if (source := source_of(path, value, report.config)) is not None:
         rows.append(("means", source))
-    changed = _changed(report, path)
-    rows.append(("set by", _place(report, path) + (f"; then {changed}" if changed else "")))
-    rows += _option(report, path)
-    yield from (f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in rows)
+    changed = _machine_change(report, path)
+    rows.append(("set by", _source_place(report, path) + (f"; then {changed}" if changed else "")))
+    rows += _group_rows(report, path)
+    yield from (f"  {word.ljust(TEXT_COLUMN - 4)}  {text}" for word, text in rows)
 
 
-def _unset(report: Report, key: str) -> list[str] | None:
-    """Describe a key that could be set and is not; None if there is no such key.
+def _describe_unset(report: Report, key: str) -> list[str] | None:
+    """Describe a key that is not set; None if there is no such key.
 
     Raises:
-        SetupError: the section is that of a plug-in that is not installed.
+        SetupError: the section belongs to a plug-in that is not installed.
     """
     path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
     if path[0] not in {field.name for field in schema.keys(config_class())}:
         if plugin := plugin_of(f"{path[0]}:"):
             raise SetupError(Fault(not_installed(plugin), key))
         return None
-    if not (rows := _documentation(report, path)):
+    if not (rows := _documentation_rows(report, path)):
         return None
-    rows.append(("set by", "nothing; the default counts"))
-    return [f"{key}: not set", *(f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in rows)]
+    rows.append(("set by", "nothing; the default applies"))
+    return [f"{key}: not set", *(f"  {word.ljust(TEXT_COLUMN - 4)}  {text}" for word, text in rows)]
 
 
-def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
+def _group_rows(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
     """Describe the option groups around a key: the choice in each, and the alternatives."""
     for group in report.source.groups.values():
         if group.key in upwards(".".join(map(str, path))):
             options = ", ".join(group.options())
-            yield "option", f"{group.name}={','.join(group.chosen) or 'null'}  # {group.place}; there are: {options}"
+            yield "option", f"{group.name}={','.join(group.chosen) or 'null'}  # {group.place}; available: {options}"
 
 
-def _documentation(report: Report, path: KeyPath) -> list[tuple[str, str]]:
-    """Return type, meaning and default of a key that is set or could be, as rows; none of a key that nothing takes."""
+def _documentation_rows(report: Report, path: KeyPath) -> list[tuple[str, str]]:
+    """Return the type, meaning and default of a key, set or not, as rows; an empty list if there is no such key."""
     assert report.config is not None
     if "params" in path[:-1]:
         at = path.index("params")
         owner: Any = schema.value_at(report.config, path[:at])
         is_engine = isinstance(owner, schema.Engine)
         names = strategy.classes_of(schema.backend_of(owner)) if is_engine else [getattr(owner, "type", "")]
-        return _of_param(names, path[at + 1 :])
+        return _param_rows(names, path[at + 1 :])
     section = schema.value_at(report.config, path[:-1])
     cls: Any = dict(sections(schema.Config)).get(dotted(path[:-1])) or (
         type(section) if is_dataclass(section) else None
     )
     field = next((f for f in schema.keys(cls) if f.name == path[-1]), None) if cls is not None else None
-    return _of_field(field, typing.get_type_hints(cls)[field.name]) if field is not None else []
+    return _field_rows(field, typing.get_type_hints(cls)[field.name]) if field is not None else []
 
 
-def _of_field(field: Field[object], hint: object) -> list[tuple[str, str]]:
+def _field_rows(field: Field[object], hint: object) -> list[tuple[str, str]]:
     example = field.metadata["example"]
     default = schema.plain(schema.default_of(field))
     return [
@@ -163,8 +163,8 @@ def _of_field(field: Field[object], hint: object) -> list[tuple[str, str]]:
     ]
 
 
-def _of_param(names: Sequence[str], path: KeyPath) -> list[tuple[str, str]]:
-    """Return the rows of a param of the first of some classes that takes it."""
+def _param_rows(names: Sequence[str], path: KeyPath) -> list[tuple[str, str]]:
+    """Return the rows of a param, from the first class that takes it."""
     meanings = Meanings()
     for name in names if len(path) == 1 else ():
         if parameter := meanings.parameters(name).get(str(path[0])):
@@ -180,27 +180,27 @@ def _of_param(names: Sequence[str], path: KeyPath) -> list[tuple[str, str]]:
 # ---- paths
 
 
-def _path(key: str, shown: Any) -> KeyPath:
+def _split_key(key: str, shown: Any) -> KeyPath:
     """Split a dotted key into names and list indexes.
 
     Raises:
-        ConfigError: there is no such key; with the nearest.
+        ConfigError: there is no such key; the message suggests the nearest.
     """
     path: KeyPath = ()
     value, rest = shown, key
     while rest:
         items = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
         names = {dotted([n]): n for n in items}
-        # A key of a free mapping may hold dots itself: the longest that fits is meant.
+        # A key of a free mapping may contain dots: take the longest match.
         name = max((n for n in names if rest == n or rest.startswith(f"{n}.")), key=len, default=None)
         if name is None:
             above = ".".join(map(str, path))
             if value is None:
-                raise ConfigError(Fault(f"{above} is null; set it, and `{rest}` counts", key))
+                raise ConfigError(Fault(f"{above} is null; `{rest}` applies once it is set", key))
             word = rest.partition(".")[0]
             where = f"{above} has" if above else "there is"
             hint = nearest(word, names)
-            hint = (hint.replace("mean ", f"mean {above}.", 1) if above else hint) or key_elsewhere(rest)
+            hint = (hint.replace("mean ", f"mean {above}.", 1) if above else hint) or other_section_hint(rest)
             known = f" Known here: {', '.join(names)}" if names else ""
             raise ConfigError(Fault(f"{where} no key `{word}`.{hint}{known}", key, found=word))
         path = (*path, names[name])
@@ -209,7 +209,7 @@ def _path(key: str, shown: Any) -> KeyPath:
     return path
 
 
-def _written(report: Report, path: KeyPath) -> str | None:
-    """Return the reference behind a value, its own or that of a section around it."""
+def _reference(report: Report, path: KeyPath) -> str | None:
+    """Return the reference that a value comes from, its own or that of an enclosing section."""
     above = (entry_at(report.source.root, path[:n]) for n in range(len(path), 0, -1))
     return next((entry.written for entry in above if entry is not None and entry.written), None)

@@ -1,4 +1,4 @@
-"""Comparison of `engine.gpus` with the machine: whether these GPUs exist, are visible and are supported.
+"""Check `engine.gpus` against the machine: whether the GPUs exist, are visible and are supported.
 
 Torch is not imported.
 """
@@ -16,31 +16,31 @@ _CPU = "`engine.gpus=null` runs on the CPU"
 _BUILD = f"{TORCH_BUILD} installs a build that fits"
 
 
-def settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> str | None:
-    """Resolve `engine.gpus` in place; return what the machine lacks, as text."""
+def resolve_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> str | None:
+    """Resolve `engine.gpus` in place; return a message if the machine lacks something, else None."""
     here = devices.machine()
     if engine.gpus == "auto":
-        change("gpus", list(range(len(here.shown()))) or None, _what_is_there(here))
+        change("gpus", list(range(len(here.visible_gpus()))) or None, _describe_available(here))
     elif engine.gpus in (0, []):
-        change("gpus", None, "no GPU is asked for")
+        change("gpus", None, "no GPU is requested")
     if engine.gpus is None:
         return None
-    return _not_there(engine.gpus, here) or _unsupported(here)
+    return _missing_gpus(engine.gpus, here) or _outdated_driver(here)
 
 
-def _what_is_there(here: Machine) -> str:
-    """Return how many GPUs a process may use, and why they are fewer than the machine has."""
-    shown = len(here.shown()) or "none"
+def _describe_available(here: Machine) -> str:
+    """Describe how many GPUs a process may use, and why not all of the machine's."""
+    shown = len(here.visible_gpus()) or "none"
     if not here.is_built:
         return f"this torch is built without CUDA; {_BUILD}"
-    if here.visible is not None and len(here.shown()) < len(here.gpus):
+    if here.visible is not None and len(here.visible_gpus()) < len(here.gpus):
         return f"{VISIBLE}={here.visible} shows {shown} of this machine's {len(here.gpus)}"
     return f"this machine has {shown}" + (f": {here.trouble}" if here.trouble else "")
 
 
-def _not_there(asked: Any, here: Machine) -> str | None:
-    """Return which of the requested GPUs do not exist or are hidden; None if all are there."""
-    shown = here.shown()
+def _missing_gpus(asked: Any, here: Machine) -> str | None:
+    """Return a message if requested GPUs do not exist or are hidden, else None."""
+    shown = here.visible_gpus()
     beyond = [str(n) for n in asked if not 0 <= n < len(shown)] if isinstance(asked, list) else []
     if beyond:
         wanted = f"GPU {'index' if len(beyond) == 1 else 'indexes'} {', '.join(beyond)}"
@@ -49,11 +49,11 @@ def _not_there(asked: Any, here: Machine) -> str | None:
     else:
         return None
     count_from = ", counted from 0" if beyond and shown else ""
-    return f"asks for {wanted}; {_what_is_there(here)}{count_from}; {_CPU}, `engine.gpus=auto` takes what is there"
+    return f"asks for {wanted}; {_describe_available(here)}{count_from}; {_CPU}, `engine.gpus=auto` uses available GPUs"
 
 
-def _unsupported(here: Machine) -> str | None:
-    """Return that the driver is too old for this build of torch; None if it is not."""
+def _outdated_driver(here: Machine) -> str | None:
+    """Return a message if the driver is too old for this build of torch, else None."""
     if here.supports is None or here.built_for is None or here.supports[0] >= here.built_for[0]:
         return None
     newest, release = (f"{major}.{minor}" for major, minor in (here.supports, here.built_for))
@@ -75,11 +75,11 @@ UNUSABLE = (
     "CUDA driver initialization failed",
     "CUDA unknown error",
 )
-"""Phrases of CUDA 13 and torch 2.15 in errors at run time that the machine causes."""
+"""Phrases in run-time errors of CUDA 13 and torch 2.15 that the machine causes."""
 
 
 def unusable(error: BaseException) -> str | None:
-    """Return what to do about an error that says that a GPU cannot be used on this machine; None for any other."""
+    """Return a message with a remedy if an error reports that a GPU of this machine cannot be used, else None."""
     if not isinstance(error, RuntimeError) or not any(words in str(error) for words in UNUSABLE):
         return None
     remedy = f"`nvidia-smi` shows the GPUs, their processes and the driver; {VISIBLE} may hide GPUs; {_BUILD}; {_CPU}"

@@ -1,4 +1,4 @@
-"""Settle `engine` against the machine, a step of a config's check. Torch is imported only for MPI."""
+"""Resolve `engine` for this machine, a step of the config check. Torch is imported only for MPI."""
 
 import os
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from deeplightning.config.target import is_installed
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
 from deeplightning.process.identity import Identity, identity, slurm_step
 
-_BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+_RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
-def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
+def resolve_engine(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     """Resolve `cfg.engine` in place to what will run; `cfg.asked` keeps the requested values.
 
     Returns:
@@ -21,8 +21,8 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
 
     def change(key: str, value: object, why: str) -> None:
         before = getattr(engine, key)
-        words = ("null" if v is None else v for v in (before, value))
-        text = "engine.{}: {} → {} ({})".format(key, *words, why)
+        values = ("null" if v is None else v for v in (before, value))
+        text = "engine.{}: {} → {} ({})".format(key, *values, why)
         notices.append(Notice(text, unasked=before != "auto", key=f"engine.{key}"))
         note_asked(cfg, f"engine.{key}", before)
         setattr(engine, key, value)
@@ -37,14 +37,14 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         here = identity()
     except SetupError as error:
         faults.append(Fault(str(error), exit_code=3))
-    if engine.gpus is not None and ((here is not None and here.is_binding) or not is_elsewhere(engine)):
-        from deeplightning.config.gpus import settle_gpus
+    if engine.gpus is not None and ((here is not None and here.is_binding) or not launches_remotely(engine)):
+        from deeplightning.config.gpus import resolve_gpus
 
-        missing = settle_gpus(engine, change)
+        missing = resolve_gpus(engine, change)
     if here is not None and here.is_binding:
-        faults += _settle_size(engine, here, change)
-    elif not is_elsewhere(engine):
-        faults += _lacks_address(engine)
+        faults += _resolve_sizes(engine, here, change)
+    elif not launches_remotely(engine):
+        faults += _rendezvous_faults(engine)
     if missing:
         faults.append(Fault(missing, "engine.gpus", exit_code=3))
     world = world_size(engine)
@@ -58,9 +58,9 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         from deeplightning.config.devices import cpu_computes_bf16
 
         if not cpu_computes_bf16():
-            text = "engine.precision: this CPU has no instructions for bf16, which then takes longer than 32"
+            text = "engine.precision: this CPU has no instructions for bf16, so bf16 is slower than 32"
             notices.append(Notice(text, key="engine.precision"))
-    # If GPUs are missing, a missing DeepSpeed is not worth a fault.
+    # If GPUs are missing, do not report a missing DeepSpeed too.
     if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
         faults.append(Fault(message, "engine.backend", exit_code=3))
@@ -68,7 +68,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         from torch import distributed
 
         if not (distributed.is_available() and distributed.is_mpi_available()):
-            message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
+            message = "this build of torch has no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
             faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
     return notices, faults
 
@@ -79,7 +79,7 @@ def note_asked(cfg: Config, key: str, value: object) -> None:
         cfg.asked = {key: value} | (cfg.asked or {})  # of several changes the first has the requested value
 
 
-def is_elsewhere(engine: Engine) -> bool:
+def launches_remotely(engine: Engine) -> bool:
     """Return whether the launcher runs on other machines, which cannot be inspected here."""
     local = ("deeplightning.launch.Local", "deeplightning.launch.local.Local")  # a user's class may be called Local too
     return engine.launcher is not None and engine.launcher.type not in local
@@ -88,43 +88,43 @@ def is_elsewhere(engine: Engine) -> bool:
 def address_of(engine: Engine) -> dict[str, str]:
     """Return the rendezvous variables of a resolved engine that only the config sets.
 
-    A launcher's parameters also apply to tasks that a person starts with srun; those of `Local`, or the environment,
+    A launcher's parameters also apply to tasks that a user starts with srun; those of `Local`, or the environment,
     apply to machines that are started one by one.
     """
-    if slurm_step(os.environ) is not None and engine.launcher is not None and is_elsewhere(engine):
+    if slurm_step(os.environ) is not None and engine.launcher is not None and launches_remotely(engine):
         names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
         params = engine.launcher.params
         return {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
     here = identity()
-    is_one_of_several = here is not None and (here.is_binding or here.is_of_lightning)
-    return by_hand(engine) if engine.num_nodes > 1 and not is_elsewhere(engine) and not is_one_of_several else {}
+    is_launched = here is not None and (here.is_binding or here.is_of_lightning)
+    return manual_address(engine) if engine.num_nodes > 1 and not launches_remotely(engine) and not is_launched else {}
 
 
-def by_hand(engine: Engine) -> dict[str, str]:
+def manual_address(engine: Engine) -> dict[str, str]:
     """Return the rendezvous variables of machines started by hand, from `Local`'s parameters or the environment."""
-    params = {} if engine.launcher is None or is_elsewhere(engine) else engine.launcher.params
-    given = {name: params.get(name.lower(), os.environ.get(name)) for name in _BY_HAND}
+    params = {} if engine.launcher is None or launches_remotely(engine) else engine.launcher.params
+    given = {name: params.get(name.lower(), os.environ.get(name)) for name in _RENDEZVOUS_VARIABLES}
     return {name: str(value) for name, value in given.items() if value not in (None, "")}
 
 
-def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, str], None]) -> list[Fault]:
-    """Take the sizes from the launch; return a fault for each size that was requested otherwise."""
+def _resolve_sizes(engine: Engine, here: Identity, change: Callable[[str, object, str], None]) -> list[Fault]:
+    """Take the sizes from the launch; return a fault for each requested size that differs."""
     faults = []
 
     def agree(key: str, asked: int, started: int, what: str) -> None:
         if asked == started:
             return
         if asked == 1 and key != "gpus":
-            change(key, started, f"{here.by} has started {started} {what}")
+            change(key, started, f"{here.by} started {started} {what}")
         else:
-            message = f"{asked} {what} are asked for, and {here.by} has started {started}; make the two equal"
+            message = f"requests {asked} {what}, but {here.by} started {started}; make the two equal"
             faults.append(Fault(message, f"engine.{key}", exit_code=3))
 
     if here.world != here.nodes * here.local_world:
         message = (
-            f"{here.by} has started {here.world} processes, {here.local_world} of them on this of {here.nodes} nodes"
+            f"{here.by} started {here.world} processes, {here.local_world} of them on this one of {here.nodes} nodes"
         )
-        return [Fault(f"{message}; each node must have as many", "engine.num_nodes", exit_code=3)]
+        return [Fault(f"{message}; each node must have the same number", "engine.num_nodes", exit_code=3)]
     agree("num_nodes", engine.num_nodes, here.nodes, "nodes" if here.nodes > 1 or engine.num_nodes > 1 else "node")
     of_each = "processes on each node" if here.nodes > 1 else "processes"
     if engine.gpus is None:
@@ -132,30 +132,30 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, 
     else:
         agree("gpus", local_size(engine), here.local_world, of_each)
     if engine.max_restarts and here.launch is None:
-        change("max_restarts", 0, f"{here.by} has started this process, and starts none again")
+        change("max_restarts", 0, f"{here.by} started this process and does not restart it")
     return faults
 
 
-def _lacks_address(engine: Engine) -> list[Fault]:
+def _rendezvous_faults(engine: Engine) -> list[Fault]:
     """Return what is missing to connect several machines that are started by hand."""
-    given, nodes = by_hand(engine), engine.num_nodes
+    given, nodes = manual_address(engine), engine.num_nodes
     number = given.get("NODE_RANK", "0").strip()
     message, key, code = "", "engine.num_nodes", 3
     if nodes == 1:
         if number.strip("0"):
             message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
     elif "SLURM_JOB_ID" in os.environ and "NODE_RANK" not in given:
-        message = f"{nodes} machines are asked for, and this is one process of a job of Slurm; start it with `srun`"
+        message = f"requests {nodes} machines, but this is a single process of a Slurm job; start it with `srun`"
     elif engine.max_restarts:
         key, code = "engine.max_restarts", 2
-        message = "by hand, several machines start no lost process again: set it to 0, or use torchrun, Slurm or Ray"
+        message = "machines started by hand cannot restart lost processes: set it to 0, or use torchrun, Slurm or Ray"
     elif not given:
         code = 2
         message = (
-            f"{nodes} machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this command on each "
+            f"{nodes} machines must be started: by torchrun, Slurm, `engine.launcher`, or by this command on each "
             "with MASTER_ADDR, MASTER_PORT and NODE_RANK set"
         )
-    elif missing := [name for name in _BY_HAND if name not in given]:
+    elif missing := [name for name in _RENDEZVOUS_VARIABLES if name not in given]:
         message = f"{', '.join(missing)} not set; each of the machines needs it"
     elif not (number.isascii() and number.isdigit() and int(number) < nodes):
         message = f"NODE_RANK={number} is not a number from 0 to {nodes - 1}"
@@ -183,6 +183,6 @@ def batch_size(cfg: Config) -> int:
         ConfigError: the data module sets its own batch size.
     """
     if cfg.data.batch_size is None:
-        message = f"null: {cfg.data.module.type} has a batch size of its own, which this command cannot change"
+        message = f"null: {cfg.data.module.type} sets its own batch size, which this command cannot change"
         raise ConfigError(Fault(message, "data.batch_size"))
     return cfg.data.batch_size

@@ -1,4 +1,4 @@
-"""The metrics that decide something: whether they are logged, and which way is better."""
+"""Check monitored metrics: whether they are logged, and whether lower or higher is better."""
 
 import re
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ _MAX = (
     "acc accuracy top1 top3 top5 f1 fbeta precision recall sensitivity specificity auc auroc auprc ap map iou miou "
     "jaccard dice kappa mcc r2 psnr ssim bleu rouge"
 )
-WORDS: dict[str, Mode] = dict.fromkeys(_MIN.split(), "min") | dict.fromkeys(_MAX.split(), "max")  # type: ignore[assignment]
-"""Words in the names of metrics, and which way of them is better."""
+_MODE_BY_WORD: dict[str, Mode] = dict.fromkeys(_MIN.split(), "min") | dict.fromkeys(_MAX.split(), "max")  # type: ignore[assignment]
+"""Words in the names of metrics, and their mode."""
 
-LOADER = re.compile(r"/dataloader_idx_\d+$")
-"""What Lightning puts behind the name of a metric where several loaders validate."""
+_LOADER_SUFFIX = re.compile(r"/dataloader_idx_\d+$")
+"""The suffix that Lightning adds to the name of a metric if there are several validation loaders."""
 
 
-def _monitored(config: Config) -> Iterator[tuple[str, object, Any, str]]:
-    """Yield each metric that decides something: the key that names it, the metric, the section or target that has the
-    key, and the key of its mode."""
+def _monitored_metrics(config: Config) -> Iterator[tuple[str, object, Any, str]]:
+    """Yield each monitored metric: the key that names it, the metric, the section or target with that key, and the key
+    of its mode."""
     train = config.train
-    sections = {"train.checkpoint": train.checkpoint, "train.early_stop": train.early_stop, **config.of_plugins()}
+    sections = {"train.checkpoint": train.checkpoint, "train.early_stop": train.early_stop, **config.plugin_sections()}
     for key, section in sections.items():
         name = "monitor" if section is train.checkpoint else "metric"
         yield f"{key}.{name}", getattr(section, name, None), section, f"{key}.mode"
@@ -39,55 +39,55 @@ def _monitored(config: Config) -> Iterator[tuple[str, object, Any, str]]:
 
 def check_monitors(report: Report, config: Config) -> None:
     """Compare monitored metrics with those that the task and the callbacks log."""
-    asked = {key: metric for key, metric, *_ in _monitored(config) if isinstance(metric, str)}
+    asked = {key: metric for key, metric, *_ in _monitored_metrics(config) if isinstance(metric, str)}
     targets = (config.model.module, *config.train.callbacks)
-    if not asked or any(target is None or target.type is None for target in targets):  # a fault speaks of them
+    if not asked or any(target is None or target.type is None for target in targets):  # reported already
         return
-    if any(str(key).startswith("model.module") for key in report.answered):
+    if any(str(key).startswith("model.module") for key in report.faulty_keys):
         return
-    names, vague = _logged(report, config)
+    names, vague = _logged_metrics(report, config)
     for key, metric in asked.items():
         rate = re.fullmatch(r"lr-(.+)", metric)  # of tasks with several optimizers
         several = config.model.optimizer if isinstance(config.model.optimizer, dict) else {}
         if metric in names or (rate and (rate[1].isdigit() or rate[1] in several)):
             continue
-        if LOADER.sub("", metric) in names:
-            report.leave(key, f"whether `{metric}` is logged: the data decide how many loaders validate", "--dry-run")
+        if _LOADER_SUFFIX.sub("", metric) in names:
+            report.add_unchecked(key, f"whether `{metric}` is logged: the number of loaders is unknown", "--dry-run")
         elif vague is None:
             known = ", ".join(sorted(names))
             message = f"no metric `{metric}` is logged.{nearest(metric, names)} There are: {known}"
             report.fault(message, key, found=metric, allowed=known)
         else:
-            report.leave(key, f"whether `{metric}` is logged: {vague} computes names", "--dry-run")
+            report.add_unchecked(key, f"whether `{metric}` is logged: {vague} computes names", "--dry-run")
 
 
-def settle_modes(report: Report, config: Config) -> None:
-    """Set the mode of each monitored metric where the config does not; of a target only if it is a class of torch or
-    Lightning, whose default is `min` whatever the metric: a user's own class keeps the default of its author."""
-    for asked, metric, owner, key in _monitored(config):
+def set_modes(report: Report, config: Config) -> None:
+    """Set the mode of each monitored metric if the config does not. For a target, only if it is a class of torch or
+    Lightning, whose default is always `min`: a user's own class keeps the default of its author."""
+    for asked, metric, owner, key in _monitored_metrics(config):
         if not isinstance(owner, Target):
             if getattr(owner, "mode", "") is None:
-                owner.mode = _mode(report, config, metric, asked, key)
+                owner.mode = _choose_mode(report, config, metric, asked, key)
             continue
         found = Meanings().known(owner.type)
         home = found.path.partition(".")[0] if found is not None else ""
-        is_theirs = home in ("torch", "pytorch_lightning") and "mode" in report.meanings.parameters(owner.type)
-        if is_theirs and owner.params.get("mode") is None:
-            mode = _mode(report, config, metric, asked, key)
+        is_library_class = home in ("torch", "pytorch_lightning") and "mode" in report.meanings.parameters(owner.type)
+        if is_library_class and owner.params.get("mode") is None:
+            mode = _choose_mode(report, config, metric, asked, key)
             if mode is not None:
                 owner.params["mode"] = mode
 
 
-def _mode(report: Report, config: Config, metric: object, asked: str, key: str) -> Mode | None:
-    """Choose a `mode` that is not given and say why in a notice, or ask for it in a fault.
+def _choose_mode(report: Report, config: Config, metric: object, asked: str, key: str) -> Mode | None:
+    """Choose a `mode` that is not given and add a notice with the reason, or report it as missing.
 
     Args:
         asked: the key that names the metric.
-        key: that of the mode.
+        key: the key of the mode.
     """
-    if not isinstance(metric, str) or not report.answered.isdisjoint([*upwards(asked), *upwards(key)]):
+    if not isinstance(metric, str) or not report.faulty_keys.isdisjoint([*upwards(asked), *upwards(key)]):
         return None
-    mode, why = _mode_of(metric, config.model)
+    mode, why = _infer_mode(metric, config.model)
     if mode is None:
         report.fault(f"missing: {why}; set `mode: max` or `mode: min`", key, allowed="min, max")
     else:
@@ -95,17 +95,17 @@ def _mode(report: Report, config: Config, metric: object, asked: str, key: str) 
     return mode
 
 
-def _logged(report: Report, config: Config) -> tuple[set[str], str | None]:
-    """Return the metrics that task and callbacks log according to their source, and which of them may log others."""
-    found, vague, sources, usual = {"lr"}, None, Meanings(), set[str]()
+def _logged_metrics(report: Report, config: Config) -> tuple[set[str], str | None]:
+    """Return the metrics that task and callbacks log according to their source, and a class that may log others."""
+    found, vague, sources, defaults = {"lr"}, None, Meanings(), set[str]()
     for target in (config.model.module, *config.train.callbacks):
         definition = sources.known(target.type)
         if definition is None:
             return found, str(target.type)
         names, all_of_them = definition.logged_names()
         found, vague = found | names, vague if all_of_them else target.type
-        usual |= definition.declared_words("metric_names") or set()
-    metrics = usual if config.model.metrics is None else set(config.model.metrics)
+        defaults |= definition.declared_words("metric_names") or set()
+    metrics = defaults if config.model.metrics is None else set(config.model.metrics)
     losses = list(config.model.loss) if isinstance(config.model.loss, dict) and len(config.model.loss) > 1 else []
     for placeholder, words in (("{stage}", ["train", "val"]), ("{metric}", metrics), ("{loss}", losses)):
         split = [name.replace(placeholder, word) for name in found if placeholder in name for word in words]
@@ -113,14 +113,14 @@ def _logged(report: Report, config: Config) -> tuple[set[str], str | None]:
     return {name for name in found if stage_of(name)[0] != "test"}, vague
 
 
-def _mode_of(metric: str, model: Model | None) -> tuple[Mode | None, str]:
+def _infer_mode(metric: str, model: Model | None) -> tuple[Mode | None, str]:
     """Return the mode of a logged metric and its reason; None, with the reason, if the mode is unknown."""
     losses: object = model.loss if model is not None else None
     if isinstance(losses, dict) and own_name(metric) in losses:
         return "min", f"`{own_name(metric)}` is a loss of model.loss"
     if (mode := mode_by_name(metric)) is not None:
         return mode, f"by the name {metric}"
-    return None, f"its name does not show whether less or more of {metric} is better"
+    return None, f"its name does not show whether a lower or a higher {metric} is better"
 
 
 def own_name(metric: str) -> str:
@@ -129,9 +129,9 @@ def own_name(metric: str) -> str:
 
 
 def mode_by_name(metric: str) -> Mode | None:
-    """Guess the mode of a metric from the words in its name."""
+    """Guess the mode of a metric from the words in its name; None if unknown."""
     words = re.findall(r"[a-z]+\d*", own_name(metric).lower())
-    found = {WORDS[word] for word in words if word in WORDS}
+    found = {_MODE_BY_WORD[word] for word in words if word in _MODE_BY_WORD}
     if words and words[-1] == "loss":
         found = {"min"}
     return found.pop() if len(found) == 1 else None

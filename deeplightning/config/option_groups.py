@@ -1,5 +1,5 @@
-"""Option groups: `_base_: [{model: resnet18}]` takes one file of the folder `model`, `model=vit` on the command line
-another one."""
+"""Option groups: `_base_: [{model: resnet18}]` selects a file of the folder `model`, and `model=vit` on the command
+line selects another."""
 
 import contextlib
 import os
@@ -13,21 +13,21 @@ from deeplightning.config.tree import Entry, kind, parse
 from deeplightning.faults import ConfigError, Fault, nearest
 
 SUFFIX = ".yaml"
-SHIPPED_GROUPS = HOME / "configs"  # whose folders are the option groups that ship with Deep Lightning
+SHIPPED_GROUPS = HOME / "configs"  # its folders are the option groups that ship with Deep Lightning
 _NAME = re.compile(r"[A-Za-z_][\w-]*(/[A-Za-z_][\w-]*)*", re.ASCII)
 _OPTION = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
-_MAX_NAMED = 20  # options that a note lists
+_MAX_LISTED = 20  # options in an error message
 
 
 @dataclass(frozen=True)
 class Group:
-    """One option group of a config, and what was chosen in it.
+    """One option group of a config, and the options chosen from it.
 
     Attributes:
         name: the path of its folder, `model/optimizer`.
-        chosen: the options, the later over the earlier; none where nothing is chosen.
-        place: who chose.
-        roots: the folders that may hold the group's folder, the first to be looked into first.
+        chosen: the options, where later ones override earlier ones; empty if none is chosen.
+        place: where they were chosen.
+        roots: the folders that may contain the group's folder, in search order.
     """
 
     name: str
@@ -49,23 +49,23 @@ class Group:
         """Return the file of an option and the root folder that contains it.
 
         Raises:
-            ConfigError: the group has no such option; the message has the most similar name and all names.
+            ConfigError: the group has no such option; the message lists the options and suggests the nearest.
         """
         if _OPTION.fullmatch(option) and ".." not in option.split("/"):
             for root in self.roots:
                 if os.path.isfile(file := root / self.name / f"{option}{SUFFIX}"):  # noqa: PTH113  (long names)
                     return root, file
         options = self.options()
-        there = ", ".join(options[:_MAX_NAMED]) + (" …" if len(options) > _MAX_NAMED else "") or "none"
-        message = f"the group has no option `{option:.60}`.{nearest(option, options)} There are: {there}"
-        raise ConfigError(Fault(message, self.name, self.place, found=option, allowed=there))
+        listed = ", ".join(options[:_MAX_LISTED]) + (" …" if len(options) > _MAX_LISTED else "") or "none"
+        message = f"the group has no option `{option:.60}`.{nearest(option, options)} There are: {listed}"
+        raise ConfigError(Fault(message, self.name, self.place, found=option, allowed=listed))
 
 
 def check_name(name: str, place: str) -> None:
     """Refuse an invalid group name.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the name is invalid.
     """
     if not _NAME.fullmatch(name):
         message = f"`{name:.60}` is not an option group, the path of a folder such as `model` or `model/optimizer`"
@@ -76,15 +76,15 @@ def chosen(entry: Entry) -> tuple[str, ...]:
     """Return the options that a value names: one, several in a list, or none for null.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: the value is of another type.
     """
     if entry.value is None:
         return ()
     items = entry.value if isinstance(entry.value, list) else [entry]
     for item in items:
         if not (isinstance(item.value, str) and item.value):
-            message = "a `_base_` is the path of a file, not a mapping; one that takes an option of a group is "
-            message += f"{{GROUP: OPTION}}, and an option is the name of a file, not {kind(item)}"
+            message = "a `_base_` is the path of a file, not a mapping; an option of a group is chosen by "
+            message += f"{{GROUP: OPTION}}, where OPTION is the name of a file, not {kind(item)}"
             raise ConfigError(Fault(message, "_base_", item.place))
     return tuple(item.value for item in items)
 
@@ -98,7 +98,7 @@ def choices(overrides: Iterable[str]) -> dict[str, Entry]:
         if not equals or not _NAME.fullmatch(name):
             continue
         place = f"override {text}"
-        with contextlib.suppress(ConfigError):  # which the override itself reports
+        with contextlib.suppress(ConfigError):  # reported by the override itself
             entry = parse(value, place, [], is_override=True)
             if chosen(entry) or entry.value is None:
                 found[name] = Entry(entry.value, place)

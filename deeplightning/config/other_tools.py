@@ -1,8 +1,8 @@
-"""Translate the commonest words of other tools, and of the first releases, for the messages of `check`.
+"""Translate the commonest keys and values of other tools, and of the first releases, for the messages of `check`.
 
-The plug-in `migrate` has a longer table of keys. An old key counts wherever it is written; with dots, below these keys
-(`model._target_`); with a slash, at the top level. A new key may have a comment after it. `*` repeats the old word, a
-leading dot means the section of the old word, and `none: …` gives the reason why no key does the same.
+The plug-in `migrate` has a longer table of keys. An old key matches anywhere; with dots, only below these keys
+(`model._target_`); with a slash, only at the top level. A comment may follow a new key. `*` repeats the old key, a
+leading dot stands for the section of the old key, and `none: …` gives the reason why there is no equivalent.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def by_old_word(table: Mapping[str, str]) -> dict[str, str]:
-    """Return the new word by each of the old ones, from the old ones by the new word."""
+    """Invert a table of old words by new word: return the new word by old word."""
     return {
         old: new.replace("*", old.lstrip("/").rpartition(".")[2])
         for new, words in table.items()
@@ -75,7 +75,7 @@ ROWS = by_old_word(
 )
 NAMES = {word.lstrip("/").rpartition(".")[2] for word in ROWS}
 
-# Where short names of classes are from, and these classes; and other words for them.
+# By role: the module of classes that have short names, and these classes. Below, synonyms for their names.
 _CLASSES = {
     "logger": "pytorch_lightning.loggers WandbLogger TensorBoardLogger CSVLogger deeplightning.tracking.MLflowLogger",
     "model.optimizer": "torch.optim Adam AdamW SGD RMSprop Adagrad Adadelta Adamax NAdam RAdam LBFGS",
@@ -91,7 +91,7 @@ _SYNONYMS = {
     "mae": "l1",
     "meansquarederror": "mse",
 } | dict.fromkeys(("bce", "binarycrossentropy"), "bcewithlogits")
-# By the key, the new value by the old ones; `*`: any text.
+# By key: the new value, and the old values that it replaces; `*`: any text.
 _MODE = {"max": "maximize", "min": "minimize"}
 _VALUES = {
     "data": {"data.root": "*"},
@@ -125,10 +125,10 @@ _VALUES = {
 
 
 def ours(key: str, section: str | None = None, rows: Mapping[str, str] = ROWS) -> str | None:
-    """Return what a dotted key of another tool is called here, by the longest old word that it ends with, or None.
+    """Return our name for a dotted key of another tool, by the longest old key that it ends with, or None.
 
     Args:
-        section: the section of ours that it was written in; None: the key's own.
+        section: our section that contains it; None: the key's own.
     """
     parts = key.rsplit(".", 2)
     section = key.rpartition(".")[0] if section is None else section
@@ -143,15 +143,15 @@ def key_of(found: str) -> str | None:
 
 
 def hint(found: str | None) -> str:
-    """Return ` Here it is called ….` for what `ours` returned, or nothing."""
+    """Return ` Here it is called ….` for what `ours` returned, or an empty text."""
     if found is None:
         return ""
     is_none = found.startswith("none:")
-    return f" There is none here: {found.removeprefix('none: ')}." if is_none else f" Here it is called {found}."
+    return f" No equivalent here: {found.removeprefix('none: ')}." if is_none else f" Here it is called {found}."
 
 
 def value(key: str, given: object) -> str | None:
-    """Return what a value of another tool is called here, at a key of ours; None: not known."""
+    """Return our name for a value of another tool at a key of ours, or None if unknown."""
     key = re.sub(r"\.[0-9]+(?=\.|$)", "", key)
     text = str(given).lower() if isinstance(given, str | int | float) else ""
     known = by_old_word(_VALUES.get(key, {}))
@@ -163,7 +163,7 @@ def value(key: str, given: object) -> str | None:
 
 
 def class_of(role: str | None, given: object) -> str | None:
-    """Return the class that another tool has a short name for; None: not known."""
+    """Return the class that a short name of another tool stands for, or None if unknown."""
     module, *names = _CLASSES.get(str(role), "-").split()
     word = str(given).lower().replace("_", "")
     for name in names:

@@ -1,7 +1,7 @@
-"""Tell the run folders that are this user's own from foreign ones.
+"""Distinguish the run folders of this user from foreign ones.
 
-A run that this user started on this machine leaves the SHA-256 of its `cfg.yaml` in the user's state folder, and is
-used as it is, wherever its folder is moved or copied.
+A run that this user starts on this machine records the SHA-256 of its `cfg.yaml` in the user's state folder. It is
+trusted wherever its folder is moved or copied.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ _noted: set[str] = set()
 
 
 def note_own(file: Path) -> None:
-    """Record that this user wrote a run's config, or its kept code, on this machine. A register that cannot be written
-    is no fault."""
+    """Record that this user wrote a run's config, or its saved code, on this machine. A register that cannot be
+    written causes only a warning."""
     digest = digest_of(file.read_bytes())
     _noted.add(digest)
     register = _register()
@@ -27,8 +27,7 @@ def note_own(file: Path) -> None:
         (register / digest).touch(mode=0o600)
     except OSError as error:
         log.warning(
-            "%s cannot be written (%s): later commands take this run for a foreign one and ask before they import its "
-            "code",
+            "%s cannot be written (%s): later commands treat this run as foreign and ask before they import its code",
             *(register, error.strerror),
         )
 
@@ -47,7 +46,7 @@ def is_own(folder: RunFolder) -> bool:
 
 
 def is_own_code(folder: RunFolder) -> bool:
-    """Return whether this user started the run on this machine with the code that its folder now holds."""
+    """Return whether this user started the run on this machine with the code that its folder now contains."""
     return is_noted(folder.config) and is_noted(folder.code)
 
 

@@ -1,7 +1,7 @@
-"""`pkg://PACKAGE/PATH` becomes a file inside an installed package. Nothing of the package is imported.
+"""Resolve `pkg://PACKAGE/PATH` to a file inside an installed package, without importing the package.
 
-Deep Lightning's own files are `pkg://deeplightning/configs/…` and `pkg://deeplightning/examples/…`. In an installed
-package these folders are inside it, in a clone beside it.
+Deep Lightning's own files are `pkg://deeplightning/configs/…` and `pkg://deeplightning/examples/…`. These folders are
+inside the package if it is installed, and next to it in a clone.
 """
 
 import importlib.util
@@ -15,14 +15,14 @@ PREFIX = "pkg://deeplightning/"
 SHIPPED = ("configs", "examples")
 _PACKAGE = Path(__file__).parents[1]
 HOME = _PACKAGE if (_PACKAGE / SHIPPED[0]).is_dir() else _PACKAGE.parent
-"""The folder that holds the shipped `configs` and `examples`."""
+"""The folder that contains the shipped `configs` and `examples`."""
 
-_SETS_UP = "TORCH_BACKEND=auto bash env.sh"
-TORCH_BUILD = f"`{_SETS_UP if (HOME / 'env.sh').is_file() else 'uv pip install --torch-backend=auto -U torch'}`"
+_SETUP_COMMAND = "TORCH_BACKEND=auto bash env.sh"
+TORCH_BUILD = f"`{_SETUP_COMMAND if (HOME / 'env.sh').is_file() else 'uv pip install --torch-backend=auto -U torch'}`"
 """The command that installs a build of torch that fits the machine."""
 
 _ADDRESS = re.compile(r"pkg:/+([^/]*)/*(.*)", re.DOTALL)  # a Path keeps one slash of two
-_LONGEST = 200  # characters of a shipped path
+_MAX_CHARACTERS = 200  # of a shipped path
 
 
 def is_address(path: str | Path) -> bool:
@@ -31,7 +31,7 @@ def is_address(path: str | Path) -> bool:
 
 
 def locate(address: str | Path, key: str | None = None, place: str | None = None) -> Path:
-    """Return the file of a `pkg://` address; `key` and `place` are those of the address, for notes.
+    """Return the file of a `pkg://` address; `key` and `place` are where it is written, for errors.
 
     Raises:
         ConfigError: there is no such package, or no such file in it.
@@ -45,7 +45,7 @@ def locate(address: str | Path, key: str | None = None, place: str | None = None
         raise ConfigError(Fault(message, key, place))
     folders = _folders(package, inner.parts[0])
     if not folders:
-        raise ConfigError(Fault(f"{shown}: there is no package `{package}` here. Install it", key, place))
+        raise ConfigError(Fault(f"{shown}: the package `{package}` is not installed. Install it", key, place))
     for folder in folders:
         if os.path.isfile(file := folder / inner):  # noqa: PTH113  (Path's fails for a name that is too long)
             return file
@@ -57,7 +57,7 @@ def _folders(package: str, first: str) -> list[Path]:
     """Return the folders of a package."""
     if package == "deeplightning":
         return [HOME if first in SHIPPED else _PACKAGE]
-    spec = importlib.util.find_spec(package)  # of a top-level name, for which nothing is imported
+    spec = importlib.util.find_spec(package)  # for a top-level name, this imports nothing
     return [*map(Path, (spec and spec.submodule_search_locations) or ())]
 
 
@@ -65,6 +65,6 @@ def shipped_instead(path: str | Path) -> str:
     """Return a hint for a missing file if Deep Lightning ships one under the same name."""
     inner = PurePosixPath(path)
     is_ours = inner.parts[:1] and inner.parts[0] in SHIPPED and ".." not in inner.parts
-    if not is_ours or len(str(inner)) > _LONGEST or not (HOME / inner).is_file():
+    if not is_ours or len(str(inner)) > _MAX_CHARACTERS or not (HOME / inner).is_file():
         return ""
     return f"; the one that ships with Deep Lightning is {PREFIX}{inner}"

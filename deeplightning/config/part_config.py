@@ -1,8 +1,8 @@
-"""The type of the config that a part (data, task) gets, for annotations alone.
+"""The type of the config that a data module or a task receives, for annotations only.
 
-It is the `Config` of the schema, narrowed to what loading and the checks have made sure of: the seed is drawn, a data
-module that takes it has a batch size, and there is one network. A task with several networks checks that it has a
-mapping, and keeps that.
+It is the `Config` of the schema, narrowed to what loading and the checks guarantee: the seed is set, a data module that
+takes the config has a batch size, and there is one network. A task with several networks checks itself that it has a
+mapping of them.
 """
 
 from deeplightning.config.schema import Config, Data, Model, Scheduler, Target

@@ -22,14 +22,14 @@ DRY_RUN = "deeplightning.dry_run"  # repeats a dry run on the devices and in the
 
 
 def entry_points(**which: Any) -> Any:
-    """Return the entry points with this group, and perhaps name."""
+    """Return the entry points of a group, optionally only those with a name."""
     from importlib import metadata  # 0.06 CPU s, which most commands do without
 
     return metadata.entry_points(**which)
 
 
 def names(group: str) -> list[str]:
-    """Return the names that installed packages have in a group, sorted."""
+    """Return the names that installed packages define in a group, sorted."""
     return sorted({entry.name for entry in entry_points(group=group)})
 
 
@@ -40,10 +40,10 @@ def full_names(group: str, name: str) -> list[str]:
 
 
 def load(group: str, name: str) -> Any:
-    """Import and return the object behind a name of a group; None: no package has it.
+    """Import and return the object behind a name of a group; None if no package defines it.
 
     Raises:
-        SetupError: several packages have it, or importing it fails.
+        SetupError: several packages define it, or importing it fails.
     """
     found = [*entry_points(group=group, name=name)]
     if not found:
@@ -71,18 +71,18 @@ def config_class(found: Collection[str] | None = None) -> type[Config]:
     """Return `Config` with the sections of plug-ins.
 
     Args:
-        found: the top-level keys of a config, whose sections alone are added; None: those of all installed packages.
+        found: the top-level keys of a config, to add only their sections; None: add those of all installed packages.
 
     Raises:
-        SetupError: an entry point cannot be imported, or is no section.
+        SetupError: an entry point cannot be imported, or is not a section.
     """
     if found is not None and {field.name for field in keys(Config)}.issuperset(found):
         return Config
-    return _extended(*(name for name in section_names() if found is None or name in found))
+    return _extended_config(*(name for name in section_names() if found is None or name in found))
 
 
 @functools.cache
-def _extended(*sections: str) -> type[Config]:
+def _extended_config(*sections: str) -> type[Config]:
     """Return `Config` with these sections, each null by default. Its instances can be pickled."""
     if not sections:
         return Config
@@ -101,6 +101,6 @@ def _extended(*sections: str) -> type[Config]:
 
 
 def _restored(sections: tuple[str, ...], values: dict[str, Any]) -> Config:
-    config = object.__new__(_extended(*sections))
+    config = object.__new__(_extended_config(*sections))
     vars(config).update(values)
     return config

@@ -1,4 +1,4 @@
-"""Collect what the check of a config finds, for people and for programs."""
+"""Collect the results of checking a config, for users and programs."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -12,24 +12,24 @@ from deeplightning.config.tree import MAX_FAULTS, TAG, nodes
 from deeplightning.faults import ConfigError, Fault, Missing, Notice, error_of, place_of, upwards
 from deeplightning.signatures.signature import Parameter, Undecided
 
-_ABSENT = re.compile(r"there is no module (\S+) to import \(for [^)]*")
+_NO_MODULE = re.compile(r"there is no module (\S+) to import \(for [^)]*")
 
 
 @dataclass
 class Report:
-    """What the check of a config has found so far; every step adds to it.
+    """The results of checking a config. Each step of the check adds to them.
 
     Attributes:
         source: the config as it was written, its references resolved.
-        config: the config; None where there is no tree to make one of. Whole only without faults: what is wrong is
-            replaced by its default or None.
-        faults: all that is wrong, in the order of the files once a check ends.
-        unchecked: what could not be decided, each with its reason, and the option that settles it.
+        config: the config, or None if there is no tree to build it from. Complete only without faults: a wrong value
+            is replaced by its default or None.
+        faults: all faults, in the order of the files once the check ends.
+        unchecked: what could not be checked, each with its reason and the option that checks it.
         places: dotted key → the place that set it, for every key that is set.
-        answered: keys that a fault is already about; another fault of theirs would be a consequence.
+        faulty_keys: keys that already have a fault; a further one would be a consequence.
         unread: keys whose values could not be read.
-        targets: comparisons of targets with what they name, left until the whole config is read.
-        meant: keys of ours that were written under a name of another tool.
+        targets: checks of targets, which run once the whole config is read.
+        meant_keys: our keys that were written under a name of another tool.
     """
 
     source: Source
@@ -40,16 +40,16 @@ class Report:
         self.faults = self.source.faults
         self.places = {".".join(map(str, path)): entry.place for path, entry in nodes(self.source.root)}
         self.unread = {fault.key for fault in self.faults if fault.message.startswith(TAG)}
-        self.answered = {fault.key for fault in self.faults} - self.unread
+        self.faulty_keys = {fault.key for fault in self.faults} - self.unread
         self.meanings = Meanings()
         self.targets: list[Callable[[], None]] = []
-        self.meant: set[str | None] = set()
+        self.meant_keys: set[str | None] = set()
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
         if message.startswith(("missing: ", "must be ")) and not self.unread.isdisjoint(upwards(key)):
             return  # the value there could not be read
-        if self.answered.isdisjoint(upwards(key)):
-            self.answered.add(key)
+        if self.faulty_keys.isdisjoint(upwards(key)):
+            self.faulty_keys.add(key)
             self.faults.append(Fault(message, key, place or place_of(key, self.places), **more))
             if len(self.faults) > MAX_FAULTS:
                 raise ConfigError([*self.faults, Fault(f"more than {MAX_FAULTS} faults; there may be others")])
@@ -58,48 +58,48 @@ class Report:
         message = f"must be {allowed}, not {found}" + (near and f".{near}")
         self.fault(message, key, place, found=str(found), allowed=allowed)
 
-    def take(self, verdict: Verdict) -> None:
+    def merge(self, verdict: Verdict) -> None:
         for f in verdict.faults:
             key = str(f.key)
-            beside = self.places.get(f"{key.removesuffix('.params')}.type") if key.endswith(".params") else None
-            place = self.places.get(key) or beside
+            type_place = self.places.get(f"{key.removesuffix('.params')}.type") if key.endswith(".params") else None
+            place = self.places.get(key) or type_place
             self.fault(f.message, key, place, found=f.found, allowed=f.allowed, exit_code=f.exit_code)
-        for key, (why, settled_by) in verdict.undecided.items():
-            self.leave(key, why, settled_by)
+        for key, (why, option) in verdict.undecided.items():
+            self.add_unchecked(key, why, option)
 
-    def leave(self, key: str, why: str, settled_by: str = "--import") -> None:
-        """Note what could not be checked, and what settles it."""
-        remedy = "" if settled_by == "--import" and self.meanings.importing else f"; `{settled_by}` settles it"
+    def add_unchecked(self, key: str, why: str, option: str = "--import") -> None:
+        """Record a key that could not be checked, why, and the option that checks it."""
+        remedy = "" if option == "--import" and self.meanings.importing else f"; `{option}` checks it"
         self.unchecked.append(Fault(why + remedy, key, place_of(key, self.places)))
         if len(self.unchecked) > MAX_FAULTS:
-            message = f"more than {MAX_FAULTS} things, up to here, that cannot be checked without importing them"
+            message = f"more than {MAX_FAULTS} values, up to here, cannot be checked without importing"
             raise ConfigError([*self.faults, replace(self.unchecked[-1], message=message)])
 
     def param(self, name: str, param: str, value: object, section: str, key: str, given: int = 0) -> None:
-        """Compare one param, at `key`, with the parameters of a class; others check the class itself."""
+        """Check one param, at `key`, against the signature of a class. The class itself is checked elsewhere."""
         if not isinstance(name, str):
             return
-        asked = f"{section}.params.{param}"
+        param_key = f"{section}.params.{param}"
         verdict = judge(self.meanings, name, {param: value}, section, given=given)
         faults = [
-            replace(fault, key=key + str(fault.key).removeprefix(asked))
+            replace(fault, key=key + str(fault.key).removeprefix(param_key))
             for fault in verdict.faults
-            if asked in upwards(str(fault.key))
+            if param_key in upwards(str(fault.key))
         ]
-        self.take(Verdict(faults, {key: verdict.undecided[asked]} if asked in verdict.undecided else {}))
+        self.merge(Verdict(faults, {key: verdict.undecided[param_key]} if param_key in verdict.undecided else {}))
 
     def meaning(self, name: str, key: str, place: str | None = None) -> Any:
-        """Return what a name at a key means; None where there is no such thing, or only importing can tell."""
+        """Resolve a name at a key, or return None if it does not exist or only importing would show it."""
         try:
             return self.meanings.of(name)
         except ValueError as error:
             self.fault(str(error), key, place, found=name, exit_code=getattr(error, "exit_code", 2))
         except Undecided as why:
-            self.leave(key, f"{name}: {why}")
+            self.add_unchecked(key, f"{name}: {why}")
         return None
 
     def parameter(self, name: str, param: str) -> Parameter:
-        """Return a parameter of a class. An unknown parameter allows anything; a missing one allows nothing."""
+        """Return a parameter of a class. One of an unknown signature allows anything; a missing one allows nothing."""
         try:
             signature = self.meanings.signature(name)
         except (ValueError, Undecided):
@@ -108,73 +108,72 @@ class Report:
         return next((p for p in signature.parameters if p.name == param), absent)
 
     def add(self, *faults: Fault) -> None:
-        """Add further faults: those without a place get that of their key, or of the nearest section above."""
+        """Add faults. One without a place gets that of its key, or of the nearest enclosing section."""
         self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in faults]
         self.sort()
 
     def drop_consequences(self) -> None:
-        """Drop what is missing because its key has the name of another tool, or `_base_` is misspelt."""
+        """Drop faults of missing keys that were written under a name of another tool, or are in a misspelt `_base_`."""
         is_base = any("mean _base_?" in fault.message for fault in self.faults)  # the missing keys are in the base
         missing = [fault for fault in self.faults if fault.message.startswith("missing: ")]
-        self.faults[:] = [f for f in self.faults if not (f in missing and (is_base or f.key in self.meant))]
+        self.faults[:] = [f for f in self.faults if not (f in missing and (is_base or f.key in self.meant_keys))]
 
     def sort(self) -> None:
-        """Bring faults, and what is unchecked, into the order of the files, without values from the environment."""
-        self.faults[:] = in_order(self.faults, self.source)
-        self.unchecked = in_order(self.unchecked, self.source)
+        """Sort faults and unchecked keys in the order of the files, and redact values from the environment."""
+        self.faults[:] = sort_faults(self.faults, self.source)
+        self.unchecked = sort_faults(self.unchecked, self.source)
 
     @property
     def notices(self) -> list[Notice]:
-        """Return what was changed in the config, and why."""
+        """Return the changes that were made to the config, with reasons."""
         return (self.config.notices if self.config is not None else None) or []
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of a process that reports no more than this."""
+        """Return the exit code for these faults."""
         return error_of(self.faults).exit_code if self.faults else 0
 
     @property
-    def keeps_from_trying(self) -> bool:
-        """Return whether what is wrong is more than that this machine lacks the GPUs, which a dry run pretends to
-        have."""
+    def blocks_dry_run(self) -> bool:
+        """Return whether there are faults besides missing GPUs, which a dry run simulates."""
         return any(fault.key != "engine.gpus" or fault.exit_code != 3 for fault in self.faults)
 
     def redact(self, text: str) -> str:
-        """Return a text without the values that came from the environment."""
+        """Redact the values from the environment in a text."""
         return self.source.secrets.redact_message(text)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the report for programs; the config only where nothing is wrong with it."""
+        """Return the report as plain values, for JSON. It has the config only if that has no faults."""
 
-        def told(is_warning: bool) -> list[dict[str, str | None]]:
+        def entries(is_warning: bool) -> list[dict[str, str | None]]:
             found = [notice for notice in self.notices if notice.unasked == is_warning]
             return [{"key": notice.key, "message": self.redact(notice.text)} for notice in found]
 
-        right = not self.faults and self.config is not None
+        is_valid = not self.faults and self.config is not None
         return {
-            "valid": right,
+            "valid": is_valid,
             "faults": [fault.to_dict() for fault in self.faults],
-            "warnings": told(is_warning=True),
-            "notices": told(is_warning=False),
+            "warnings": entries(is_warning=True),
+            "notices": entries(is_warning=False),
             "unchecked": [fault.to_dict() for fault in self.unchecked],
-            "config": self.config.public() if right and self.config is not None else None,
+            "config": self.config.public() if is_valid and self.config is not None else None,
         }
 
     def checked(self) -> Config:
-        """Return the config, if nothing is wrong.
+        """Return the config if it has no faults.
 
         Raises:
-            UserError: with every fault; of the kind of the worst.
+            UserError: with all faults; `error_of` chooses its class.
         """
         if self.faults or self.config is None:
             raise error_of(self.faults)
         return self.config
 
 
-def in_order(faults: Iterable[Fault], source: Source) -> list[Fault]:
-    """Return faults in the order of the file, each once, without values from the environment.
+def sort_faults(faults: Iterable[Fault], source: Source) -> list[Fault]:
+    """Sort faults in the order of the files, without duplicates, and redact values from the environment.
 
-    A package that is missing is one fault, which names all keys that need it.
+    A missing package is one fault, which names all keys that need it.
     """
 
     def position(fault: Fault) -> tuple[str, int, int]:
@@ -182,16 +181,16 @@ def in_order(faults: Iterable[Fault], source: Source) -> list[Fault]:
         return (name, int(line), int(column)) if line.isdigit() and column.isdigit() else (fault.place or "", 0, 0)
 
     def clean(fault: Fault) -> Fault:
-        words = {name: getattr(fault, name) for name in ("message", "place", "found", "allowed")}
-        clean: dict[str, Any] = {name: source.secrets.redact(text) for name, text in words.items() if text}
+        texts = {name: getattr(fault, name) for name in ("message", "place", "found", "allowed")}
+        clean: dict[str, Any] = {name: source.secrets.redact(text) for name, text in texts.items() if text}
         return replace(fault, **clean)
 
     found = dict[str, Fault]()
     for fault in sorted(dict.fromkeys(map(clean, faults)), key=position):
-        absent = _ABSENT.match(fault.message) if fault.exit_code == Missing.exit_code else None
+        absent = _NO_MODULE.match(fault.message) if fault.exit_code == Missing.exit_code else None
         name = absent[1] if absent else f"fault {len(found)}"
         if name in found:
-            message = _ABSENT.sub(rf"\g<0>, {fault.key}", found[name].message, count=1)
+            message = _NO_MODULE.sub(rf"\g<0>, {fault.key}", found[name].message, count=1)
             found[name] = replace(found[name], message=message)
         else:
             found[name] = fault

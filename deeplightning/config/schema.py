@@ -1,6 +1,6 @@
-"""Every key of a config: its type, its default, and one sentence. The reference in the README is made from this file.
+"""Every key of a config, with its type, default and meaning. The key reference in `docs` is generated from this file.
 
-A config is a tree of these dataclasses. Free-form values are under some `params`; every other key is here.
+A config is a tree of these dataclasses. Free-form values are under `params`; every other key is here.
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
@@ -14,16 +14,16 @@ Backend = Literal[
     "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
     "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
     "deepspeed_stage_1_offload_nvme", "deepspeed_stage_2_offload_nvme", "deepspeed_stage_3_offload_nvme",
-    "horovod", "dp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp",  # older words, mapped with a notice
+    "horovod", "dp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp",  # older names, mapped with a notice
 ]  # fmt: skip
 Precision = Literal[
     16, 32, 64, "bf16", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "32-true", "64-true",
-    "amp", "apex_O1", "apex_O2", "deepspeed",  # older words, mapped with a notice
+    "amp", "apex_O1", "apex_O2", "deepspeed",  # older names, mapped with a notice
 ]  # fmt: skip
 VERSION = 1
 """The version of configs that this release reads and writes."""
 
-# What the older words mean today.
+# Current names of older backends.
 BACKENDS: dict[str, Backend] = {
     "horovod": "ddp",
     "dp": "ddp",
@@ -33,14 +33,14 @@ BACKENDS: dict[str, Backend] = {
 }
 PRECISIONS = {"amp": "16-mixed", "apex_O1": "16-mixed", "apex_O2": "16-mixed", "deepspeed": "16-mixed"}
 
-# Sixteen GPUs are the most that one machine has had (2026).
+# No machine has had more than 16 GPUs (2026).
 ServeDevice = Literal[
     "auto", "cpu", "cuda", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:6", "cuda:7",
     "cuda:8", "cuda:9", "cuda:10", "cuda:11", "cuda:12", "cuda:13", "cuda:14", "cuda:15",
 ]  # fmt: skip
 
 Mode = Literal["min", "max"]
-BETTER = "whether less (`min`) or more (`max`) is better; null: what the metric's name says"
+BETTER = "whether lower (`min`) or higher (`max`) is better; null: inferred from the metric's name"
 Stage = Literal["train", "validate", "test", "predict"]
 
 
@@ -57,7 +57,7 @@ def key(
 
 
 def hidden() -> Any:
-    """Define what the loader stores in a section and no config can set."""
+    """Define a field that the loader sets and a config cannot."""
     return field(default=None, repr=False, compare=False, kw_only=True, metadata={"hidden": True})
 
 
@@ -67,7 +67,7 @@ def keys(section: Any) -> Iterator[Field[object]]:
 
 
 class Section:
-    """What every section has from being a config: `cfg["model"]`, `cfg.get("test")`, `"test" in cfg`, `dict(cfg)`."""
+    """Base of all sections, with mapping access: `cfg["model"]`, `cfg.get("test")`, `"test" in cfg`, `dict(cfg)`."""
 
     def __getitem__(self, name: str) -> object:
         if name not in self:
@@ -124,7 +124,7 @@ class Call(Section):
     """When a scheduler steps."""
 
     interval: Literal["epoch", "step"] = key("the scheduler steps after each `epoch` or optimizer `step`", "epoch")
-    frequency: int = key("it steps every so many intervals", 1, low=1)
+    frequency: int = key("number of intervals between steps", 1, low=1)
     monitor: str | None = key("metric for schedulers that need one (ReduceLROnPlateau)", None, example="val_loss")
 
 
@@ -134,7 +134,7 @@ class Scheduler(Target):
 
     call: Call = key("when it steps", Call)
     warmup: float = key(
-        "share of the training's steps in which the rate grows from almost 0 to what the schedule gives; 0: none",
+        "fraction of training steps in which the learning rate grows from almost 0 to that of the schedule; 0: none",
         0.0,
         low=0,
         high=1,
@@ -158,16 +158,16 @@ class Data(Section):
     )
     batch_size: int | None = key("samples per step and process; null: the data module's own", None, example="64", low=1)
     root: str | None = key("folder of the data set", None, example="~/data")
-    dataset: str | None = key("a name for people; nothing depends on it", None, example="MNIST")
+    dataset: str | None = key("a display name; nothing depends on it", None, example="MNIST")
     num_workers: int = key("loader processes per training process; 0 loads in the process itself", 0, low=0)
     num_splits: int | None = key(
-        "validation is one of so many parts of the training set; null: the module's split", None, low=2
+        "validate on one of this many parts of the training set; null: the module's split", None, low=2
     )
-    fold: int = key("which of the `num_splits` parts validates", 0, low=0)
+    fold: int = key("index of the part of `num_splits` to validate on", 0, low=0)
     sampler: Target | Literal["balanced"] | None = key(
-        "the order of training, for data modules that heed it, as ours do; balanced: each class equally often in an "
-        "epoch; a target is called with the training set, and batch_size, num_replicas, rank and seed by name; null: "
-        "shuffled",
+        "sampling order of training, for data modules that use it, as ours do; balanced: each class equally often in "
+        "an epoch; a target is called with the training set, and batch_size, num_replicas, rank and seed by name; "
+        "null: shuffled",
         None,
         example="{type: own.Sampler, params: {size: 8}}",
     )
@@ -176,7 +176,7 @@ class Data(Section):
 
 @dataclass
 class Model(Section):
-    """What learns, and how."""
+    """The network, its training and its metrics."""
 
     module: Target = key(
         "the task: a LightningModule; a first parameter named `cfg` gets the whole config",
@@ -184,8 +184,8 @@ class Model(Section):
     )
     network: Target | dict[str, Target] | None = key("the network, or several by name", None)
     output: str | int | None = key(
-        "what the task takes of a network's output that is no tensor: an attribute, a key, or a position from 0; null: "
-        "all of it",
+        "the part that the task uses of a network's output that is not a tensor: an attribute, a key, or an index from "
+        "0; null: all of it",
         None,
         example="logits",
     )
@@ -205,10 +205,10 @@ class Model(Section):
 
 @dataclass
 class Engine(Section):
-    """How the run is spread over processes and devices, and in which numbers it computes."""
+    """Processes, devices and numerical precision of the run."""
 
     backend: Backend | None = key(
-        "how parameters, gradients and the optimizer's state are spread; null: one process", None
+        "how parameters, gradients and the optimizer's state are distributed; null: one process", None
     )
     params: dict[str, Any] = key("keyword arguments of the backend's strategy", dict, example="{timeout: 600}")
     gpus: int | list[int] | Literal["auto"] | None = key(
@@ -219,7 +219,7 @@ class Engine(Section):
     )
     processes: int = key("CPU processes when `gpus` is null", 1, low=1)
     num_nodes: int = key("machines", 1, low=1)
-    precision: Precision = key("bits of a number in the forward and backward pass; 16 and bf16 are mixed", 32)
+    precision: Precision = key("floating-point precision of the forward and backward pass; 16 and bf16 are mixed", 32)
     launcher: Target | None = key(
         "what starts the processes; null: this command, or what started it (torchrun, Slurm, MPI)",
         None,
@@ -227,42 +227,42 @@ class Engine(Section):
     )
     max_restarts: int = key("restarts after a lost worker, from the latest complete checkpoint", 0, low=0)
     matmul_precision: Literal["highest", "high", "medium"] | None = key(
-        "how precisely GPUs multiply matrices of 32 bits: high is TF32, medium bf16; null: torch's own choice", None
+        "precision of float32 matrix products on GPUs: high is TF32, medium bf16; null: torch's default", None
     )
-    deterministic: bool = key("only algorithms that give the same bits each time, on GPU too", False)
+    deterministic: bool = key("use only algorithms with bitwise reproducible results, on GPUs too", False)
     compile: bool | Literal["graphs", "reduce-overhead", "max-autotune"] = key(
-        "compile the training step's network and losses with torch.compile, for full batches; a word is its mode: "
+        "compile the training step's network and losses with torch.compile, for full batches; a text is its mode: "
         "reduce-overhead uses CUDA graphs. graphs: CUDA graphs of the eager kernels, without the compiler",
         False,
     )
     fused: bool | Literal["auto"] = key(
-        "take an optimizer's step in one kernel, where torch has one; auto: on a GPU, under one process or ddp; what "
-        "the optimizer's params say of `fused` or `foreach` counts before it",
+        "use the fused kernel of an optimizer, where torch has one; auto: on a GPU, with one process or ddp; `fused` "
+        "or `foreach` in the optimizer's params takes precedence",
         "auto",
     )
     channels_last: bool = key(
-        "lay pictures in memory with their channels last: convolutions are faster, and round otherwise", False
+        "store pictures in channels-last memory format: convolutions are faster, and round differently", False
     )
     threads: int | None = key(
-        "threads that one process computes with; null: OMP_NUM_THREADS, else the cores, divided among the processes",
+        "compute threads per process; null: OMP_NUM_THREADS, else the cores, divided among the processes",
         None,
         low=1,
     )
     keep_memory: bool = key(
-        "memory that a step frees is kept for the next one instead of given back to the system; the same results", True
+        "keep memory that a step frees for the next one instead of returning it to the system; same results", True
     )
-    sync_batchnorm: bool = key("batch norm over all processes", False)
+    sync_batchnorm: bool = key("synchronize batch norm across all processes", False)
     activation_checkpointing: list[str] | None = key(
-        "modules that compute their activations again in the backward pass instead of keeping them: names in the "
-        "network, or classes",
+        "modules that recompute their activations in the backward pass instead of storing them: names in the network, "
+        "or classes",
         None,
         example="[layers.0, TransformerEncoderLayer]",
     )
     profiler: Literal["simple", "advanced", "torch", "flops"] | None = key(
-        "measure where time goes; flops: count the operations of a step by module, in flops.txt of the run folder", None
+        "profile the run; flops: count the operations of a step by module, in flops.txt of the run folder", None
     )
     setup_hook: str | None = key(
-        "MODULE.FUNCTION, called without arguments in every process before they meet, also after a restart", None
+        "MODULE.FUNCTION, called without arguments in every process before rendezvous, also after a restart", None
     )
     env: dict[str, str] = key("environment variables of every worker", dict)
 
@@ -301,7 +301,7 @@ def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:
 
 
 def backend_of(engine: Engine) -> Backend | None:
-    """Return the present name of an `engine.backend`."""
+    """Return the current name of an `engine.backend`."""
     return BACKENDS.get(engine.backend or "", engine.backend)
 
 
@@ -310,40 +310,42 @@ class Clip(Section):
     """Gradient clipping, before each optimizer step."""
 
     value: float = key(
-        "the largest norm, or the largest absolute value; of agc, the largest share of the weights' norm, such as 0.01",
+        "the largest norm or absolute value; for agc, the largest ratio to the weights' norm, such as 0.01",
         low=0,
     )
     algorithm: Literal["norm", "value", "agc"] = key(
-        "clip the `norm` of all gradients, or each `value`; agc: the norm of each unit by that of its weights", "norm"
+        "clip the `norm` of all gradients, or each `value`; agc: each unit's norm relative to that of its weights",
+        "norm",
     )
     norm_type: float = key("which norm", 2.0)
 
 
 @dataclass
 class EarlyStop(Section):
-    """End when a metric gets no better."""
+    """Stop when a metric no longer improves."""
 
     metric: str = key("name of a metric", example="val_loss")
     mode: Mode | None = key(BETTER, None)
     delta: float = key("smaller changes do not count as better", 0.0, low=0)
-    patience: int = key("so many validations without a better value end the training", 3, low=1)
+    patience: int = key("stop after this many validations without a better value", 3, low=1)
 
 
 @dataclass
 class Checkpoint(Section):
-    """When weights are saved, and which are kept."""
+    """When checkpoints are saved, and which are kept."""
 
-    every_n_epochs: float | None = key("save every so many epochs; 0.5: twice an epoch; null: only at the end", 1)
-    every_n_steps: int | None = key("save every so many optimizer steps as well", None, low=1)
+    every_n_epochs: float | None = key("save every N epochs; 0.5: twice an epoch; null: only at the end", 1)
+    every_n_steps: int | None = key("also save every N optimizer steps", None, low=1)
     monitor: str | None = key(
-        "metric that decides which weights are best, at each validation; one of training steps also where a fraction "
-        "of an epoch is saved; null: none are",
+        "metric that decides which weights are best, at each validation; a metric of training steps also when a "
+        "fraction of an epoch is saved; null: none",
         None,
         example="val_acc",
     )
     mode: Mode | None = key(BETTER, None)
     save_top_k: int = key(
-        "how many of the best are kept; the best is best.ckpt. Without `monitor`, where more than 1: of the newest",
+        "number of best checkpoints to keep; the best is best.ckpt. Without `monitor`, a number above 1 "
+        "keeps that many of the newest",
         1,
         low=1,
     )
@@ -360,15 +362,15 @@ class LimitBatches(Section):
 
 @dataclass
 class Train(Section):
-    """How long training lasts and what happens on the way."""
+    """Length of training, checkpoints, callbacks and limits."""
 
     num_epochs: int | None = key("passes over the training set; 0 only validates", None, low=0)
-    max_steps: int | None = key("optimizer steps; ends training when it comes first", None, low=1)
-    val_every_n_epoch: float = key("validate every so many epochs; 0.5: at the half of an epoch and at its end", 1)
+    max_steps: int | None = key("maximum number of optimizer steps; ends training if it is reached first", None, low=1)
+    val_every_n_epoch: float = key("validate every N epochs; 0.5: in the middle of an epoch and at its end", 1)
     accumulator_epoch: int = key("accumulate gradients from this epoch on", 0, low=0)
     accumulator_factor: int = key("batches per optimizer step", 1, low=1)
     seeds: int | None = key(
-        "so many runs that differ by the seed alone, counted up from `seed` (from 0 where that is null), under one "
+        "number of runs that differ only in the seed, counted up from `seed` (from 0 if that is null), under one "
         "parent run, with mean and 95 % interval of each metric; null and 1: one run",
         None,
         low=1,
@@ -376,13 +378,12 @@ class Train(Section):
     )
     resume_ckpt: str | None = key("continue from a checkpoint or run: a path, RUN, auto, last or best", None)
     gradient_clip: Clip | None = key("clip gradients", None)
-    early_stop: EarlyStop | None = key("end when a metric gets no better", None)
-    checkpoint: Checkpoint = key("what is saved when", Checkpoint)
+    early_stop: EarlyStop | None = key("stop when a metric no longer improves", None)
+    checkpoint: Checkpoint = key("when and what to save", Checkpoint)
     callbacks: list[Target] = key("Lightning callbacks of your own", list)
     limit_batches: LimitBatches | None = key("use a part of the batches", None)
     overfit: int | None = key(
-        "train and validate on the same so many batches, the first of the training set, which a network that can learn "
-        "learns by heart",
+        "train and validate on the first N batches of the training set, which a network that can learn memorizes",
         None,
         low=1,
     )
@@ -391,7 +392,7 @@ class Train(Section):
         "`fast`",
         False,
     )
-    export: bool = key("write the bundle that `serve` answers from when training has ended", True)
+    export: bool = key("write the bundle for `serve` when training ends", True)
 
 
 @dataclass
@@ -403,17 +404,17 @@ class Test(Section):
 
 @dataclass
 class PerEpoch(Section):
-    """So many times an epoch."""
+    """A number of points per epoch."""
 
     per_epoch: int = key("points per epoch", low=1)
 
 
 @dataclass
 class Pictures(Section):
-    """Pictures of what the task sees and answers."""
+    """Pictures of the task's inputs and predictions."""
 
     every_n_epochs: int = key(
-        "at the validation of every so many epochs, and of the last; confusion matrix and sheet once a minute at most",
+        "at validation every N epochs, and in the last one; confusion matrix and sheet at most once a minute",
         1,
         low=1,
     )
@@ -421,21 +422,20 @@ class Pictures(Section):
 
 @dataclass
 class Logger(Target):
-    """Where numbers and pictures of the run go."""
+    """Where metrics and pictures of the run are logged."""
 
     type: str = key("a Lightning logger", "deeplightning.tracking.MLflowLogger")
-    log_every_n_steps: int | PerEpoch = key("a point every so many steps, or {per_epoch: 10}", 10, low=1)
-    extra: list[Target] = key("more Lightning loggers beside this one", list)
+    log_every_n_steps: int | PerEpoch = key("log every N steps, or {per_epoch: 10}", 10, low=1)
+    extra: list[Target] = key("additional Lightning loggers", list)
     pictures: Pictures | None = key("when pictures are made; null: none, and no report.html", Pictures)
-    histograms: int | None = key("histograms of weights and gradients every so many epochs", None, low=1)
+    histograms: int | None = key("log histograms of weights and gradients every N epochs", None, low=1)
     gradient_norm: bool = key(
-        "log the second norm of all gradients, before they are clipped, as `grad_norm`; of several optimizers as "
-        "`grad_norm-NAME`",
+        "log the 2-norm of all gradients before clipping as `grad_norm`; with several optimizers as `grad_norm-NAME`",
         False,
     )
     per_rank_files: bool = key("a log file per process, logs/rank_<r>.log", True)
     progress: Literal["auto", "bar", "lines", "off"] = key("auto: a bar on a terminal, lines elsewhere", "auto")
-    ranks: list[int] = key("processes that report to the terminal", lambda: [0])
+    ranks: list[int] = key("ranks that report to the terminal", lambda: [0])
     log_model: bool = key(
         "log the bundle as an MLflow model too, which `mlflow models serve` and others can load", False
     )
@@ -449,7 +449,7 @@ class PluginSection(Section):
     """
 
     def check(self, report: Any, examine: Callable[[list[str]], Any]) -> None:
-        """Add what is wrong with the section to the report of a config whose sections could all be read.
+        """Report faults of the section, in a config whose sections could all be read.
 
         Args:
             report: a `deeplightning.config.report.Report`.
@@ -462,7 +462,7 @@ class Serve(Section):
     """The prediction server."""
 
     host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
-    port: int = key("port to listen on; 0: any that is free", 5000, low=0, high=65535)
+    port: int = key("port to listen on; 0: any free port", 5000, low=0, high=65535)
     max_upload_mb: int = key("largest request body, in MB (1,000,000 bytes)", 16, low=1, high=10_000)
     max_pixels: int = key(
         "largest image, in pixels, checked before decoding", 24_000_000, low=1, high=178_956_970
@@ -472,45 +472,45 @@ class Serve(Section):
     max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1, high=100_000)
     max_wait: float = key("seconds that a request may wait for the model", 5.0, low=0.1, high=600)
     device: ServeDevice = key(
-        "where the model computes: cpu; cuda: every GPU, with a process each; cuda:N: the GPU with this number; auto: "
+        "where the model runs: cpu; cuda: every GPU, with a process each; cuda:N: the GPU with this number; auto: "
         "every usable GPU, else the CPU",
         "auto",
     )
     precision: Literal["fp32", "int8", "fp16"] = key(
-        "numbers that the model computes in; int8 is quicker on a CPU, fp16 on a GPU, and both round", "fp32"
+        "number format of the model; int8 is faster on a CPU, fp16 on a GPU, and both lose precision", "fp32"
     )
     api_key_env: str | None = key(
-        "environment variable that holds the key clients must send; null: they need none", None, example="SERVE_KEY"
+        "environment variable with the key that clients must send; null: no key", None, example="SERVE_KEY"
     )
     allowed_hosts: list[str] = key(
-        "names by which clients may ask for this server, besides localhost; `*`: any. Without a name, a loopback "
-        "address answers loopback names alone, any other address every name",
+        "host names that clients may use, besides localhost; `*`: any. Without names, a loopback address accepts only "
+        "loopback names, any other address every name",
         list,
     )
 
 
 @dataclass
 class Config(Section):
-    """One run, described whole."""
+    """The complete description of one run."""
 
-    version: int = key("of the keys; a file without it has version 1", VERSION, low=1, high=VERSION)
-    seed: int | None = key("everything random follows from it; null: drawn and recorded", 42, low=0, high=2**32 - 1)
-    stages: list[Stage] = key("what is done, in this order: train, validate, test, predict", lambda: ["train"])
+    version: int = key("version of the config format; files without it are version 1", VERSION, low=1, high=VERSION)
+    seed: int | None = key("seeds all random number generators; null: drawn and recorded", 42, low=0, high=2**32 - 1)
+    stages: list[Stage] = key("stages to run, in this order: train, validate, test, predict", lambda: ["train"])
     data: Data = key("where samples come from")
-    model: Model = key("what learns, and how")
-    engine: Engine = key("how the run is spread", Engine)
-    train: Train = key("how long, and what happens on the way", Train)
-    test: Test = key("which weights validate, test and predict", Test)
-    logger: Logger = key("where numbers and pictures go", Logger)
+    model: Model = key("the network, its training and its metrics")
+    engine: Engine = key("processes, devices and precision", Engine)
+    train: Train = key("length of training, checkpoints and callbacks", Train)
+    test: Test = key("weights that validate, test and predict use", Test)
+    logger: Logger = key("where metrics and pictures are logged", Logger)
     serve: Serve = key("the prediction server", Serve)
     secrets: Any = hidden()
     notices: Any = hidden()
-    asked: Any = hidden()  # dotted key → what was asked for and is otherwise in the run
+    asked: Any = hidden()  # dotted key → the requested value, if the run uses another
     roots: Any = hidden()  # the folders that its names are imported from
     places: Any = hidden()  # dotted key → the place that set it, for every key that is set
     written: Any = hidden()  # the names of its files
 
-    def of_plugins(self) -> dict[str, PluginSection]:
+    def plugin_sections(self) -> dict[str, PluginSection]:
         """Return the sections that plug-ins add, by name."""
         return {name: section for name, section in self.items() if isinstance(section, PluginSection)}
 
@@ -520,8 +520,8 @@ class Config(Section):
         return made
 
     def public(self) -> dict[str, Any]:
-        """Return the config as it may be shown and saved: values from the environment stay as written
-        (`${oc.env:NAME}`, or a reference to such a value). It loads to an equal config."""
+        """Return the config in a form that may be shown and saved: values from the environment stay as written
+        (`${oc.env:NAME}`, or a reference to such a value). Loading it gives an equal config."""
         made: dict[str, object] = literal_values(self.to_dict(), (), self.secrets.texts if self.secrets else {})
         return made
 
@@ -548,7 +548,7 @@ def plain(value: object) -> Any:
 def literal_values(
     value: object, path: tuple[str | int, ...] = (), texts: dict[tuple[str | int, ...], str] | None = None
 ) -> Any:
-    """Return plain values with some texts in their places, and the others escaped, so that none becomes a reference."""
+    """Replace the values at the paths in `texts`, and escape other strings so that none becomes a reference."""
     if texts and path in texts:
         return texts[path]
     if isinstance(value, dict):
@@ -556,7 +556,7 @@ def literal_values(
     if isinstance(value, list):
         return [literal_values(item, (*path, number), texts) for number, item in enumerate(value)]
     if isinstance(value, str) and ("${" in value or "???" in value):
-        from deeplightning.config.secrets import literal  # not for `schema`, which resolves nothing
+        from deeplightning.config.secrets import literal  # imported lazily
 
         return literal(value)
     return value

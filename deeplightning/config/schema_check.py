@@ -1,6 +1,6 @@
-"""The tree of a config becomes an instance of the schema: keys, types and ranges.
+"""Convert the tree of a config to an instance of the schema, and check keys, types and ranges.
 
-What does not fit becomes a fault; its place is taken by the default or None, and reading continues.
+A wrong value becomes a fault and is replaced by its default or None, and reading continues.
 """
 
 import functools
@@ -14,24 +14,24 @@ from deeplightning.config import plugins, schema
 from deeplightning.config.report import Report
 from deeplightning.config.schema import Target
 from deeplightning.config.signature_check import is_kind_of
-from deeplightning.config.target_check import note_inside, note_target
+from deeplightning.config.target_check import add_nested, add_target
 from deeplightning.config.tree import Entry, KeyPath, kind, plain, scalar
 from deeplightning.faults import not_installed, plugin_of
 from deeplightning.own_code import original_roots
 from deeplightning.signatures.signature import Parameter
 
-MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
-OF_STRATEGY = Parameter("params", allowed=())  # a strategy builds nothing from a mapping
+MAX_UNKNOWN = 50  # unknown keys of a section that are reported individually
+STRATEGY_PARAM = Parameter("params", allowed=())  # strategies build nothing from mappings
 
 
 def read_config(report: Report) -> schema.Config | None:
-    """Return the whole config, its keys compared with each other too; None where there is no tree to make one of."""
+    """Read the whole config, also checking keys against each other, or return None if there is no tree."""
     source = report.source
     config: schema.Config | None = read_section(report, schema.Config, source.root, "", ())
     if config is not None:
         config.secrets, config.notices, config.roots = source.secrets, source.notices or None, original_roots()
         config.written = source.names
-        _contradictions(report, config)
+        _report_contradictions(report, config)
     report.config = config
     return config
 
@@ -40,7 +40,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
-    """Return an instance of a schema class."""
+    """Convert an entry to an instance of a schema class, or return None after a fault."""
     if entry.value is None:
         entry = Entry({}, entry.place)
     if not isinstance(entry.value, dict):
@@ -79,23 +79,23 @@ def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPat
     section = cls(**values)
     if isinstance(section, Target):
         if isinstance(section.type, str):
-            note_target(report, section.type, entry, key, path)
+            add_target(report, section.type, entry, key, path)
         section.place = entry.value["type"].place if "type" in entry.value else entry.place
         section.name = key
     if isinstance(section, schema.Engine) and section.params:
         for name, item in entry.value["params"].value.items():
-            note_inside(report, item, f"{prefix}params.{name}", (*path, "params", name), lambda: OF_STRATEGY)
+            add_nested(report, item, f"{prefix}params.{name}", (*path, "params", name), lambda: STRATEGY_PARAM)
     return section
 
 
 def _value(
     report: Report, hint: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, object] = {}
 ) -> object:
-    """Return a value of the type that the schema gives, or _BAD after a fault was noted."""
+    """Convert a value to the type of the schema, or report a fault and return _BAD."""
     options = schema.options_of(hint)
     is_text = Any in options or (str in options and int not in options)
-    if isinstance(entry.value, str) and not is_text and report.source.secrets.is_word(path):
-        entry = Entry(scalar(entry.value), entry.place)  # a key of ours that is a number takes its text
+    if isinstance(entry.value, str) and not is_text and report.source.secrets.is_env_var(path):
+        entry = Entry(scalar(entry.value), entry.place)  # a numeric key of ours accepts the text of a variable
     for option in options:
         fits, made = _fit(report, option, entry, key, path, len(options) > 1)
         if fits:
@@ -115,7 +115,7 @@ def _in_range(
     if not isinstance(value, int | float) or isinstance(value, bool):
         return True
     written = report.source.secrets.text_of(path)
-    found = f"what {written} gives" if written else value
+    found = f"the value of {written}" if written else value
     if low is not None and not value >= low:
         from deeplightning.config.allowed import suggestion
 
@@ -130,7 +130,7 @@ def _in_range(
 def _fit(
     report: Report, option: object, entry: Entry, key: str, path: KeyPath, one_of_several: bool
 ) -> tuple[bool, object]:
-    """Return whether this is the option that the value is meant for, and what it makes of it."""
+    """Return whether a value matches an option of its type, and the converted value."""
     value, origin = entry.value, typing.get_origin(option)
     if option is Any:
         return True, plain(entry)
@@ -165,24 +165,24 @@ _BAD: object = object()
 
 
 def _are_named(entry: Entry, cls: type) -> bool:
-    """Return whether a mapping holds several targets by name rather than being one."""
+    """Return whether a mapping contains several targets by name, and is not a target itself."""
     if not entry.value or any(f.name in entry.value for f in schema.keys(cls)):
         return False
     return all(isinstance(item.value, dict) for item in entry.value.values())
 
 
-# ---- keys that are each of the right type
+# ---- keys that contradict each other
 
 
-def _contradictions(report: Report, config: schema.Config) -> None:
-    """Report keys that are each right and wrong together."""
+def _report_contradictions(report: Report, config: schema.Config) -> None:
+    """Report keys that are valid alone but contradict each other."""
     train, gpus = config.train, config.engine.gpus
     if isinstance(gpus, list) and len(set(gpus)) < len(gpus):
         report.wrong("different indexes", gpus, "engine.gpus")
     if not config.stages:
         report.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
     if "train" in config.stages and train.num_epochs is None and train.max_steps is None:
-        report.fault("missing: say how long to train, for example `num_epochs: 10`", "train.num_epochs")
+        report.fault("missing: how long to train, for example `num_epochs: 10`", "train.num_epochs")
     for key, number in (
         ("train.val_every_n_epoch", train.val_every_n_epoch),
         ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),

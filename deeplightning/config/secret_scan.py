@@ -1,9 +1,9 @@
-"""Find secrets that somebody has written into code, a config or a message. Standard library only.
+"""Find secrets in code, configs and messages. Standard library only.
 
-Two things make a secret: the prefix of a known service (`secret_shapes.tsv`), or a name such as `password` or `api_key`
-to which a value is assigned. References, placeholders, types and prose stay. detect-secrets does not serve: it reports
-lines instead of places in them, its import takes longer than all of this, and on the corpora of `tests/hostile` it
-finds less and errs more.
+A secret has the token format of a known service (`secret_shapes.tsv`), or is assigned to a name such as `password` or
+`api_key`. References, placeholders, types and prose are not secrets. detect-secrets is not used: it reports lines
+instead of spans, its import takes longer than this whole scan, and on the corpora of `tests/hostile` it finds fewer
+secrets with more false positives.
 """
 
 import math
@@ -15,13 +15,13 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-BLOT = "***"
-"""Replaces a secret."""
+REDACTED = "***"
+"""Replacement of a secret."""
 
 _CODE = re.compile(r"(?i)\.(?:pyi?|pyx|[jt]sx?|c|cc|cpp|cuh?|h|hpp|java|go|rs|jl|rb|lua|r|ipynb|tf|sql)$|^$")
 _PROSE = re.compile(r"(?i)\.(?:md|rst|txt|tex|html?|csv)$")
 _WORD = r"(?:[A-Z]?[a-z]{1,18}(?:[A-Z][a-z]{2,18})*|[A-Z]{1,18})?\d{0,4}"
-_WORDS = re.compile(rf"{_WORD}(?:[_./-]{_WORD})*+")  # `fw_layers_of_the_encoder`: no token, whatever its prefix
+_WORDS = re.compile(rf"{_WORD}(?:[_./-]{_WORD})*+")  # `fw_layers_of_the_encoder` is not a token, whatever its prefix
 
 # ---- names
 
@@ -30,16 +30,16 @@ _NAME = re.compile(
     r"|(?:salt|auth)(?![a-z])|authorization|(?:private|account|shared|encryption|api|access|auth|service|session|signing"
     r"|licen[cs]e|deploy)[_-]?key|client[_-]?key[_-]?data|_key(?![a-z]))\w{0,60}"
 )
-# The value is a secret whatever it looks like.
+# Any value of such a name is a secret.
 _STRONG = re.compile(
     r"password|passwd|passphrase|passcode|passwort|secret|(?:^|_)(?:pass|pwd)s?$|(?:private|account)_?key|key_data$"
 )
-# Only what looks random: a tokenizer has tokens, a dictionary keys.
+# Only a random-looking value is a secret: tokenizers have tokens, and dictionaries keys.
 _WEAK = re.compile(
     r"tokens?$|(?:^|_)auth_?token|(?:api|access|auth|shared|encryption|service|session|signing|licen[cs]e|deploy)_?keys?$"
     r"|credentials?$|(?:^|_)(?:auth|salt|authorization)$"
 )
-# What is known about a secret, and where it is kept.
+# Names of data about a secret, such as its file or length.
 _ABOUT = re.compile(
     r"_(?:name|env|var|variable|file|path|dir|ref|type|field|prompt|help|label|hint|url|count|len|length|ids?|class|index"
     r"|mask|embedding|dropout|regex|pattern|required|policy|message|error)s?$"
@@ -47,11 +47,11 @@ _ABOUT = re.compile(
     r"|(?:forward|backward|first|second|third|last|one|two|single|multi|low|high|band|fusion|hop|by)_?pass$"
 )
 
-# ---- what is assigned to a name
+# ---- values assigned to a name
 
 _TYPED = r"(?:\s*:\s*[\w.]+(?:\[[\w., |]{0,80}\])?(?:\s*\|\s*[\w.]+){0,4})?"
 _OPEN = r"(?:(?:[(\[]|\b(?:SecretStr|SecretBytes|Secret|Field|str|bytes)\((?:\s*default\s*=)?)\s*[-+ ]*)*"
-_ASSIGNED = [  # in every kind of file
+_ASSIGNED = [  # in any file
     re.compile(  # in quotes; setdefault("API_KEY", "…") too
         rf"(?:\\?[\"'`]?\]?(?:{_TYPED}\s*(?::=|=>|[=!]==?|=)|\s*:)\s*{_OPEN}"
         r"|\\?[\"'`]\s*,\s*(?:(?:default|value)\s*=\s*)?)[rbuRBU]{0,2}"
@@ -61,7 +61,7 @@ _ASSIGNED = [  # in every kind of file
 ]
 _INNER = re.compile(r"=(?P<value>[^;&\"'\s{}$<>%(),\[\]]+)")  # Server=db;Pwd=…;Port=1 and ?page=1&token=…
 _OPTION = re.compile(r"(?:=|\s+)[\"']?(?P<value>[^\s\"'$-][^\s\"']*)")
-_SETTING = re.compile(  # without quotes, in a file of settings
+_SETTING = re.compile(  # without quotes, in a settings file
     r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"'{}\[\]|>,;#!&*(][^\n,}\];]{0,300}?)"
     r"(?=[ \t]{0,20}(?:[,}\];]|[ \t]#|$))",
     re.MULTILINE,
@@ -81,53 +81,53 @@ _SENTENCE = re.compile(
 
 
 def conceal(text: str, name: str = "", found: set[str] | None = None) -> tuple[str, list[int]]:
-    """Replace what looks like a secret.
+    """Replace text that looks like a secret.
 
-    A name of a variable (`DB_PASSWORD`), a placeholder in brackets and a reference (`${…}`) are no secrets.
+    The name of a variable (`DB_PASSWORD`), a placeholder in brackets and a reference (`${…}`) are not secrets.
 
     Args:
-        name: the file's; its ending tells the syntax. Without one the text is taken for code.
-        found: receives the secrets that can be recognised elsewhere: no ordinary words.
+        name: the name of the file; its suffix gives the syntax. Without a name, the text is treated as code.
+        found: receives the secrets that can be recognised elsewhere, which excludes ordinary words.
 
     Returns:
-        The text, with as many lines as before, and the lines that held a secret, from 1.
+        The text, with the same number of lines, and the numbers of the lines with a secret, from 1.
     """
     spans = _spans(text, name)
     starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))] if spans else []
     parts, done = list[str](), 0
     for start, end in spans:
         if found is not None:
-            values = _lines(text[start:end])
-            if text[end : end + 1] == "@":  # of an address: `me:password`
+            values = _citable_parts(text[start:end])
+            if text[end : end + 1] == "@":  # `me:password` in an address
                 values.append(values[0].partition(":")[2])
             found |= {value for value in values if is_rare(value)}
-        parts += [text[done:start], BLOT, "\n" * text.count("\n", start, end)]
+        parts += [text[done:start], REDACTED, "\n" * text.count("\n", start, end)]
         done = end
     return "".join([*parts, text[done:]]), sorted({bisect(starts, start) for start, _ in spans})
 
 
 def secrets_in_value(key: str, value: str) -> list[tuple[int, int]]:
-    """Return the spans of secrets in the value of a config's key: all of it by the key's name, else known tokens."""
+    """Return the spans of secrets in the value of a key: the whole value for a secret name, else known tokens."""
     strength = _strength(key)
     return [(0, len(value))] if strength and _is_secret(value, strength, False) else _spans(value, "")
 
 
 @cache
-def _known() -> list[tuple[str, str]]:
-    """Return for each row of `secret_shapes.tsv` its text, which is searched first, and the pattern of a token."""
+def _token_patterns() -> list[tuple[str, str]]:
+    """Return for each row of `secret_shapes.tsv` its literal text, to search first, and the regular expression."""
     rows = []
     for line in Path(__file__).with_name("secret_shapes.tsv").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             _, text, after, before = f"{line}\t".split("\t")[:4]
             literal = re.escape(text)
-            at = "" if before else literal  # `re` is fast where a pattern begins with a text
+            at = "" if before else literal  # `re` is fast if a pattern begins with a literal
             start = "|".join(f"(?<{look}{at})" for look in (r"![A-Za-z\d]", r"=\\[nrt]", r"=%[\dA-F]{2}"))
             rows.append((text, f"{at}(?:{start}){before}{'' if at else literal}{after}"))
     return rows
 
 
 def _spans(text: str, name: str) -> list[tuple[int, int]]:
-    """Return where secrets stand, in order and without overlaps."""
+    """Return the spans of secrets, in order and without overlaps."""
     spans: list[tuple[int, int]] = []
     for start, end in sorted({*_tokens(text), *_assignments(text, name)}):
         if spans and start < spans[-1][1]:
@@ -137,7 +137,7 @@ def _spans(text: str, name: str) -> list[tuple[int, int]]:
 
 
 def _tokens(text: str) -> Iterator[tuple[int, int]]:
-    for part, form in _known():
+    for part, form in _token_patterns():
         for found in re.finditer(form, text) if part in text else ():
             if not _WORDS.fullmatch(found[found.lastindex or 0]):
                 yield found.span(found.lastindex or 0)
@@ -158,7 +158,7 @@ def _assignments(text: str, name: str) -> Iterator[tuple[int, int]]:
 
 
 def _strength(name: str) -> str:
-    """Return `strong`: the value is a secret whatever it looks like; `weak`: if it looks random; empty: it is none."""
+    """Return `strong` if any value of this name is a secret, `weak` if a random-looking one is, else ""."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[.-]+", "_", name).lower()
     words = re.sub(r"_?\d{1,2}$", "", words)
     is_strong = bool(_STRONG.search(words))
@@ -184,19 +184,19 @@ def _is_secret(value: str, strength: str, is_note: bool) -> bool:
     )
 
 
-def _lines(value: str) -> list[str]:
-    """Return a secret as messages may cite it: whole, and of a key of many lines each."""
+def _citable_parts(value: str) -> list[str]:
+    """Return the parts of a secret that messages may contain: all of it, and each line of a key with several."""
     lines = [line.strip() for line in value.splitlines()]
     return [value, *(line for line in lines if not line.startswith("-----"))] if len(lines) > 1 else [value.strip()]
 
 
 def is_rare(value: str) -> bool:
-    """Return whether a value is in a message by accident only: no word of a language or a program."""
+    """Return whether a value is unlikely to occur in other text: it is not a word or a name."""
     return len(value) >= 8 and not re.fullmatch(r"[A-Za-z_.-]+", value)
 
 
 def _looks_random(value: str) -> bool:
-    """Return whether a value is at least a dozen letters and digits in no order."""
+    """Return whether a value has at least 12 letters and digits, and the entropy of random text."""
     if not (re.fullmatch(r"[\w+/=.:-]{12,}", value) and re.search(r"\d", value) and re.search(r"[A-Za-z]", value)):
         return False
     shares = [count / len(value) for count in Counter(value).values()]

@@ -1,4 +1,4 @@
-"""What a config got from the environment, or holds in clear as it should not: noted, and taken out of what is shown."""
+"""Record secrets of a config, from the environment or written in clear, and redact them in all output."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ from urllib.parse import quote, quote_plus
 
 from deeplightning.config.tree import Entry, KeyPath, leaves, nodes, plain
 
-CUT = 20  # characters: a value that a message has cut is known by its first ones
+CUT_CHARACTERS = 20  # a value that a message has truncated is recognised by this many first characters
 _REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _MAYBE_KEY = re.compile(r"(?i)pass|pwd|secret|token|credential|key|salt|auth")
 _MAYBE_VALUE = re.compile(r"://[^\s/]*@|-----BEGIN|=|\s")
@@ -23,94 +23,94 @@ _SETTING = re.compile(
     r"|HF_DATASETS|HF_HUB|TOKENIZERS|TRANSFORMERS|LC|LD|XDG)_\w+"
     r"|PYTHON\w*|MASTER_ADDR|MASTER_PORT|HF_HOME|HOME|LANG|LANGUAGE|PATH|TMPDIR|TZ"
 )
-"""Variables of `engine.env` that are known to be no secrets."""
+"""Variables of `engine.env` that are certainly not secrets."""
 
 
 @dataclass
 class Secrets:
-    """What came from the environment, or should have: never printed, saved or tracked.
+    """Values from the environment and secrets written in clear. They are never printed, saved or tracked.
 
-    A secret that is written in clear counts as if `${oc.env:NAME}` stood there, with a name made of its key.
+    A secret in clear is treated as if the config had `${oc.env:NAME}`, with a name derived from its key.
     """
 
-    texts: dict[KeyPath, str] = field(default_factory=dict)  # path of a value → how it was written, `${…}` and all
-    values: dict[str, str] = field(default_factory=dict)  # value → the expression it came from
-    words: set[KeyPath] = field(default_factory=set)  # paths of values that hold a variable's text, or its default
+    texts: dict[KeyPath, str] = field(default_factory=dict)  # path of a value → its text with `${…}`
+    values: dict[str, str] = field(default_factory=dict)  # value → its expression
+    variable_paths: set[KeyPath] = field(default_factory=set)  # of values with the text of a variable, or its default
     literals: dict[str, tuple[KeyPath, str]] = field(default_factory=dict)  # variable → path and value in clear
 
-    def is_word(self, path: KeyPath) -> bool:
-        """Return whether a text at a path may be read as a number: a variable holds nothing but text."""
-        return any(path[:n] in self.words for n in range(len(path), 0, -1))
+    def is_env_var(self, path: KeyPath) -> bool:
+        """Return whether the value at a path came from a variable, so that its text may stand for a number."""
+        return any(path[:n] in self.variable_paths for n in range(len(path), 0, -1))
 
     def text_of(self, path: KeyPath) -> str | None:
         """Return the text of the value at a path as written, if the value or its section came from the environment."""
         return next((self.texts[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.texts), None)
 
-    def note(self, path: KeyPath, text: str, seen: Mapping[str, str | None]) -> None:
-        """Note that a text at a path asked for these variables."""
+    def record(self, path: KeyPath, text: str, seen: Mapping[str, str | None]) -> None:
+        """Record that the text at a path refers to these variables."""
         if seen:
-            self.words.add(path)
+            self.variable_paths.add(path)
         found = {name: value for name, value in seen.items() if value is not None}
         if found:
             self.texts[path] = text
-            self.values.update((value, f"${{oc.env:{name}}}") for name, value in found.items() if tells(value))
+            self.values.update((value, f"${{oc.env:{name}}}") for name, value in found.items() if is_distinctive(value))
 
     def redact(self, text: str) -> str:
-        """Return a text without what came from the environment, in every form that `redact` knows."""
+        """Redact the values from the environment in a text, in every form of `redact`."""
         return redact(text, self.values)
 
     def redact_message(self, text: str) -> str:
-        """Redact a message, and remove what looks like a secret too."""
+        """Redact a message, including text that looks like a secret."""
         from deeplightning.config.secret_scan import conceal  # 10 ms
 
         return conceal(redact(text, self.values), ".txt")[0]
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that replace secrets written in clear: with them set, what this run saves can be read by
-        it and by the processes that it starts."""
+        """Return the variables that replace secrets written in clear. With these set, the run and the processes that it
+        starts can read what it saves."""
         return {name: value for name, (_, value) in self.literals.items()}
 
 
 def redact(text: str, values: Mapping[str, str], other: str | None = None) -> str:
-    """Return a text without values: plain, as Python's repr and JSON write them, quoted for a URL, in base64 (also as a
-    part of what was encoded), and of each of these the first 20 characters or more.
+    """Replace values in a text: plain, as in Python's repr and JSON, quoted for a URL, in base64 (also within longer
+    encoded data), and truncated to 20 or more characters of any of these.
 
     Args:
-        values: what replaces each.
-        other: what replaces a form that is not the plain one; None: the same.
+        values: value → its replacement.
+        other: the replacement of a form other than the plain one; None: the same.
     """
     for value in sorted(values, key=len, reverse=True):
         for form in _forms(value):
             instead = values[value] if other is None or form == value else other
             text = text.replace(form, instead)
-            begin = text.find(form[:CUT]) if len(form) > CUT else -1
+            begin = text.find(form[:CUT_CHARACTERS]) if len(form) > CUT_CHARACTERS else -1
             instead = values[value] if other is None else other
             while begin >= 0:
-                end = begin + CUT
+                end = begin + CUT_CHARACTERS
                 while text[end : end + 1] == form[end - begin : end - begin + 1] != "":
                     end += 1
                 text = text[:begin] + instead + text[end:]
-                begin = text.find(form[:CUT], begin + len(instead))
+                begin = text.find(form[:CUT_CHARACTERS], begin + len(instead))
     return text
 
 
 @cache
 def _forms(value: str) -> tuple[str, ...]:
-    """Return how messages of other libraries may write a value."""
+    """Return the forms in which messages of other libraries may contain a value."""
     forms = [value, repr(value)[1:-1], json.dumps(value)[1:-1]]
     content = value.encode("utf-8", "surrogateescape")
     forms += [quote(content), quote(content, safe=""), quote_plus(content), quote(content, safe="").lower()]
     for encode in (base64.b64encode, base64.urlsafe_b64encode) if len(value) >= 6 else ():
         forms.append(encode(content).decode())
-        for before in range(3):  # characters in front of it shift it; those that they share are dropped
-            whole = encode(bytes(before) + content).decode().rstrip("=")
+        for before in range(3):  # preceding bytes shift the encoding; drop characters that contain their bits
+            encoded = encode(bytes(before) + content).decode().rstrip("=")
             shared = len(content) + before
-            forms.append(whole[-(-before * 8 // 6) : shared * 8 // 6])
+            forms.append(encoded[-(-before * 8 // 6) : shared * 8 // 6])
     return tuple(dict.fromkeys(forms))
 
 
-def note_literals(root: Entry, secrets: Secrets) -> None:
-    """Note secrets that are written in clear, and which values refer to them."""
+def record_literals(root: Entry, secrets: Secrets) -> None:
+    """Record secrets that are written in clear, and the values that refer to them."""
     for path, entry in leaves(root):
         text = str(entry.value)
         name = next((part for part in reversed(path) if isinstance(part, str)), "")
@@ -120,13 +120,13 @@ def note_literals(root: Entry, secrets: Secrets) -> None:
             continue
         if isinstance(entry.value, bool | float | None) or secrets.text_of(path):
             continue
-        if not is_unknown and (not tells(text) or (entry.written and _REFERENCE.search(entry.written))):
+        if not is_unknown and (not is_distinctive(text) or (entry.written and _REFERENCE.search(entry.written))):
             continue
-        from deeplightning.config.secret_scan import BLOT, is_rare, secrets_in_value  # 10 ms, and few configs have any
+        from deeplightning.config.secret_scan import REDACTED, is_rare, secrets_in_value  # 10 ms, rarely needed
 
         if is_unknown and isinstance(entry.value, str):
             secrets.literals[name], secrets.texts[path] = (path, text), f"${{oc.env:{name}}}"
-            if tells(text) and (is_rare(text) or secrets_in_value(name, text)):  # messages need ordinary words
+            if is_distinctive(text) and (is_rare(text) or secrets_in_value(name, text)):  # keep ordinary words
                 secrets.values[text] = secrets.texts[path]
             continue
         parts, done = [], 0
@@ -138,8 +138,8 @@ def note_literals(root: Entry, secrets: Secrets) -> None:
             secrets.literals[variable] = path, text[start:end]
             secrets.values[text[start:end]] = expression
             password = text[start:end].partition(":")[2] if text[end : end + 1] == "@" else ""
-            if tells(password):  # of an address: messages may cite it alone
-                secrets.values.setdefault(password, BLOT)
+            if is_distinctive(password):  # of an address; messages may contain it alone
+                secrets.values.setdefault(password, REDACTED)
             parts += [escaped(text[done:start]), expression]
             done = end
         if parts:
@@ -154,16 +154,16 @@ def note_literals(root: Entry, secrets: Secrets) -> None:
 
 
 def escaped(text: str) -> str:
-    """Return the text as a config writes it literally: `${` in it is no reference."""
+    """Escape `${` in a text, so that a config takes it literally."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def literal(text: str) -> str:
-    """Return a whole text as a config writes it: neither a reference nor `???`, the word for a missing value."""
+    """Escape a value, so that a config takes it neither as a reference nor as `???`, a missing value."""
     return f"\\{text}" if re.fullmatch(r"\\*\?\?\?", text) else escaped(text)
 
 
-def tells(value: str) -> bool:
-    """Return whether a variable's value is distinguishable from other words: it is not among the shortest, and is no
-    folder or file of this machine, which every message about it contains."""
+def is_distinctive(value: str) -> bool:
+    """Return whether a value is worth redacting: it has at least 4 characters and is not the path of a file or folder,
+    which messages about it must contain."""
     return len(value) >= 4 and not os.path.exists(value)  # noqa: PTH110  (Path's fails for a text that is too long)

@@ -1,6 +1,6 @@
-"""What the target of each section must be, judged by the dotted paths of a class and its ancestors. Imports nothing.
+"""The class that the target of each section must derive from, checked by dotted paths. Imports nothing.
 
-`compare` asks it of source files and live classes, `target` of what was built, `trust` of foreign configs.
+`signature_check` uses it for source files and live classes, `target` for built objects, `trust` for foreign configs.
 """
 
 import sys
@@ -12,7 +12,7 @@ from deeplightning.signatures.signature import Factory
 
 
 class Kind(NamedTuple):
-    """What a target makes: the class that it derives from, MODULE.CLASS, and the same in words."""
+    """What a target makes: its base class, MODULE.CLASS, and a description."""
 
     base: str
     words: str
@@ -34,16 +34,16 @@ KINDS = {
 }
 
 HOOK = "engine.setup_hook"
-"""Called for what it does, not for what it makes."""
+"""A target that is called for its effect, not for what it returns."""
 
-# Modules that are neither a network nor, but for the first, a loss.
+# Modules that are not networks; only the first is a loss.
 _OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a task"}
 
-# Callbacks of Lightning's that train with another value than the config's, which the run would not record; and the verb
-# that finds the value first.
+# Lightning callbacks that train with another value than the config has, which the run would not record, and the verb
+# that finds the value beforehand.
 _SEARCHERS = {"LearningRateFinder": "lr", "BatchSizeFinder": "batch"}
 
-# What of the standard library makes a plain value, which params may hold: `datetime.timedelta` for a callback.
+# Modules of the standard library that make plain values for params, such as `datetime.timedelta` for a callback.
 _PLAIN = {
     "array", "collections", "datetime", "decimal", "enum", "fractions", "functools", "itertools", "json", "math",
     "operator", "pathlib", "random", "re", "statistics", "string", "types", "typing", "uuid", "zoneinfo",
@@ -54,21 +54,21 @@ _PLAIN = {
 
 
 def role_of(key: str) -> str | None:
-    """Return which of `KINDS` the target at a key is for; a target inside the params of another has none."""
+    """Return the role in `KINDS` of the target at a key, or None, as for a target inside params."""
     if ".params." in key:
         return None
     return next((r for r in sorted(KINDS, key=len, reverse=True) if key == r or key.startswith(f"{r}.")), None)
 
 
 def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
-    """Explain why an instance of a class does not fit a section, in words that follow the name of the class.
+    """Explain why an instance of a class does not fit a section, as text that follows the name of the class.
 
     Args:
         paths: the dotted paths of the class and its ancestors.
-        complete: whether these are all.
+        complete: whether these are all ancestors.
 
     Returns:
-        None: it is not known; "": it is.
+        "" if it fits, or None if unknown.
     """
     kind = KINDS[role]
     top, base = kind.base.partition(".")[0], kind.base.rpartition(".")[2]
@@ -77,8 +77,8 @@ def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
     if base in names and "lightning" in roots and "pytorch_lightning" not in roots:
         return "derives from `lightning.pytorch`; derive it from the same class of `pytorch_lightning`"
     if role == "train.callbacks" and (searcher := next((name for name in _SEARCHERS if name in names), None)):
-        kept = "and the run's cfg.yaml would keep another than it trained with"
-        return f"changes a value of the config, {kept}; find it first by `deeplightning {_SEARCHERS[searcher]} CONFIG`"
+        kept = "so the run's cfg.yaml would not have the value that it trained with"
+        return f"changes a value of the config, {kept}; find it first: `deeplightning {_SEARCHERS[searcher]} CONFIG`"
     if (top, base) in ancestors or (role == "model.scheduler" and "ReduceLROnPlateau" in names):
         other = next((words for name, words in _OTHER_MODULES.items() if name in names), None)
         if other and role in ("model.network", "model.loss") and (role, other) != ("model.loss", "a loss"):
@@ -94,15 +94,15 @@ def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
 
 
 def is_bound(paths: Sequence[str], is_lacking: bool, factory: Factory | None) -> bool:
-    """Return whether a target inside params stands for a callable with its params bound, not for what it makes.
+    """Return whether a target inside params becomes a callable with its params bound instead of being built.
 
-    So does an optimizer or a schedule, which a config alone cannot make; and where a callable is wanted, a class whose
-    instances this returns, and what lacks arguments.
+    This holds for optimizers and schedules, which a config alone cannot build. If the parameter takes a callable, it
+    also holds for a class whose instances that callable returns, and for a target that lacks arguments.
 
     Args:
-        paths: the dotted paths of a class and its ancestors; of a function nothing.
-        is_lacking: whether required arguments are not among the params.
-        factory: the callable that the parameter wants.
+        paths: the dotted paths of a class and its ancestors; empty for a function.
+        is_lacking: whether required arguments are missing in the params.
+        factory: the callable that the parameter takes.
     """
     if any(misfit(paths, True, role) == "" for role in ("model.optimizer", "model.scheduler")):
         return True
@@ -110,9 +110,9 @@ def is_bound(paths: Sequence[str], is_lacking: bool, factory: Factory | None) ->
 
 
 def no_part(path: str, role: str | None) -> str | None:
-    """Explain in a sentence why the object of a dotted path must not be called, or return None if it may be.
+    """Explain in a sentence why the object at a dotted path must not be called, or return None if it may be.
 
-    Python's standard library makes no part of a run. Inside params a few of its modules make plain values.
+    Python's standard library provides no part of a run. Inside params, a few of its modules may make plain values.
     """
     top = path.partition(".")[0]
     if role == HOOK or not _is_standard(top):
@@ -120,10 +120,10 @@ def no_part(path: str, role: str | None) -> str | None:
     if role is None and (top.removeprefix("_") in _PLAIN or path in _PLAIN):
         return None
     wanted = KINDS[role].words if role in KINDS else "a part of a run"
-    return f"`{path}` is of Python's own `{top}`, where nothing makes {wanted}; it is not called"
+    return f"`{path}` is in Python's `{top}`, which does not provide {wanted}; it is not called"
 
 
 def _is_standard(top: str) -> bool:
-    """Return whether a module's first name refers to the standard library and not to a file of the user's."""
+    """Return whether a top-level module is in the standard library, and not a file of the user."""
     spec = top_level(top) if top in sys.stdlib_module_names else None
     return top in sys.stdlib_module_names and (spec is None or spec.loader is None)

@@ -1,7 +1,7 @@
-"""`type: Adam` is `torch.optim.Adam`: names of torch, torchvision and ours without their module, found in source text,
-and names that installed packages add.
+"""Expand short names, such as `type: Adam` to `torch.optim.Adam`: names of torch, torchvision, Deep Lightning and
+plug-ins without their module.
 
-Nothing is imported. A name with a dot is none of these.
+They are found in source text; nothing is imported. A name with a dot is not a short name.
 """
 
 import pkgutil
@@ -21,19 +21,18 @@ MODULES = {
     LAUNCHER: ("deeplightning.launch",),
     **dict.fromkeys(("logger", "logger.extra"), ("pytorch_lightning.loggers", "deeplightning.tracking")),
 }
-"""Where the short name of each section's target is looked for; `*` means each module of a package."""
+"""The modules to search for short names in each section; `*` means every module of a package."""
 
 
 def full_name(role: str, name: str) -> str | None:
-    """Return the name with its module; None: it is none of these, which the checks of targets report.
+    """Return the name with its module, or None if it is not a short name, which the checks of targets report.
 
     Args:
         role: the key of a target, such as `model.optimizer`.
         name: without a dot.
 
     Raises:
-        ValueError: in words: it is the name of several things, or a misspelt one; `Missing` where it is in a plug-in
-            that is not installed.
+        ValueError: it is ambiguous or misspelt; `Missing` if it is in a plug-in that is not installed.
     """
     from deeplightning.signatures import definition
     from deeplightning.signatures.names import Names
@@ -57,7 +56,7 @@ def full_name(role: str, name: str) -> str | None:
         if meaning.kind in ("class", "function") and is_loss and is_defined_there:
             found.setdefault(meaning.path, f"{module}.{name}")
     if not found:
-        from deeplightning.config import plugins  # imported lazily: nearly every name is found before
+        from deeplightning.config import plugins  # imported lazily: rarely needed
 
         group = plugins.LAUNCHERS if role == LAUNCHER else plugins.TARGETS
         found = {full: full for full in plugins.full_names(group, name)}
@@ -67,7 +66,7 @@ def full_name(role: str, name: str) -> str | None:
         if meant := nearest(name, ["Local", *plugins.names(group)]):
             raise ValueError(f"there is no launcher `{name}`.{meant}")
         name = name.title()
-    if not found and not name.islower() and (plugin := plugin_of(name)):  # a verb is no target
+    if not found and not name.islower() and (plugin := plugin_of(name)):  # a lower-case name is a verb
         raise Missing(not_installed(plugin))
     if not found and misspelt and (other_tools.class_of(role, name) is None or name != name.lower()):
         raise ValueError(misspelt)

@@ -1,7 +1,7 @@
-"""A target of a config against what it names: is it there, of the right kind, and does it take these params?
+"""Check a target of a config: whether it exists, is of the right kind, and takes these params.
 
-The answer comes from the source, which costs milliseconds and executes nothing (`static`), or from the imported object.
-What the source does not show is undecided, never guessed.
+The signature comes from source, which takes milliseconds and executes nothing (`deeplightning.signatures`), or from the
+imported object. What the source does not show is undecided, never guessed.
 """
 
 import contextlib
@@ -36,65 +36,65 @@ T = TypeVar("T")
 
 @dataclass
 class Verdict:
-    """What is wrong with a target, and what was not decided: keys with the reason, and the option that settles it."""
+    """The faults of a target, and the keys that are undecided, with the reason and the option that checks them."""
 
     faults: list[Fault] = field(default_factory=list)
     undecided: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Imported:
-    """What a name means, read from the live object: the counterpart of `definition.Definition`.
+    """An imported object: the counterpart of `definition.Definition`.
 
     Raises:
-        ValueError: in words, when there is no such thing or its module cannot be imported.
+        ValueError: it does not exist, or its module cannot be imported.
     """
 
     def __init__(self, name: str):
-        self.name, self.thing = name, find(name)
-        self.kind = "class" if isinstance(self.thing, type) else "function" if callable(self.thing) else "value"
+        self.name, self.object = name, find(name)
+        self.kind = "class" if isinstance(self.object, type) else "function" if callable(self.object) else "value"
 
     @property
     def path(self) -> str:
-        """Return where it is defined; where that is unknown, the name."""
-        return path_of(self.thing) or self.name
+        """Return the path of its definition, or its name if that is unknown."""
+        return path_of(self.object) or self.name
 
     def bases(self) -> tuple[list[str], bool]:
-        """Return the paths of itself and its ancestors, and that these are all."""
-        return [path_of(c) or "" for c in getattr(self.thing, "__mro__", ())], True
+        """Return the paths of a class and its ancestors, which are always complete."""
+        return [path_of(c) or "" for c in getattr(self.object, "__mro__", ())], True
 
     def defines(self, name: str) -> bool:
-        """Return whether a class or an ancestor has an attribute of a name."""
-        return hasattr(self.thing, name)
+        """Return whether a class or an ancestor has an attribute."""
+        return hasattr(self.object, name)
 
     def signature(self) -> Signature:
-        """Return its parameters. Those that `**kwargs` hand on are known from the source alone.
+        """Return its signature. Parameters that `**kwargs` passes on are read from source.
 
         Raises:
-            Undecided: it has none (a function written in C).
+            Undecided: it has no signature (a function written in C).
         """
-        return signature_of(self.name, self.thing)
+        return signature_of(self.name, self.object)
 
 
 class Meanings:
-    """What names mean, each found out once.
+    """Resolves names, and caches the results.
 
     Args:
-        importing: import what is named, which leaves nothing undecided but what C functions hide.
+        importing: import the named objects, so that only signatures of C functions are undecided.
     """
 
     def __init__(self, importing: bool = False):
         self.importing = importing
-        self._found: dict[str, object] = {}
+        self._cache: dict[str, object] = {}
         self._names: Names | None = None
 
     def of(self, name: str) -> "Imported | Definition":
-        """Return what a name means.
+        """Resolve a name.
 
         Raises:
-            ValueError: in words, when there is no such thing.
-            Undecided: only importing can tell.
+            ValueError: it does not exist.
+            Undecided: only importing would show it.
         """
-        return self._once(name, lambda: Imported(name) if self.importing else self._read(name))
+        return self._cached(name, lambda: Imported(name) if self.importing else self._read(name))
 
     def _read(self, name: str) -> "Definition":
         from deeplightning.signatures import definition
@@ -104,32 +104,32 @@ class Meanings:
         return definition.look_up(name, self._names)
 
     def known(self, name: object) -> Any:
-        """Return what a name means; None where there is no such thing, or only importing can tell."""
+        """Resolve a name, or return None if it does not exist or only importing would show it."""
         with contextlib.suppress(ValueError, Undecided):
             return self.of(name) if isinstance(name, str) else None
         return None
 
     def parameters(self, name: object) -> dict[str, Parameter]:
-        """Return the parameters of what a name means, by their names; none where they are not known."""
+        """Return the parameters of a named object by their names; empty if unknown."""
         with contextlib.suppress(ValueError, Undecided):
             return {p.name: p for p in self.signature(name).parameters} if isinstance(name, str) else {}
         return {}
 
     def signature(self, name: str) -> Signature:
-        """Return what it takes.
+        """Return the signature of a named object.
 
         Raises:
             ValueError, Undecided: as `of`.
         """
-        return self._once(f"{name} signature", lambda: self.of(name).signature())
+        return self._cached(f"{name} signature", lambda: self.of(name).signature())
 
-    def _once(self, key: str, ask: Callable[[], T]) -> T:
-        if key not in self._found:
+    def _cached(self, key: str, compute: Callable[[], T]) -> T:
+        if key not in self._cache:
             try:
-                self._found[key] = ask()
+                self._cache[key] = compute()
             except (ValueError, Undecided) as error:
-                self._found[key] = type(error)(*error.args)  # without the frames that it came through
-        found = self._found[key]
+                self._cache[key] = type(error)(*error.args)  # without its traceback
+        found = self._cache[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)
         return typing.cast(T, found)
@@ -146,13 +146,13 @@ def judge(
     hidden: Mapping[str, str] | None = None,
     wanted: Callable[[], Options] | None = None,
 ) -> Verdict:
-    """Return what is wrong with the target at `key`.
+    """Check the target at `key`.
 
     Args:
-        role: what it is for, one of `KINDS`; None: anything.
-        given: how many positional arguments it gets from us; None: the config, if it takes that.
-        hidden: how params were written that hold what must not be shown.
-        wanted: of a target inside params, what the parameter allows that it is for; None: it is not inside params.
+        role: its role, one of `KINDS`; None: any.
+        given: how many positional arguments Deep Lightning passes; None: the config, if the target takes it.
+        hidden: the text with `${…}` of params whose values must not be shown.
+        wanted: for a target inside params, the options of its parameter; None: it is not inside params.
     """
 
     def refused(why: str, code: int = 2) -> Verdict:
@@ -171,23 +171,23 @@ def judge(
     except Undecided as why:
         return Verdict(undecided={f"{key}.type": (f"{name}: {why}", "--import")})
     if found.kind not in ("class", "function"):
-        what = type(found.thing).__name__ if isinstance(found, Imported) else f"a {found.kind}"
+        what = type(found.object).__name__ if isinstance(found, Imported) else f"a {found.kind}"
         return refused(f"`{name}` is {what}, not a class or function")
     if refusal := no_part(found.path, role):
         return refused(refusal)
-    if isinstance(found, Imported) and inspect.isabstract(found.thing):
-        absent = ", ".join(sorted(found.thing.__abstractmethods__))
-        return refused(f"{name} is abstract: it has no {absent} of its own; name a class that has")
-    verdict = _kind(meanings, name, key, role) if role in KINDS else Verdict()
-    call = _call(meanings, name, params, key, given, hidden or {}, wanted)
-    if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
+    if isinstance(found, Imported) and inspect.isabstract(found.object):
+        absent = ", ".join(sorted(found.object.__abstractmethods__))
+        return refused(f"{name} is abstract: it does not implement {absent}; name a class that does")
+    verdict = _check_kind(meanings, name, key, role) if role in KINDS else Verdict()
+    call = _check_call(meanings, name, params, key, given, hidden or {}, wanted)
+    if found.kind == "function" and role in KINDS and not params and call.faults:  # often a loss as a function
         once = f"; a function is called once, to make {KINDS[role].words}"
         return Verdict([replace(f, message=f.message + once) for f in call.faults])
     return verdict if verdict.faults else Verdict(call.faults, verdict.undecided | call.undecided)
 
 
-def _kind(meanings: Meanings, name: str, key: str, role: str) -> Verdict:
-    """Return whether a class is of the kind that its role needs; what a function returns is judged when it is built."""
+def _check_kind(meanings: Meanings, name: str, key: str, role: str) -> Verdict:
+    """Check whether a class fits its role. The result of a function is checked when it is built."""
     found, words = meanings.of(name), KINDS[role].words
     mismatch = misfit(*found.bases(), role) if found.kind == "class" else ""
     if mismatch is None:
@@ -195,7 +195,7 @@ def _kind(meanings: Meanings, name: str, key: str, role: str) -> Verdict:
     return Verdict([Fault(f"{name} {mismatch}", f"{key}.type", found=name, allowed=words)] if mismatch else [])
 
 
-def _call(
+def _check_call(
     meanings: Meanings,
     name: str,
     params: Mapping[str, object],
@@ -204,7 +204,7 @@ def _call(
     hidden: Mapping[str, str],
     wanted: Callable[[], Options] | None,
 ) -> Verdict:
-    """Return whether it takes these params beside the arguments that we give."""
+    """Check whether a target takes these params besides the arguments that Deep Lightning passes."""
     try:
         signature = meanings.signature(name)
     except Undecided as why:
@@ -213,7 +213,7 @@ def _call(
     if wanted is not None:
         factory = factory_of(wanted())
         paths = meanings.of(name).bases()[0] if meanings.of(name).kind == "class" else ()
-        if is_bound(paths, bool(lacking), factory):  # the rest is given where it is called
+        if is_bound(paths, bool(lacking), factory):  # the caller passes the rest
             given = factory.arguments if factory is not None else 1
             given, may_lack = given or 0, given is None
     taken = signature.given(given)
@@ -222,9 +222,9 @@ def _call(
         here = f"{key}.params.{param}"
         if param in free:
             for at, wrong, allowed, hint in value_misfits(value, free[param]):
-                shown = _show(wrong)
+                shown = _describe_value(wrong)
                 if param in hidden:
-                    shown = f"the text that {hidden[param]} gives"
+                    shown = f"the text of {hidden[param]}"
                     if "number" in allowed:
                         shown += f"; write `${{oc.decode:{hidden[param]}}}`"
                 message = f"{name} takes {allowed} here, not {shown}" + (hint and f".{hint}")
@@ -255,68 +255,68 @@ def _call(
     return verdict
 
 
-def _show(value: object) -> str:
+def _describe_value(value: object) -> str:
     return kind(Entry(value, "")) if isinstance(value, str | dict | bool) else repr(value)[:80]
 
 
-# ---- a plain value against what its parameter allows
+# ---- plain values and the options of their parameters
 
 SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 
 
 ValueMisfit = tuple[str, Any, str, str]
-"""The place inside a value that is not allowed (empty, or `.1` for an item of a list), the value there, the allowed
-values in words, and a hint such as ` Did you mean …?`, which may be empty."""
+"""A wrong part of a value: its place (empty, or `.1` for an item of a list), the part, a description of the allowed
+values, and a hint such as ` Did you mean …?`, which may be empty."""
 
 
 def value_misfits(value: object, parameter: Parameter) -> list[ValueMisfit]:
-    """Return what of a plain value certainly is not allowed. Doubt counts as right."""
+    """Return the parts of a plain value that are certainly not allowed."""
     if not _is_annotated(parameter.allowed):
-        allowed = None if _is_open(value) else _unlike_default(value, parameter)
+        allowed = None if _is_unresolved(value) else _unlike_default(value, parameter)
         return [("", value, allowed, _value_hint(value, ()))] if allowed else []
-    if parameter.default is not UNKNOWN and _compared(parameter.default, parameter.allowed, ""):
-        return []  # `rate: int = 0.1`: an annotation that its own default contradicts
-    return _compared(value, parameter.allowed, "")
+    if parameter.default is not UNKNOWN and _misfits_of(parameter.default, parameter.allowed, ""):
+        return []  # `rate: int = 0.1`: the default contradicts the annotation
+    return _misfits_of(value, parameter.allowed, "")
 
 
 def _is_annotated(allowed: Options) -> bool:
-    return allowed not in (None, (type(None),))  # some annotations of torch's come to nothing when they are live
+    return allowed not in (None, (type(None),))  # some live annotations of torch allow only None
 
 
-def _is_open(value: object) -> bool:
-    """Return whether a value does not show what it will be."""
+def _is_unresolved(value: object) -> bool:
+    """Return whether the final value is not known yet."""
     return value is None or is_target(value) or is_reference(value)
 
 
 def _unlike_default(value: object, parameter: Parameter) -> str | None:
-    """Return what is allowed where only a default tells, if the value certainly is not."""
+    """Return what a parameter without annotation allows, judged by its default, if the value certainly does not fit."""
     default = parameter.default
-    if parameter.annotation is not None:  # it says something that is not understood
+    if parameter.annotation is not None:  # an annotation that is not understood
         return None
     if isinstance(default, bool):
         return None if isinstance(value, bool | int) else SIMPLE[bool]
     return SIMPLE[float] if isinstance(default, int | float) and isinstance(value, str) else None
 
 
-def _compared(value: object, allowed: Options, at: str) -> list[ValueMisfit]:
-    if _is_open(value) or not _is_annotated(allowed) or factory_of(allowed) is not None:
-        return []  # many libraries take the name of a function where they want a callable
-    inside: list[list[ValueMisfit]] = []  # for each kind of list that may stand here, what is wrong with the items
+def _misfits_of(value: object, allowed: Options, at: str) -> list[ValueMisfit]:
+    if _is_unresolved(value) or not _is_annotated(allowed) or factory_of(allowed) is not None:
+        return []  # many libraries also take the name of a callable
+    inside: list[list[ValueMisfit]] = []  # for each allowed kind of list, the misfits of its items
     for option in allowed or ():
         if _fits(value, option):
             if not isinstance(option, ListOf) or not isinstance(value, list):
                 return []
             items = option.items if option.fixed else option.items * len(value)
             pairs = enumerate(zip(value, items, strict=True))
-            inside.append([found for n, pair in pairs for found in _compared(*pair, f"{at}.{n}")])
+            inside.append([found for n, pair in pairs for found in _misfits_of(*pair, f"{at}.{n}")])
     if inside:
         return min(inside, key=len)
-    words = [_allowed_words(option) for option in allowed or () if option is not type(None)]
+    words = [_describe_option(option) for option in allowed or () if option is not type(None)]
     return [(at, value, " or ".join(dict.fromkeys(words)), _value_hint(value, allowed or ()))]
 
 
 def _fits(value: object, option: object) -> bool:
-    """Return whether a value is of that kind, whatever its items are."""
+    """Return whether a value matches an option, regardless of its items."""
     if isinstance(option, ListOf):
         right = isinstance(value, list) and (not option.fixed or len(value) == len(option.items))
         return right or isinstance(value, option.also)
@@ -324,13 +324,13 @@ def _fits(value: object, option: object) -> bool:
 
 
 def is_kind_of(value: object, kind: type) -> bool:
-    """Return whether a value of YAML is of a kind: true and false are no numbers, a whole number is a number too."""
+    """Return whether a YAML value has a type. Booleans are not numbers; an int is also a float."""
     if kind in (int, float):
         return isinstance(value, int | kind) and not isinstance(value, bool)
     return isinstance(value, kind)
 
 
-def _allowed_words(option: Any) -> str:
+def _describe_option(option: Any) -> str:
     if isinstance(option, ListOf):
         return f"a list of {len(option.items)} items" if option.fixed else SIMPLE[list]
     more = {dict: "a mapping", Built: "a target {type: MODULE.CLASS, params: {…}}", TheConfig: "the config"}
@@ -338,10 +338,10 @@ def _allowed_words(option: Any) -> str:
 
 
 def _value_hint(value: object, allowed: tuple[object, ...]) -> str:
-    """Return the word that was meant: one of the literal words, or a key of a target."""
+    """Suggest the nearest allowed string, or the nearest key of a target."""
     if isinstance(value, str):
         return nearest(value, [option for option in allowed if isinstance(option, str)])
-    if isinstance(value, Mapping) and len(value) < 4:  # more is not meant for a target
+    if isinstance(value, Mapping) and len(value) < 4:  # a larger mapping is not a misspelt target
         absent = {"type", "params"} - set(value)
         hints = [nearest(key, absent) for key in value if key not in ("type", "params") and isinstance(key, str)]
         return next(filter(None, hints), "")

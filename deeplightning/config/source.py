@@ -1,8 +1,8 @@
-"""Read a config file as one tree of values: `_base_` files under their children, overrides on top, references resolved.
-Every value knows the place that set it.
+"""Read a config as one tree of values: `_base_` files, the files that extend them, overrides, with references resolved.
+Every value has the place that set it.
 
-`OmegaConf.merge` is not used: it drops the places, has no `~key`, and its import costs every command 0.1 CPU s, which a
-config without `${…}` saves.
+`OmegaConf.merge` is not used: it drops the places, has no `~key`, and its import costs 0.1 CPU s, which configs without
+`${…}` do not need.
 """
 
 import functools
@@ -21,49 +21,49 @@ from deeplightning.config.schema import Logger
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.section_kinds import role_of
 from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse, plain
-from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine
+from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_disk_failure
 from deeplightning.own_code import frozen
 from deeplightning.words import address_shown, is_address
 
 if TYPE_CHECKING:
     from deeplightning.config.option_groups import Group
 
-MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
+MAX_BYTES = 1_000_000  # of a file, and of a file with all its bases
 MAX_BASES = 50
 _OVERRIDE = "override "
-_ADDRESS = "a config is a file, and this is an address; download it, and name the file"
+_ADDRESS = "a config must be a file, not an address; download it and name the file"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A config file that has been read: its path and its text. Nothing reads the file again."""
+    """The path and the text of a config file. The file is not read again."""
 
     path: Path
     text: str
 
     def left_out(self) -> list[str]:
-        """Return overrides that replace by defaults what is not taken from it."""
+        """Return overrides that reset the ignored parts of the config to their defaults."""
         return []
 
     def admit(self, source: "Source") -> None:
-        """Allow every name in a tree; the config of a foreign run allows some."""
+        """Allow every name in a tree; `RunConfig` restricts the names of a foreign run."""
 
 
 Given = Mapping[str, Any] | Text
-"""A config that is not read from a file: a dict, an OmegaConf object, or the text of a file."""
+"""A config that is passed as a value: a dict, an OmegaConf object, or the text of a file."""
 
 GIVEN = "dict"
-"""The place of the values of a dict in messages."""
+"""The place of values from a dict, in messages."""
 
 
 @dataclass
 class Source:
-    """A config as it was written: the merged tree, and the folders of its files, the nearest first.
+    """A config as it was written: the merged tree, and the folders of its files, nearest first.
 
     Attributes:
-        groups: the option groups that its files name.
-        notices: what the checks have to say about it.
-        names: the files that the user named, as messages name them.
+        groups: the option groups that its files use.
+        notices: messages of the checks that are not faults.
+        names: the files that the user named, as shown in messages.
         files: all files that were read.
     """
 
@@ -77,22 +77,22 @@ class Source:
     files: list[Path] = field(default_factory=list)
 
     def is_top(self, place: str) -> bool:
-        """Return whether a place is in an override or in a file that the user named, not in what these build on."""
+        """Return whether a place is in an override or in a file that the user named, not in a base file."""
         return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in self.names
 
     def resolve(self) -> None:
         """Resolve the references in place.
 
         Raises:
-            ConfigError: the references expand to more than a config may hold.
+            ConfigError: the references expand to too many values.
         """
         self.secrets = resolve(self.root, self.faults)
         for path, entry in nodes(self.root):
             if path[-1:] == ("type",) and isinstance(entry.value, str) and entry.value.isidentifier():
-                self._in_full(path, entry)
+                self._expand_short_name(path, entry)
 
-    def _in_full(self, path: KeyPath, entry: Entry) -> None:
-        """Put the full name in the place of a short one, `type: Adam`."""
+    def _expand_short_name(self, path: KeyPath, entry: Entry) -> None:
+        """Replace a short name, as in `type: Adam`, by the full name."""
         from deeplightning.config.short_names import LAUNCHER, full_name
 
         key = ".".join(map(str, path[:-1]))
@@ -110,24 +110,24 @@ class Source:
 
 
 def is_file(word: str) -> bool:
-    """Return whether a word among the overrides is a further config file: it ends in `.yaml` or `.yml` and is neither
-    `key=value`, `~key` nor `+list=[x]`."""
+    """Return whether an override is a further config file: it ends in `.yaml` or `.yml` and is not `key=value`, `~key`
+    or `+list=[x]`."""
     if not word.endswith((".yaml", ".yml")) or (word.startswith(("~", "+")) and not word.startswith("~/")):
         return False
     return "=" not in word or os.path.isfile(word)  # noqa: PTH113  (a folder may be called `lr=0.1`)
 
 
 def read(path: str | Path | Given | None, overrides: list[str] | None = None) -> Source:
-    """Read a config file, the files it builds on, and the overrides; without a file, the overrides alone.
+    """Read a config file, its base files, and the overrides; without a file, only the overrides.
 
     Args:
-        path: the file, or its text; or its content, a dict or an OmegaConf object, as if it were a file of the working
+        path: the file or its text; or a dict or an OmegaConf object, which is treated as a file in the working
             directory.
-        overrides: `key=value`, `~key` and `+list=[x]`, which come last; and further config files, each of which lies
-            over `path` and over the files before it.
+        overrides: `key=value`, `~key` and `+list=[x]`, which are applied last; and further config files, each merged
+            over `path` and the files before it.
 
     Raises:
-        ConfigError: when there is no tree. Lesser faults are in the result.
+        ConfigError: no tree can be built. Other faults are in the result.
     """
     source = compose(path, overrides)
     source.resolve()
@@ -135,49 +135,49 @@ def read(path: str | Path | Given | None, overrides: list[str] | None = None) ->
 
 
 def compose(path: str | Path | Given | None, overrides: list[str] | None = None) -> Source:
-    """Do the same, with the references as they are written.
+    """Read a config as `read` does, but leave references unresolved.
 
     Raises:
-        ConfigError: when there is no tree.
+        ConfigError: no tree can be built.
     """
     faults: list[Fault] = []
     given: dict[Path, str] = {}
     if isinstance(path, Mapping):
-        path = Text(Path.cwd() / GIVEN, _given_text(path))
+        path = Text(Path.cwd() / GIVEN, _to_yaml(path))
     if isinstance(path, Text):
         given[path.path], path = path.text, path.path
     names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
     words = [word for word in overrides or [] if not is_file(word)]
     tops = [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111  (Path's fails for an unknown ~user)
-    reading = _Reading(faults, {}, [*map(_folder, tops)], given)
+    reader = _Reader(faults, {}, [*map(_folder, tops)], given)
     if words:
         from deeplightning.config.option_groups import choices
 
-        reading.words = choices(words)
-    # The last file chooses before the others where several name an option group.
-    trees = [reading.tree(file, (number,)) for number, file in reversed([*enumerate(tops)])]
-    root = functools.reduce(_lay, reversed(trees)) if trees else Entry({}, "")
-    _refuse_other_form(root, [short(file) for file in tops])
+        reader.words = choices(words)
+    # The last file has priority if several choose from the same option group.
+    trees = [reader.tree(file, (number,)) for number, file in reversed([*enumerate(tops)])]
+    root = functools.reduce(_merge_layer, reversed(trees)) if trees else Entry({}, "")
+    _refuse_foreign_format(root, [short(file) for file in tops])
     for text in words:
         key = text.partition("=")[0]
-        if key in reading.words and key in reading.groups:
+        if key in reader.words and key in reader.groups:
             continue
         try:
-            _override(root, text)
+            _apply_override(root, text)
         except ConfigError as error:
             faults += error.faults
-    files = sorted(reading.files, key=lambda file: (len(file.above), file.order))
+    files = sorted(reader.files, key=lambda file: (len(file.above), file.order))
     folders = dict.fromkeys(file.root for file in files)
-    source = Source(root, list(folders), faults, reading.groups, files=[file.path for file in files])
+    source = Source(root, list(folders), faults, reader.groups, files=[file.path for file in files])
     source.names = [short(file) for file in tops]
     return source
 
 
 def located(path: str | Path) -> Path:
-    """Return the path of a config as the command line or a program gives it.
+    """Return the path of a config, which may be in a package.
 
     Raises:
-        ConfigError: there is no such package or file in it, or it is an address.
+        ConfigError: the package or the file in it does not exist, or the config is a URL.
     """
     if is_address(path) and not os.path.exists(path):  # noqa: PTH110
         raise ConfigError(Fault(_ADDRESS, place=address_shown(path)))
@@ -194,11 +194,11 @@ class _File:
     """A file that was read.
 
     Attributes:
-        above: the files that lead to it.
-        order: its place among the files of the config.
-        inside: the option group that it belongs to.
-        root: the folder that names may come from: the one that holds the folder of its group, else its own.
-        size: in bytes.
+        above: the chain of files that include it.
+        order: its position among the files of the config.
+        inside: the option group that it belongs to, or "".
+        root: the folder to import names from: the parent of its group's folder, else its own folder.
+        size: its size in characters.
     """
 
     path: Path
@@ -209,20 +209,20 @@ class _File:
     size: int
 
     def roots(self) -> list[Path]:
-        """Return the folders that may hold those of option groups."""
+        """Return the folders that may contain folders of option groups."""
         return [file.root for file in (*self.above, self)]
 
 
 @dataclass
-class _Reading:
-    """The reading of a config's files.
+class _Reader:
+    """Reads the files of a config.
 
     Attributes:
         words: the overrides that may choose an option, by the name of the group.
         tops: the folders of the files that the user named.
-        given: the texts of what is not read from files.
-        files: what was read.
-        groups: the option groups that were named so far; whoever names one first has chosen.
+        given: the texts of configs that are not read from files, by path.
+        files: the files that were read.
+        groups: the option groups found so far; the first choice counts.
     """
 
     faults: list[Fault]
@@ -241,17 +241,17 @@ class _Reading:
         inside: str = "",
         root: Path | None = None,
     ) -> Entry:
-        """Return the tree of a file, laid over the trees of its `_base_` files.
+        """Return the tree of a file, merged over the trees of its `_base_` files.
 
         Args:
-            place: that of the `_base_` that names it.
+            place: the place of the `_base_` that names it.
             order, above, inside, root: as in `_File`.
         """
-        # Unlike Path.resolve, it has no error for links that go round.
+        # Unlike Path.resolve, realpath does not raise for circular links.
         *trail, here = (Path(os.path.realpath(each)) for each in (*(file.path for file in above), path))
         if here in trail:
             chain = " → ".join(short(p) for p in [*trail[trail.index(here) :], here])
-            message = f"these files build on each other in a circle: {chain}; remove one `_base_`"
+            message = f"`_base_` is circular: {chain}; remove one `_base_`"
             raise ConfigError(Fault(message, place=place))
         if len(self.files) >= MAX_BASES:
             raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=short(path)))
@@ -265,7 +265,7 @@ class _Reading:
             message = f"`@package` is Hydra's and has no effect: this file is placed under `{inside}`; remove the line"
             raise ConfigError(Fault(message, place=short(path)))
         tree = parse(text, short(path), self.faults, [*filter(None, inside.split("/"))])
-        if short(path) == GIVEN:  # it has no lines
+        if short(path) == GIVEN:  # a dict has no lines
             for _, entry in nodes(tree):
                 entry.place = GIVEN
         if not isinstance(tree.value, dict):
@@ -279,39 +279,39 @@ class _Reading:
             return tree
         names = base.value if isinstance(base.value, list) else [base]
         parts: dict[int, list[Entry]] = {}
-        # Its own choices count before those of its files, those of a later file before those of an earlier one.
+        # Its own choices have priority over those of its bases, and a later base over an earlier one.
         for number, name in enumerate(names):
             if isinstance(name.value, dict):
                 parts[number] = self._options(name.value, this, number)
         files = {}
         for number, name in enumerate(names):
             if isinstance(name.value, str):
-                files[number] = _base(name.value, path, name.place), name.place
+                files[number] = _base_file(name.value, path, name.place), name.place
             elif number not in parts:
                 message = f"a `_base_` is the path of a file, not {kind(name)}; an option is {{GROUP: OPTION}}"
                 raise ConfigError(Fault(message, "_base_", name.place))
         for number, (file, named_at) in reversed(files.items()):
             parts[number] = [self.tree(file, (*order, number), (*above, this), named_at, inside, root)]
-        laid = [part for number in sorted(parts) for part in parts[number]]
-        return functools.reduce(_merge if inside else _lay, [*laid, tree])
+        layers = [part for number in sorted(parts) for part in parts[number]]
+        return functools.reduce(_merge if inside else _merge_layer, [*layers, tree])
 
     def _options(self, items: dict[str, Entry], file: _File, at: int) -> list[Entry]:
-        """Return the trees of the options that `{group: option}` names, each below the group's key."""
+        """Return the trees of the options in `{group: option}`, each under the key of its group."""
         from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name, chosen
 
         found = []
         for name, entry in items.items():
             check_name(name, entry.place)
-            whole = f"{file.inside}/{name}" if file.inside else name
-            if whole in self.groups:  # somebody nearer to the user has chosen
+            group_key = f"{file.inside}/{name}" if file.inside else name
+            if group_key in self.groups:  # a file closer to the user has chosen
                 continue
-            choice = self.words.get(whole, entry)
-            looked = list(dict.fromkeys([*self.tops, *file.roots(), SHIPPED_GROUPS]))
-            group = self.groups[whole] = Group(whole, chosen(choice), choice.place, looked)
+            choice = self.words.get(group_key, entry)
+            folders = list(dict.fromkeys([*self.tops, *file.roots(), SHIPPED_GROUPS]))
+            group = self.groups[group_key] = Group(group_key, chosen(choice), choice.place, folders)
             for number, option in enumerate(group.chosen):
                 root, path = group.find(option)
                 order = (*file.order, at, number)
-                tree = self.tree(path, order, (*file.above, file), choice.place, whole, root)
+                tree = self.tree(path, order, (*file.above, file), choice.place, group_key, root)
                 for part in reversed(name.split("/")):
                     tree = Entry({part: tree}, tree.place)
                 found.append(tree)
@@ -322,8 +322,8 @@ def _folder(path: Path) -> Path:
     return Path(os.path.abspath(path.parent))  # noqa: PTH100 (without `..`)
 
 
-def _base(name: str, path: Path, place: str) -> Path:
-    """Return the file that a `_base_` names in the file at this path."""
+def _base_file(name: str, path: Path, place: str) -> Path:
+    """Return the file that a `_base_` in the file at `path` names."""
     if packages.is_address(name):
         return packages.locate(name, "_base_", place)
     file = path.parent / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
@@ -334,8 +334,8 @@ def _base(name: str, path: Path, place: str) -> Path:
     return file
 
 
-def _given_text(config: Mapping[str, Any]) -> str:
-    """Write a config that is no file as YAML; references of OmegaConf stay references."""
+def _to_yaml(config: Mapping[str, Any]) -> str:
+    """Convert a config that is passed as a value to YAML; references of OmegaConf stay references."""
     content: Any = config
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
@@ -348,7 +348,7 @@ def _given_text(config: Mapping[str, Any]) -> str:
     except yaml.representer.RepresenterError as error:
         value = error.args[-1]
         what = f"not {type(value).__name__} such as {repr(value)[:80]}"
-        message = f"a config holds texts, numbers, truth values, null, lists and mappings, {what}"
+        message = f"a config may contain texts, numbers, booleans, null, lists and mappings, {what}"
         raise ConfigError(Fault(message, place=GIVEN)) from None
 
 
@@ -356,7 +356,7 @@ def text_of(path: Path) -> str:
     """Return the text of a config file.
 
     Raises:
-        ConfigError: there is none that can be read.
+        ConfigError: it cannot be read.
     """
     place = short(path)
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113  (Path's fail for long names)
@@ -367,7 +367,7 @@ def text_of(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(Fault(f"there is no such config file{packages.shipped_instead(path)}", place=place)) from None
     except OSError as error:
-        kind = SetupError if is_of_machine(error) else ConfigError
+        kind = SetupError if is_disk_failure(error) else ConfigError
         raise kind(Fault(f"cannot be read: {error.strerror}", place=place)) from None
     if len(data) > MAX_BYTES:
         raise ConfigError(Fault(f"a config has at most {MAX_BYTES // 1000} kB; is this the right file?", place=place))
@@ -379,7 +379,7 @@ def text_of(path: Path) -> str:
 
 
 def values_of(path: Path) -> dict[str, Any]:
-    """Return the values of one config file as they are written; {} if it cannot be read."""
+    """Return the values of one config file as written, or {} if it cannot be read."""
     try:
         return plain(parse(text_of(path), path.name, [])) or {}
     except ConfigError:
@@ -387,13 +387,13 @@ def values_of(path: Path) -> dict[str, Any]:
 
 
 def short(path: Path) -> str:
-    """Return a path as the user would write it: relative where it is below the working directory."""
+    """Return a path as the user would write it: relative if it is below the working directory."""
     absolute, here = str(path.absolute()), os.path.join(Path.cwd(), "")  # noqa: PTH118  (Path removes the last slash)
-    return absolute.removeprefix(here) if absolute.startswith(here) else str(path)  # Path's way takes minutes if long
+    return absolute.removeprefix(here) if absolute.startswith(here) else str(path)  # relative_to can take minutes
 
 
 def _merge(base: Entry, top: Entry) -> Entry:
-    """Lay `top` over `base`: merge mappings at any depth, replace anything else; a key `~name` removes `name`."""
+    """Merge `top` over `base`: mappings at any depth are merged, anything else is replaced, `~name` removes `name`."""
     if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
         return top
     merged = dict(base.value)
@@ -407,13 +407,13 @@ def _merge(base: Entry, top: Entry) -> Entry:
     return Entry(merged, top.place)
 
 
-def _lay(base: Entry, top: Entry) -> Entry:
-    """Merge whole configs as `_merge` does. A logger of another class gets none of the params below it."""
-    return _merge(_for_logger(base, top), top)
+def _merge_layer(base: Entry, top: Entry) -> Entry:
+    """Merge whole configs. A logger of another class does not inherit the params of the one in `base`."""
+    return _merge(_drop_logger_params(base, top), top)
 
 
-def _for_logger(base: Entry, top: Entry) -> Entry:
-    """Return `base` without the params of its logger that files set, if `top` names a logger of another class."""
+def _drop_logger_params(base: Entry, top: Entry) -> Entry:
+    """Drop the logger params that files set in `base`, if `top` names a logger of another class."""
     below, above = (tree.value.get("logger") for tree in (base, top))
     if below is None or above is None or not (isinstance(below.value, dict) and isinstance(above.value, dict)):
         return base
@@ -428,8 +428,8 @@ def _for_logger(base: Entry, top: Entry) -> Entry:
     return replace(base, value=base.value | {"logger": section})
 
 
-def _refuse_other_form(root: Entry, files: list[str]) -> None:
-    """Refuse a whole config of LightningCLI or Hydra with one note, in the place of one for each of its keys.
+def _refuse_foreign_format(root: Entry, files: list[str]) -> None:
+    """Refuse a whole config of LightningCLI or Hydra with one fault instead of one per key.
 
     Raises:
         ConfigError: with the command that converts it.
@@ -447,14 +447,14 @@ def _refuse_other_form(root: Entry, files: list[str]) -> None:
     else:
         return
     command = f"deeplightning migrate --from {system} {' '.join(files)} --write"
-    message = f"this is a config of another system. `{command}` makes one that trains the same"
+    message = f"this is a config of another system. `{command}` converts it"
     raise ConfigError(Fault(message, sign, root.value[sign].place))
 
 
 # ---- overrides
 
 
-def _override(root: Entry, text: str) -> None:
+def _apply_override(root: Entry, text: str) -> None:
     """Apply one override to the tree: `key=value`, `~key`, or `+list=[x]`."""
     place = f"{_OVERRIDE}{text}"
     sign = text[:1] if text[:1] in ("~", "+") else ""
@@ -462,7 +462,7 @@ def _override(root: Entry, text: str) -> None:
     name = name.strip()
     parts = name.split(".")
     if name == "_base_":
-        message = "a file names its `_base_`; from the command line, write a file that has both, or name another config"
+        message = "`_base_` cannot be set by an override; write a file that has both, or name another config"
         raise ConfigError(Fault(message, name, place))
     is_hydras = name.startswith("+") or (sign == "+" and not value.lstrip().startswith("["))
     if not all(parts) or (equals == "") != (sign == "~") or name.startswith("-") or is_hydras:
@@ -470,8 +470,8 @@ def _override(root: Entry, text: str) -> None:
         raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
     if name == "logger.type" and new is not None:
-        root.value = _for_logger(root, Entry({"logger": Entry({"type": new}, place)}, place)).value
-    above, last = _reach(root, parts, place, make=sign != "~")
+        root.value = _drop_logger_params(root, Entry({"logger": Entry({"type": new}, place)}, place)).value
+    above, last = _container_of(root, parts, place, make=sign != "~")
     items = above.value
     old = items[last] if isinstance(items, list) else items.get(last)
     if new is None:
@@ -488,7 +488,7 @@ def _override(root: Entry, text: str) -> None:
 
 
 def _override_value(text: str, name: str, place: str) -> Entry:
-    """Return the value of an override, everything in it set at `place`."""
+    """Parse the value of an override, and set the place of everything in it."""
     problems: list[Fault] = []
     try:
         value = parse(text, place, problems, name.split("."), is_override=True)
@@ -501,9 +501,9 @@ def _override_value(text: str, name: str, place: str) -> Entry:
     return value
 
 
-def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entry, Any]:
-    """Return the entry of the mapping or list that holds the last of `parts`, and its key or index there. `make` adds
-    mappings on the way where there is nothing."""
+def _container_of(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entry, Any]:
+    """Return the mapping or list that contains the last of `parts`, and its key or index there. `make` creates missing
+    mappings on the way."""
     for depth, part in enumerate(parts):
         above = ".".join(parts[:depth])
         if entry.value is None and make:

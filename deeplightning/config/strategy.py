@@ -1,7 +1,7 @@
-"""The strategies of `engine.backend` and the keys of `engine.params`: classes by name, and DeepSpeed's own words.
+"""The strategy classes of `engine.backend`, and the keys that `engine.params` may have, including DeepSpeed's JSON.
 
-Nothing is imported: classes are named, and the words of DeepSpeed's JSON are those of its version 0.19.8, in this one
-place. tests/unit/test_check.py compares them with the source of the DeepSpeed that is installed.
+Nothing is imported: classes are given by name, and the JSON keys are those of DeepSpeed 0.19.8.
+tests/unit/test_check.py compares them with the source of the installed DeepSpeed.
 """
 
 import math
@@ -16,29 +16,29 @@ DEEPSPEED = ("deeplightning.engine.zero.DeepSpeed",)
 
 
 def classes_of(backend: str | None) -> tuple[str, ...]:
-    """Return the classes that `engine.params` go to: what the first does not name is passed to the second, which is
-    given the network."""
+    """Return the classes that take `engine.params`. The first passes what it does not know to the second, which also
+    gets the network."""
     if backend is not None and backend.startswith("deepspeed"):
         return DEEPSPEED
     return {"ddp": DDP, "fsdp": FSDP}.get(backend or "", ())
 
 
-# Arguments of Lightning's strategies that other keys decide.
-_DECIDED = {
+# Arguments of Lightning's strategies that are set by other keys.
+_SET_ELSEWHERE = {
     "accelerator": "engine.gpus",
     "parallel_devices": "engine.gpus and engine.processes",
     "cluster_environment": "the launcher",
-    "checkpoint_io": "how Deep Lightning writes checkpoints",
+    "checkpoint_io": "Deep Lightning",
 }
-_DECIDED_OF_DEEPSPEED = {"stage": "engine.backend", "precision_plugin": "engine.precision"}
+_SET_ELSEWHERE_DEEPSPEED = {"stage": "engine.backend", "precision_plugin": "engine.precision"}
 
 GROUPS = ["gloo", "nccl", "mpi", "ucc", "xccl"]
-"""What torch exchanges tensors by (`torch.distributed.Backend.backend_list`)."""
+"""Communication backends of torch (`torch.distributed.Backend.backend_list`)."""
 
 _DTYPES = ["float32", "bfloat16", "float16"]
 
-# Words of DeepSpeed's JSON that other keys of the config decide.
-_DECIDED_JSON = {
+# Keys of DeepSpeed's JSON that are set by other keys of the config.
+_JSON_SET_ELSEWHERE = {
     "train_batch_size": "data.batch_size",
     "train_micro_batch_size_per_gpu": "data.batch_size",
     "gradient_accumulation_steps": "train.accumulator_factor",
@@ -47,8 +47,8 @@ _DECIDED_JSON = {
     "scheduler": "model.scheduler",
 }
 
-# DeepSpeed ignores other words at the top of its JSON; inside `zero_optimization` it refuses them itself.
-_JSON = [
+# DeepSpeed ignores other keys at the top level of its JSON. In `zero_optimization` it refuses unknown keys itself.
+_JSON_KEYS = [
     "activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
     "communication_data_type", "compile", "csv_monitor", "data_efficiency", "data_types", "dataloader_drop_last",
     "datastates_ckpt", "disable_allgather", "disable_python_gc", "dump_state", "expert_parallel", "flops_profiler",
@@ -67,11 +67,11 @@ def _fault(key: str, message: str, found: str, allowed: str | None = None) -> Fa
 
 
 def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield what of `engine.params` is wrong for reasons that no signature tells."""
-    decided = _DECIDED | (_DECIDED_OF_DEEPSPEED if backend.startswith("deepspeed") else {})
+    """Yield the faults of `engine.params` that no signature shows."""
+    set_elsewhere = _SET_ELSEWHERE | (_SET_ELSEWHERE_DEEPSPEED if backend.startswith("deepspeed") else {})
     for name in params:
-        if name in decided:
-            yield _fault(name, f"{decided[name]} decides it; remove it", name)
+        if name in set_elsewhere:
+            yield _fault(name, f"is set by {set_elsewhere[name]}; remove it", name)
     timeout = params.get("timeout", 1)
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (is_number and 0 < timeout < math.inf):
@@ -93,11 +93,11 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _json_misfits(config: Mapping[str, object]) -> Iterator[Fault]:
     for word in config:
-        if word in _DECIDED_JSON:
-            yield _fault(f"config.{word}", f"{_DECIDED_JSON[word]} decides it; remove it", word)
-        elif word not in _JSON:
-            words = ", ".join(_JSON)
-            message = f"unknown to DeepSpeed.{nearest(word, _JSON)} It knows {words}"
+        if word in _JSON_SET_ELSEWHERE:
+            yield _fault(f"config.{word}", f"is set by {_JSON_SET_ELSEWHERE[word]}; remove it", word)
+        elif word not in _JSON_KEYS:
+            words = ", ".join(_JSON_KEYS)
+            message = f"unknown to DeepSpeed.{nearest(word, _JSON_KEYS)} It knows {words}"
             yield _fault(f"config.{word}", message, word, words)
     zero = config.get("zero_optimization")
     if zero is not None and not isinstance(zero, Mapping):

@@ -1,6 +1,6 @@
-"""A target, `MODULE.CLASS` or `MODULE.FUNCTION` with its params: found and built.
+"""Import and build targets: `MODULE.CLASS` or `MODULE.FUNCTION` with params.
 
-The only place that imports by name.
+Only this module imports by name.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from deeplightning.faults import (
     SetupError,
     UserError,
     error_of,
-    install,
+    install_command,
     is_full,
     nearest,
     no_module,
@@ -39,12 +39,12 @@ from deeplightning.words import first_line
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a top-level package is there, without importing it."""
+    """Return whether a top-level package is installed, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def is_target(value: object) -> bool:
-    """Return whether a mapping inside params is a target: just `type` (with a dot) and perhaps `params`."""
+    """Return whether a mapping inside params is a target: only `type` (with a dot) and optionally `params`."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("type"), str)
@@ -55,7 +55,7 @@ def is_target(value: object) -> bool:
 
 
 def is_reference(value: object) -> bool:
-    """Return whether a mapping inside params names something without calling it: just `{ref: MODULE.NAME}`."""
+    """Return whether a mapping inside params is a reference, `{ref: MODULE.NAME}`, which is not called."""
     return (
         isinstance(value, Mapping) and set(value) == {"ref"} and isinstance(value["ref"], str) and "." in value["ref"]
     )
@@ -75,39 +75,39 @@ def find(name: str) -> Any:
     found: object = None
     depth = 0
     for depth in range(len(parts) - 1, 0, -1):
-        found = _module(".".join(parts[:depth]), name)
+        found = _import_module(".".join(parts[:depth]), name)
         if found is not None:
             break
     if found is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
         raise no_module(parts[0], name, known, own_code.roots())
-    read = own_code.read_from(name, getattr(found, "__file__", None))
+    read = own_code.lookup_hint(name, getattr(found, "__file__", None))
     for part in parts[depth:]:
         owner = ".".join(parts[:depth])
-        module = None if hasattr(found, part) else _module(f"{owner}.{part}", name)
+        module = None if hasattr(found, part) else _import_module(f"{owner}.{part}", name)
         try:
             found = module or getattr(found, part)
         except AttributeError:
             public = _public_names(found)
-            things = [n for n in public if own_code.full_name(f"{owner}.{n}") not in sys.modules]
-            near = nearest(part, things if depth == len(parts) - 1 else public).replace("mean ", f"mean {owner}.", 1)
+            objects = [n for n in public if own_code.full_name(f"{owner}.{n}") not in sys.modules]
+            near = nearest(part, objects if depth == len(parts) - 1 else public).replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
         depth += 1
     return found
 
 
-def _module(module: str, wanted: str) -> types.ModuleType | None:
+def _import_module(module: str, wanted: str) -> types.ModuleType | None:
     full = own_code.full_name(module)
     try:
         return importlib.import_module(full)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{full}.".startswith(f"{error.name}."):
             return None
-        raise _failed(error, module, wanted) from error
+        raise _import_error(error, module, wanted) from error
 
 
-def _failed(error: BaseException, module: str, wanted: str) -> ValueError:
-    """Return what to raise where importing a module failed."""
+def _import_error(error: BaseException, module: str, wanted: str) -> ValueError:
+    """Return the error to raise if importing a module failed."""
     lacks = isinstance(error, ImportError | OSError) and not str(error).startswith("cannot import name")
     if isinstance(error, ModuleNotFoundError) and error.name:
         lacks = not is_installed(error.name.partition(".")[0])
@@ -116,22 +116,22 @@ def _failed(error: BaseException, module: str, wanted: str) -> ValueError:
 
 
 def needs(error: BaseException) -> str | None:
-    """Return which package an error comes from that is not installed, and the command that installs it."""
+    """Describe the missing package that caused an error and how to install it, or return None."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or is_installed(name.partition(".")[0]):
         return None
-    return f"needs {name}, which is not installed here{own_code.line_of(error)}: {install(name)}"
+    return f"needs {name}, which is not installed here{own_code.user_location(error)}: {install_command(name)}"
 
 
 def path_of(found: object) -> str | None:
-    """Return where a live class or function is defined, `posix.system` of `os.system`; None: it does not tell."""
+    """Return where a live class or function is defined, such as `posix.system` for `os.system`, or None if unknown."""
     if not isinstance(found, type | types.FunctionType | types.BuiltinFunctionType) or not found.__module__:
         return None
     return f"{found.__module__}.{found.__qualname__}"
 
 
 def import_again(names: Iterable[str]) -> None:
-    """Import the modules that another process of this program has imported, in its order; skip those that fail."""
+    """Import the modules that another process of this program has imported, in the same order; skip failures."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
@@ -141,11 +141,11 @@ def import_again(names: Iterable[str]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the error, and the line of the user's own code that it came from, if it did."""
+    """Describe an error, with the line of the user's own code that it came from, if any."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({own_code.short(error.filename or '?')}:{error.lineno})"
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{words}{own_code.line_of(error)}"
+    return f"{words}{own_code.user_location(error)}"
 
 
 def _public_names(owner: object) -> list[str]:
@@ -156,8 +156,8 @@ def _public_names(owner: object) -> list[str]:
 
 
 def signature_of(name: str, found: Any) -> Signature:
-    """Return what a live class or function takes. What it hands on, and annotations that are not imported at run time,
-    are read from its source.
+    """Return the signature of a live class or function. Parameters that `**kwargs` passes on, and annotations that are
+    not imported at run time, are read from source.
 
     Raises:
         Undecided: it has no signature (a function written in C).
@@ -175,16 +175,16 @@ def signature_of(name: str, found: Any) -> Signature:
 
 
 def build(target: Target | Mapping[str, Any], *given: object, **more: Any) -> Any:
-    """Build the object that a target describes, called with `given`, its params and `more`, which wins over params.
+    """Build a target: call it with `given`, its params and `more`, which overrides params.
 
-    Targets and references inside the params, at any depth, are built first. Where a parameter takes a callable, a
-    target becomes a callable with its params bound, and so does each optimizer and schedule. A config that is given
-    first goes to a first parameter that is named `cfg` or annotated with its type, and is left out where there is none.
+    Targets and references inside the params, at any depth, are built first. If a parameter takes a callable, a target
+    becomes a callable with its params bound, as does every optimizer and schedule. If the first of `given` is a config,
+    it is passed to a first parameter that is named `cfg` or annotated with its type, or dropped without such a one.
 
     Raises:
-        ConfigError: the target cannot be found, makes no part of a run, cannot be built, or gives something else than
-            its section needs.
-        SetupError: it needs a package that is not installed, a file that is not there, or a download that fails.
+        ConfigError: the target cannot be found, is no part of a run, cannot be built, or returns an object that does
+            not fit its section.
+        SetupError: it needs a package that is not installed, a missing file, or a download that fails.
     """
     return _build(target, given, more)
 
@@ -226,9 +226,9 @@ def _build(
     try:
         made = found(*given, **{**_with_tensors(found, params), **more})
     except Exception as error:
-        if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1" or not _is_of_config(error):
+        if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1" or not _is_config_error(error):
             raise
-        raise _unbuilt(error, target) from error
+        raise _build_error(error, target) from error
     mismatch = misfit([path_of(c) or "" for c in type(made).__mro__], True, role) if role is not None else None
     if mismatch:
         returned = "nothing" if made is None else f"`{type(made).__name__}`"
@@ -236,8 +236,8 @@ def _build(
     return made
 
 
-def _unbuilt(error: Exception, target: Target) -> UserError:
-    """Return what to raise where a target's constructor, or its function, raised an error."""
+def _build_error(error: Exception, target: Target) -> UserError:
+    """Return the error to raise if the constructor or function of a target failed."""
     message = f"{target.type} cannot be built: {reason(error)}"
     kind: type[UserError] = ConfigError
     if isinstance(error, ImportError):
@@ -245,7 +245,7 @@ def _unbuilt(error: Exception, target: Target) -> UserError:
         message = f"{target.type} {needs(error) or f'needs a package that is not installed: {error}'}"
     elif isinstance(error, OSError):
         kind = SetupError
-        if error.errno is None and not (type(error) is OSError and own_code.is_theirs(own_code.raiser(error))):
+        if error.errno is None and not (type(error) is OSError and own_code.is_user_file(own_code.raising_file(error))):
             message = (
                 f"{target.type} downloads files when it is built, and that failed: {first_line(error)}. Connect the "
                 "machine, or copy them from one that has them (~/.cache/torch, ~/.cache/huggingface)"
@@ -255,17 +255,17 @@ def _unbuilt(error: Exception, target: Target) -> UserError:
     return kind(Fault(message, target.name, target.place))
 
 
-def _is_of_config(error: Exception) -> bool:
-    """Return whether an error of a constructor speaks of the config: not of memory or a full disk, nor of a slip of
-    ours."""
+def _is_config_error(error: Exception) -> bool:
+    """Return whether the config caused an error of a constructor, and not memory, a full disk or a bug in Deep
+    Lightning."""
     if type(error).__name__ == "OutOfMemoryError" or (isinstance(error, OSError) and is_full(error)):
         return False
-    is_slip = not isinstance(error, ImportError | OSError | TypeError | ValueError)
-    return not (is_slip and own_code.raiser(error).startswith(own_code.OURS))
+    is_unexpected = not isinstance(error, ImportError | OSError | TypeError | ValueError)
+    return not (is_unexpected and own_code.raising_file(error).startswith(own_code.OURS))
 
 
 def _with_tensors(found: object, params: dict[str, object]) -> dict[str, object]:
-    """Return params with a tensor, float32, for each list of numbers whose argument is annotated `Tensor`, or that or
+    """Return params with lists of numbers as float32 tensors where the parameter is annotated `Tensor`, or `Tensor` or
     None.
 
     Raises:
@@ -278,26 +278,26 @@ def _with_tensors(found: object, params: dict[str, object]) -> dict[str, object]
 
     try:
         hints = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
-    except Exception:  # an annotation names what is not there, or it has none
+    except Exception:  # there are no annotations, or one cannot be resolved
         return params
-    asked = [n for n in lists if hints.get(n) in (torch.Tensor, torch.Tensor | None)]
-    return params | {name: torch.tensor(params[name], dtype=torch.float32) for name in asked}
+    to_convert = [n for n in lists if hints.get(n) in (torch.Tensor, torch.Tensor | None)]
+    return params | {name: torch.tensor(params[name], dtype=torch.float32) for name in to_convert}
 
 
 def _is_numbers(value: object) -> bool:
-    """Return whether a value is a number, or a list of such at any depth."""
+    """Return whether a value is a number, or a list of numbers at any depth."""
     if isinstance(value, list):
         return all(map(_is_numbers, value))
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def build_inside(value: Any, wanted: Options = None) -> Any:
-    """Build a value of some params, with the targets and references in it, at any depth.
+    """Build the targets and references in a value inside params, at any depth.
 
-    A target that `kinds.is_bound` becomes a callable with its params bound.
+    A target becomes a callable with its params bound where `section_kinds.is_bound` holds.
 
     Args:
-        wanted: what the parameter allows that gets the value; None: not known.
+        wanted: the options of the parameter that takes the value; None: unknown.
     """
     if is_target(value):
         return _build(value, wanted=wanted, inside=True)

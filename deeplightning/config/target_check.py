@@ -1,4 +1,4 @@
-"""What a config names, at any depth, and what it gives to that, is compared with what is there."""
+"""Check the targets and references of a config, at any depth, and their params."""
 
 import functools
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
-from deeplightning.config.metric_check import check_monitors, settle_modes
+from deeplightning.config.metric_check import check_monitors, set_modes
 from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, Target, with_keys
 from deeplightning.config.section_kinds import HOOK, role_of
@@ -21,12 +21,12 @@ from deeplightning.signatures.signature import UNKNOWN, Options, Parameter, Unde
 
 Wanted = Callable[[], Options]
 
-# How many positional arguments we give to a target: parameters to an optimizer, an optimizer to a scheduler, the
-# training set to a sampler; None: the config to a module that takes it. And what we give by name: by the key of a
-# target, or by its full name.
+# How many positional arguments Deep Lightning passes to a target: parameters to an optimizer, an optimizer to a
+# scheduler, the training set to a sampler; None: the config to a module that takes it. And its keyword arguments, by
+# the key of a target or by its full name.
 GIVEN = {"data.module": None, "data.sampler": 1, "model.module": None, "model.optimizer": 1, "model.scheduler": 1}
 GIVEN_BY_NAME: dict[str, dict[str, Any]] = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
-AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
+AUTO_PARAMS = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
 
 
@@ -34,11 +34,11 @@ _LOADER = "torch.utils.data.DataLoader"
 _LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
 
 
-def note_target(report: Report, name: str, entry: Entry, key: str, path: KeyPath, wanted: Wanted | None = None) -> None:
-    """Put a target, and those inside its params, on the list of what is compared with what they name.
+def add_target(report: Report, name: str, entry: Entry, key: str, path: KeyPath, wanted: Wanted | None = None) -> None:
+    """Add a target, and the targets inside its params, to the checks of the report.
 
     Args:
-        wanted: of a target inside params, what the parameter allows that it is for.
+        wanted: for a target inside params, the options of its parameter.
     """
     place = entry.value["type"].place if "type" in entry.value else entry.place
     params = entry.value.get("params") or Entry({}, place)
@@ -49,7 +49,7 @@ def note_target(report: Report, name: str, entry: Entry, key: str, path: KeyPath
     def compare() -> None:
         values = {p: plain(item) for p, item in items.items()}
         auto = [p for p, value in values.items() if value == "auto"] if role == "model.scheduler" else []
-        values |= dict.fromkeys(auto)  # it becomes a number when the run knows it
+        values |= dict.fromkeys(auto)  # a number, which the run fills in
         if role == "model.network":
             values |= {p: [] if p in LISTS else 1 for p in DECLARED if values.get(p) == "auto"}
         for p in WEIGHTS if role == "model.loss" else ():
@@ -60,29 +60,29 @@ def note_target(report: Report, name: str, entry: Entry, key: str, path: KeyPath
                 report.fault(message, f"{key}.params.{p}", found=values[p])
         paths = {p: (*path, "params", p) for p in items}
         secrets = report.source.secrets
-        hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_word(at)}
+        hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_env_var(at)}
         values = GIVEN_BY_NAME.get(key, {}) | GIVEN_BY_NAME.get(name, {}) | values
         given = GIVEN.get(role or key, 0)
-        report.take(judge(report.meanings, name, values, key, role=role, given=given, hidden=hidden, wanted=wanted))
-        for p in set(auto) - set(AUTO):
-            message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
+        report.merge(judge(report.meanings, name, values, key, role=role, given=given, hidden=hidden, wanted=wanted))
+        for p in set(auto) - set(AUTO_PARAMS):
+            message = f"`auto` works for {', '.join(AUTO_PARAMS)}; give `{p}` a value"
             report.fault(message, f"{key}.params.{p}", found="auto")
 
     report.targets.append(compare)
     for param, item in items.items():
         parameter = functools.partial(report.parameter, name, param)
-        note_inside(report, item, f"{key}.params.{param}", (*path, "params", param), parameter)
+        add_nested(report, item, f"{key}.params.{param}", (*path, "params", param), parameter)
 
 
-def note_inside(report: Report, entry: Entry, key: str, path: KeyPath, parameter: Callable[[], Parameter]) -> None:
-    """Put targets and references inside params, at any depth, on the list of what is compared.
+def add_nested(report: Report, entry: Entry, key: str, path: KeyPath, parameter: Callable[[], Parameter]) -> None:
+    """Add targets and references inside params, at any depth, to the checks of the report.
 
     Args:
-        parameter: what the value is for; of a value inside a list or mapping, with what is allowed there.
+        parameter: the parameter that takes the value; inside a list or mapping, with the options there.
     """
     if isinstance(entry.value, dict):
         if is_target(plain(entry)):
-            note_target(report, entry.value["type"].value, entry, key, path, lambda: parameter().allowed)
+            add_target(report, entry.value["type"].value, entry, key, path, lambda: parameter().allowed)
             return
         if is_reference(plain(entry)):
             ref = entry.value["ref"]
@@ -90,64 +90,64 @@ def note_inside(report: Report, entry: Entry, key: str, path: KeyPath, parameter
             return
         for name in {"_target_", "class_path"} & set(entry.value):
             if "." in (target := str(entry.value[name].value)):
-                _note_mapping(report, f"{key}.{name}", target, parameter())
+                _report_foreign_target(report, f"{key}.{name}", target, parameter())
         for name, item in entry.value.items():
-            note_inside(report, item, f"{key}.{name}", (*path, name), lambda: replace(parameter(), allowed=None))
+            add_nested(report, item, f"{key}.{name}", (*path, name), lambda: replace(parameter(), allowed=None))
     elif isinstance(entry.value, list):
         for number, item in enumerate(entry.value):
             of_one = functools.partial(lambda n: replace(parameter(), allowed=of_item(parameter().allowed, n)), number)
-            note_inside(report, item, f"{key}.{number}", (*path, number), of_one)
+            add_nested(report, item, f"{key}.{number}", (*path, number), of_one)
 
 
-def _note_mapping(report: Report, key: str, target: str, parameter: Parameter) -> None:
-    """Note a target in the words of another tool, which stays a mapping. A class may build it by itself: it is a fault
-    only where its parameter does not allow a mapping, or is annotated with a class, or the module, of the target."""
+def _report_foreign_target(report: Report, key: str, target: str, parameter: Parameter) -> None:
+    """Report a target in the format of another tool, which stays a mapping. A class may build it itself: it is a fault
+    only if the parameter does not allow a mapping, or is annotated with a class, or the module, of the target."""
     annotation = parameter.annotation or ""
     if parameter.allowed is not None:
         is_right = dict in parameter.allowed
     else:
-        found = Meanings().known(target)  # its source alone: nothing is imported
+        found = Meanings().known(target)  # from source, without importing
         classes = {base.rpartition(".")[2] for base in found.bases()[0]} if found is not None else set()
         is_right = classes.isdisjoint(re.findall(r"\w+", annotation)) and not target.startswith(f"{annotation}.")
     if is_right:
-        text = f"{key}: the mapping is passed as it is; `type` and `params` in its place make an object"
+        text = f"{key}: the mapping is passed as it is; use `type` and `params` to build an object"
         report.source.notices.append(Notice(text, unasked=False, key=key))
     else:
-        from deeplightning.config.allowed import known_elsewhere
+        from deeplightning.config.allowed import foreign_key_hint
 
-        report.fault(f"unknown key.{known_elsewhere(report, key)}", key, found=key.rpartition(".")[2])
+        report.fault(f"unknown key.{foreign_key_hint(report, key)}", key, found=key.rpartition(".")[2])
 
 
 def compare(report: Report, config: Config) -> None:
-    """Compare what the config names with what is there."""
+    """Run all checks of targets, and of the keys that are passed on to classes."""
     for compare in report.targets:
         compare()
-    _strategy(report, config.engine)
-    _hook(report, config.engine.setup_hook)
+    _check_strategy(report, config.engine)
+    _check_hook(report, config.engine.setup_hook)
     if config.data is not None:
-        _loader(report, config.data.loader)
+        _check_loader(report, config.data.loader)
     if config.model is not None:
-        _task(report, config)
-        _groups(report, config.model)
+        _check_task(report, config)
+        _check_groups(report, config.model)
         if "train" in config.stages:
-            _rates(report, config.model)
-    _sections(report, config)
+            _check_rates(report, config.model)
+    _check_modules(report, config)
     if config.model is not None and "train" in config.stages:
         check_monitors(report, config)
-        settle_modes(report, config)
+        set_modes(report, config)
 
 
-def _strategy(report: Report, engine: schema.Engine) -> None:
-    """Compare `engine.params` with what the backend's strategy takes."""
-    backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
+def _check_strategy(report: Report, engine: schema.Engine) -> None:
+    """Check `engine.params` against the signature of the backend's strategy."""
+    backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as resolved later
     if backend is None:
         return
     from deeplightning.config import strategy
 
     classes = strategy.classes_of(backend)
-    report.take(Verdict([*strategy.misfits(backend, engine.params)]))
+    report.merge(Verdict([*strategy.misfits(backend, engine.params)]))
     for param, value in engine.params.items() if classes else ():
-        if param == "timeout":  # seconds, of which a timedelta is made
+        if param == "timeout":  # seconds, converted to a timedelta
             continue
         name, given = classes[0], 0
         if len(classes) > 1 and param not in report.meanings.parameters(name):
@@ -155,18 +155,18 @@ def _strategy(report: Report, engine: schema.Engine) -> None:
         report.param(name, param, value, "engine", f"engine.params.{param}", given)
 
 
-def _hook(report: Report, name: str | None) -> None:
-    """Look for `engine.setup_hook`, which is called without arguments."""
+def _check_hook(report: Report, name: str | None) -> None:
+    """Check `engine.setup_hook`, which is called without arguments."""
     verdict = judge(report.meanings, name, {}, HOOK, role=HOOK) if name is not None else Verdict()
     for f in verdict.faults:
         called = "; it is called without arguments" if f.key == "engine.setup_hook.params" else ""
         report.fault(f"{f.message}{called}", "engine.setup_hook", found=name, exit_code=f.exit_code)
-    for why, settled_by in verdict.undecided.values():
-        report.leave("engine.setup_hook", why, settled_by)
+    for why, option in verdict.undecided.values():
+        report.add_unchecked("engine.setup_hook", why, option)
 
 
-def _loader(report: Report, options: dict[str, object]) -> None:
-    """Compare `data.loader` with the signature of torch's DataLoader."""
+def _check_loader(report: Report, options: dict[str, object]) -> None:
+    """Check `data.loader` against the signature of torch's DataLoader."""
     for name, value in options.items():
         key = f"data.loader.{name}"
         if name in _LOADER_GIVEN:
@@ -175,18 +175,18 @@ def _loader(report: Report, options: dict[str, object]) -> None:
             report.param(_LOADER, name, value, "data.loader", key)
 
 
-def _task(report: Report, config: Config) -> None:
-    """Compare the kind of a task with those that can be served, and the names of several networks, optimizers and
-    schedulers with those that it needs."""
+def _check_task(report: Report, config: Config) -> None:
+    """Check that the server supports the kind of a task, and that the task has the networks, optimizers and schedulers
+    that it needs by name."""
     model, task = config.model, config.model.module and config.model.module.type
     definition = (Meanings() if report.meanings.importing else report.meanings).known(task)
     needed = definition.declared_words("network_names") if definition is not None else None
     if config.train.export and definition is not None and definition.defines("inference_model"):
         is_ours = any(base.startswith("deeplightning.task.") for base in definition.bases()[0])
         kinds = definition.declared_words("kind") if is_ours else None
-        for word in sorted((kinds or set()) - {*KINDS, "supervised"}):  # the last: it sets its kind later, or never
-            remedy = f"take one of {', '.join(KINDS)}, or set train.export=false"
-            report.fault(f"{task} has the kind {word!r}, which no server knows; {remedy}", "model.module", found=word)
+        for word in sorted((kinds or set()) - {*KINDS, "supervised"}):  # supervised: set later, or never
+            remedy = f"use one of {', '.join(KINDS)}, or set train.export=false"
+            report.fault(f"{task} has the kind {word!r}, that no server supports; {remedy}", "model.module", found=word)
     for section in ("network", "optimizer", "scheduler"):
         key, given = f"model.{section}", getattr(model, section)
         if isinstance(given, dict) and needed == set():
@@ -195,13 +195,13 @@ def _task(report: Report, config: Config) -> None:
             all_ = {*needed, *(model.network if isinstance(model.network, dict) else ())}
             words, absent = ", ".join(sorted(all_)), sorted(all_ - set(given if isinstance(given, dict) else ()))
             if not isinstance(given, dict):
-                report.fault(f"{task} needs several by name, a map of {words}", key)
+                report.fault(f"{task} needs several by name, a mapping of {words}", key)
             elif absent:
                 report.fault(f"`{absent[0]}` is missing; {task} needs one for each of {words}", key)
 
 
-def _groups(report: Report, model: schema.Model) -> None:
-    """Compare parameter groups with the optimizer's signature; patterns must be regular expressions."""
+def _check_groups(report: Report, model: schema.Model) -> None:
+    """Check parameter groups against the optimizer's signature, and that patterns are regular expressions."""
     for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
         for number, group in enumerate(optimizer.groups):
             here = f"{key}.groups.{number}"
@@ -213,18 +213,18 @@ def _groups(report: Report, model: schema.Model) -> None:
                 report.fault(message, f"{here}.match")
             for name, value in group.items():
                 if name == "match":
-                    _pattern(report, value, f"{here}.match")
+                    _check_pattern(report, value, f"{here}.match")
                 else:
                     report.param(optimizer.type, name, value, key, f"{here}.{name}", 1)
     if model.trainable == []:
-        report.fault("names no parameter, so nothing would learn; `all` trains what there is", "model.trainable")
+        report.fault("names no parameter, so nothing would learn; `all` trains every parameter", "model.trainable")
     elif isinstance(model.trainable, list):
         for number, pattern in enumerate(model.trainable):
-            _pattern(report, pattern, f"model.trainable.{number}")
+            _check_pattern(report, pattern, f"model.trainable.{number}")
 
 
-def _rates(report: Report, model: schema.Model) -> None:
-    """Ask for the learning rate where an optimizer would take its own default for it."""
+def _check_rates(report: Report, model: schema.Model) -> None:
+    """Require a learning rate for every optimizer that takes one."""
     for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
         if not isinstance(optimizer.type, str) or not isinstance(optimizer.params, dict):
             continue
@@ -236,7 +236,7 @@ def _rates(report: Report, model: schema.Model) -> None:
         except ValueError:  # reported as a fault of the target
             continue
         except Undecided as why:
-            report.leave(f"{key}.params", f"{optimizer.type}: whether it takes a learning rate: {why}")
+            report.add_unchecked(f"{key}.params", f"{optimizer.type}: whether it takes a learning rate: {why}")
             continue
         if "lr" in taken:
             own = "" if taken["lr"] is UNKNOWN else f" ({optimizer.type} would take {taken['lr']})"
@@ -244,56 +244,55 @@ def _rates(report: Report, model: schema.Model) -> None:
             report.fault(message, f"{key}.params.lr")
 
 
-def _pattern(report: Report, text: str, key: str) -> None:
+def _check_pattern(report: Report, text: str, key: str) -> None:
     try:
         re.compile(text)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         report.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
 
 
-# ---- what a module that takes the config needs; one that does not gets its values from `params` alone
+# ---- keys of modules that take the config; others get their values from `params` only
 
-_READ = {
+_CONFIG_KEYS = {
     "data": ("batch_size", "root", "num_workers", "num_splits", "fold", "sampler", "loader"),
     "model": ("network", "output", "optimizer", "scheduler", "loss", "metrics", "trainable"),
 }
-"""The keys that a module reads from the config; others are read by the run."""
-_REQUIRED = {"data": "batch_size", "model": "optimizer"}
-"""What a module that takes the config must be given."""
+"""The keys that a module reads from the config. The run reads the others."""
+_REQUIRED_KEY = {"data": "batch_size", "model": "optimizer"}
+"""The key that a module that takes the config requires."""
 
 
-def _sections(report: Report, config: Config) -> None:
-    """Ask for what a module needs that takes the config, and refuse what is set for one that does not.
+def _check_modules(report: Report, config: Config) -> None:
+    """Report missing keys of modules that take the config, and unread keys of modules that do not.
 
-    What a base file sets for a module that does not take the config is left out of the config: it holds only what is
-    read.
+    Unread keys that a base file sets are reset to their defaults, so that the config contains only what is read.
     """
     written = [entry.written or "" for _, entry in nodes(report.source.root)]
-    for name in _READ:
+    for name in _CONFIG_KEYS:
         section = getattr(config, name)
-        required, module = f"{name}.{_REQUIRED[name]}", section and section.module
-        if module is None or not report.answered.isdisjoint(upwards(f"{name}.module.type")):
-            continue  # what it would need is not known
+        required, module = f"{name}.{_REQUIRED_KEY[name]}", section and section.module
+        if module is None or not report.faulty_keys.isdisjoint(upwards(f"{name}.module.type")):
+            continue  # unknown which keys it needs
         try:
             signature = report.meanings.signature(module.type)
         except Undecided as why:
             if required not in report.places:
-                report.leave(required, f"{module.type}: whether it takes the config: {why}")
+                report.add_unchecked(required, f"{module.type}: whether it takes the config: {why}")
             continue
         if signature.config() is not None:
-            _require(report, section, name)
+            _report_missing_key(report, section, name)
             continue
         known = ", ".join(p.name for p in signature.parameters if p.keyword) or signature.rest or "nothing"
         defaults = dict(schema.defaults(type(section)))
-        for key in _READ[name]:
+        for key in _CONFIG_KEYS[name]:
             is_referred_to = any(f"${{{name}.{key}" in text for text in written)
             if getattr(section, key) != defaults[key] and not is_referred_to:
-                _refuse(report, config, f"{name}.{key}", module, known)
+                _report_unread_key(report, config, f"{name}.{key}", module, known)
                 setattr(section, key, defaults[key])
 
 
-def _require(report: Report, section: Any, name: str) -> None:
-    key = _REQUIRED[name]
+def _report_missing_key(report: Report, section: Any, name: str) -> None:
+    key = _REQUIRED_KEY[name]
     is_given = getattr(section, key) is not None or (name == "model" and f"{name}.{key}" in report.places)
     if not is_given:
         known = next(f.metadata for f in schema.keys(type(section)) if f.name == key)
@@ -301,8 +300,8 @@ def _require(report: Report, section: Any, name: str) -> None:
         report.fault(f"missing: {known['doc'].partition('; null')[0]}{example}", f"{name}.{key}")
 
 
-def _refuse(report: Report, config: Config, key: str, module: Target, known: str) -> None:
-    """Report a key that a module does not read: a fault where the user has set it, a notice where a base file has."""
+def _report_unread_key(report: Report, config: Config, key: str, module: Target, known: str) -> None:
+    """Report a key that a module does not read: a fault if the user set it, a notice if a base file did."""
     below = [place for k, place in report.places.items() if f"{k}.".startswith(f"{key}.")]
     if not any(map(report.source.is_top, below)):
         text = f"{key}, set by a base file, is left out: {module.type} does not take the config"

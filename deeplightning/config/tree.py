@@ -1,6 +1,6 @@
-"""YAML text with positions becomes a tree of values that know their places; plain values become text again.
+"""Parse YAML text to a tree of values with their places, and write plain values as YAML.
 
-The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_` allowed between digits.
+Scalars follow YAML 1.2 (`off` is a string, `1e-3` a number), with `_` allowed between digits.
 """
 
 import re
@@ -15,14 +15,14 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.words import first_line, printable
 
-MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
+MAX_VALUES = 50_000  # with aliases expanded: a few lines of anchors can expand to billions of values
 MAX_DEPTH = 60
-MAX_FAULTS = 200  # that are reported one by one
-TAG = "the tag"  # begins the fault of a value that cannot be read
+MAX_FAULTS = 200  # that are reported individually
+TAG = "the tag"  # start of the message about a value that cannot be read
 
-KeyPath = tuple[Any, ...]  # names and indexes; inside params keys of any plain type
+KeyPath = tuple[Any, ...]  # names and indexes; inside params, keys of any plain type
 _Loader = type("_Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {"resolve": lambda *_: ""})
-"""A loader whose nodes have the tags that a file writes, and none beside them."""
+"""A loader whose nodes have only the tags written in the file."""
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _WORDS: dict[str, object] = {
@@ -39,9 +39,9 @@ _WORDS: dict[str, object] = {
 class Entry:
     """One value of a config and the place that set it.
 
-    `value` is a scalar, a dict of name to Entry, or a list of Entry. `place` of a mapping's item is that of its key.
-    `written` is the text with `${…}` that a value was made from; all of a mapping or list that came from a reference
-    has it in one place, the entry of the mapping or list.
+    `value` is a scalar, a dict of name to Entry, or a list of Entry. The `place` of an item is that of its key.
+    `written` is the text with `${…}` that a value came from. For a mapping or list from a reference, only the entry of
+    the mapping or list has it.
     """
 
     value: Any
@@ -50,29 +50,29 @@ class Entry:
 
 
 def scalar(text: str) -> Any:
-    """Convert an unquoted word to null, a boolean, a number, or itself."""
+    """Convert an unquoted scalar to null, a boolean, a number, or a string."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
-        return int(text) if len(text) < 4000 else text  # Python converts no more digits
+        return int(text) if len(text) < 4000 else text  # Python refuses to convert more digits
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
     return text
 
 
 def has_typed_keys(above: Sequence[str | int]) -> bool:
-    """Return whether the keys of a mapping mean what YAML says, `0` a number: of one inside params. `above` are the
-    keys that lead to it. Keys of the config and names of params are text."""
+    """Return whether the keys of a mapping have YAML types, such as a number for `0`. This holds inside params; keys of
+    the config and names of params are text. `above` are the keys that lead to the mapping."""
     return "params" in above and above[-1] != "params"
 
 
 def key_named(word: str, items: dict[Any, Any], above: Sequence[str | int] = ()) -> Any:
-    """Return the key of a mapping that a word of a dotted key names, whether the mapping has it or not yet."""
+    """Return the key of a mapping for a part of a dotted key, whether or not the mapping has it yet."""
     return scalar(word) if word not in items and (has_typed_keys(above) or scalar(word) in items) else word
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `scalar` reads back as the same value; never an alias."""
+    """Writes scalars that `scalar` reads back as the same value, and never writes aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -81,7 +81,7 @@ class _Dumper(yaml.SafeDumper):
 def _write_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
     style = None if isinstance(scalar(text), str) else "'"
     if printable(text) != text:
-        style = '"'  # in the others line breaks are folded, and the rest could steer a terminal
+        style = '"'  # other styles fold line breaks, and control characters could steer a terminal
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -90,7 +90,7 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: _write_text(dumper,
 
 
 def dump(plain: object) -> str:
-    """Write plain values as YAML text that `read` turns into the same values."""
+    """Write plain values as YAML text, which `parse` reads back as the same values."""
     return printable(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120), "\n")
 
 
@@ -117,13 +117,13 @@ def kind(entry: Entry) -> str:
 
 def nodes(entry: Entry, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Entry]]:
     """Yield every entry of a tree with its path, outer before inner."""
-    waiting = [(path, entry)]
-    while waiting:
-        path, entry = waiting.pop()
+    pending = [(path, entry)]
+    while pending:
+        path, entry = pending.pop()
         yield path, entry
         if isinstance(entry.value, dict | list):
             items = entry.value.items() if isinstance(entry.value, dict) else enumerate(entry.value)
-            waiting += reversed([((*path, name), item) for name, item in items])
+            pending += reversed([((*path, name), item) for name, item in items])
 
 
 def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:
@@ -132,7 +132,7 @@ def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:
 
 
 def entry_at(root: Entry, path: Iterable[Any]) -> Entry | None:
-    """Return the entry at a path, names of mappings and indexes of lists; None where there is none."""
+    """Return the entry at a path of names and indexes, or None if it does not exist."""
     found = root
     for part in path:
         items = dict(enumerate(found.value)) if isinstance(found.value, list) else found.value
@@ -143,7 +143,7 @@ def entry_at(root: Entry, path: Iterable[Any]) -> Entry | None:
 
 
 def plain(entry: Entry, written: bool = False) -> Any:
-    """Return a tree without its places; `written`: with references as written."""
+    """Convert a tree to plain values; with `written`, references stay as written."""
     if written and entry.written is not None:
         return entry.written
     if isinstance(entry.value, dict):
@@ -154,7 +154,7 @@ def plain(entry: Entry, written: bool = False) -> Any:
 
 
 def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each leaf of a config with its dotted key; an empty block is a leaf."""
+    """Yield each leaf of a config with its dotted key; an empty mapping is a leaf."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from flat(item, dotted((*filter(None, [name]), key)))
@@ -163,33 +163,32 @@ def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """Return a path as a key with dots, `a.b.0`; `null` for a key that is None."""
+    """Join a path to a dotted key, such as `a.b.0`; a key that is None becomes `null`."""
     return ".".join(key if isinstance(key, str) else line(key) for key in path)
 
 
-# ---- text
+# ---- parsing
 
 
 def parse(text: str, name: str, faults: list[Fault], above: Sequence[str] = (), is_override: bool = False) -> Entry:
-    """Parse YAML text to a tree; add faults of single values to `faults`.
+    """Parse YAML text to a tree, and add faults of single values to `faults`.
 
     Args:
-        above: the keys that lead to where the tree is placed.
-        is_override: the text is the value of an override, which has no comments: a word without quotes is the whole
-            text.
+        above: the keys that lead to the place of the tree.
+        is_override: the text is the value of an override, which has no comments: an unquoted scalar is the whole text.
 
     Raises:
-        ConfigError: the text is not YAML, or passes a bound.
+        ConfigError: the text is not YAML, or exceeds a limit.
     """
     try:
         _check_bounds(text, name)
         node = yaml.compose(text, Loader=_Loader)
         if is_override:
-            node = _whole(node, text, name)
+            node = _restore_comment(node, text, name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(Fault(_syntax(error, text, mark), place=_place(name, mark) if mark else name)) from None
-    except UnicodeEncodeError as error:  # of a shell's arguments; files are decoded before
+    except UnicodeEncodeError as error:  # in arguments of a shell; files are decoded before
         raise ConfigError(Fault(f"not text in UTF-8 (character {error.start})", place=name)) from None
     except yaml.YAMLError as error:
         raise ConfigError(Fault(f"not YAML: {first_line(error)}", place=name)) from None
@@ -198,8 +197,8 @@ def parse(text: str, name: str, faults: list[Fault], above: Sequence[str] = (), 
     return _Builder(name, faults, above).build(node)
 
 
-def _whole(node: Node | None, text: str, name: str) -> Node | None:
-    """Return the node of an override's text with what YAML would drop, such as `#3` of `run #3`."""
+def _restore_comment(node: Node | None, text: str, name: str) -> Node | None:
+    """Restore text of an override that YAML takes for a comment, such as `#3` in `run #3`."""
     words = text.strip()
     is_word = node is None or (isinstance(node, ScalarNode) and (not node.style or node.style in "|>"))
     if is_word and not words.startswith("!") and ("\n" not in words or words[0] not in "|>"):
@@ -208,10 +207,10 @@ def _whole(node: Node | None, text: str, name: str) -> Node | None:
 
 
 def _check_bounds(text: str, name: str) -> None:
-    """Refuse text that is too deep or too long: composing recurses on the C stack, and creates an object per value.
+    """Refuse text that is nested too deeply or too long: composing recurses on the C stack, with an object per value.
 
     Raises:
-        ConfigError: it passes a bound.
+        ConfigError: it exceeds a limit.
     """
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
@@ -230,7 +229,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark | None) -> s
     lines = text.splitlines()
     line = lines[mark.line] if mark and mark.line < len(lines) else ""
     if "\t" in line[: len(line) - len(line.lstrip())] or "'\\t'" in str(error.problem):
-        return "a tab in the indentation; YAML wants spaces"
+        return "a tab in the indentation; YAML needs spaces"
     if re.search(r"[{\[,].*\$\{", line):
         return 'not YAML: inside {…} or […] a reference needs quotes: "${a.b}"'
     problem = str(error.problem or error.context or "not YAML")
@@ -238,30 +237,30 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark | None) -> s
 
 
 class _Builder:
-    """Turns YAML nodes into entries, with a bound on what aliases can make of them."""
+    """Converts YAML nodes to entries, with a limit on values from aliases."""
 
     def __init__(self, name: str, faults: list[Fault], above: Sequence[str]):
-        self.name, self.faults, self.count, self.open = name, faults, 0, set[int]()
+        self.name, self.faults, self.count, self.active = name, faults, 0, set[int]()
         self.above = [*above]  # the keys that lead to what is being built
 
-    def stop(self, node: Node, message: str) -> ConfigError:
+    def error(self, node: Node, message: str) -> ConfigError:
         return ConfigError([*self.faults, Fault(message, place=_place(self.name, node.start_mark))])
 
     def build(self, node: Node, place: str | None = None) -> Entry:
         self.count += 1
         if len(self.faults) > MAX_FAULTS:
-            raise self.stop(node, f"more than {MAX_FAULTS} faults, up to here; is this a config?")
+            raise self.error(node, f"more than {MAX_FAULTS} faults, up to here; is this a config?")
         if self.count > MAX_VALUES:
-            raise self.stop(node, f"this config expands to more than {MAX_VALUES} values; write out fewer aliases")
-        if id(node) in self.open:
-            raise self.stop(node, "an alias inside its own anchor has no end; write the value out")
-        if len(self.open) >= MAX_DEPTH:
-            raise self.stop(node, f"nested more than {MAX_DEPTH} deep")
-        self.open.add(id(node))
+            raise self.error(node, f"this config expands to more than {MAX_VALUES} values; write out fewer aliases")
+        if id(node) in self.active:
+            raise self.error(node, "an alias inside its own anchor is circular; write the value out")
+        if len(self.active) >= MAX_DEPTH:
+            raise self.error(node, f"nested more than {MAX_DEPTH} deep")
+        self.active.add(id(node))
         try:
             return Entry(self.value(node), place or _place(self.name, node.start_mark))
         finally:
-            self.open.discard(id(node))
+            self.active.discard(id(node))
 
     def value(self, node: Node) -> Any:
         if node.tag:

@@ -1,8 +1,8 @@
 """Decide what may be built from the config of a run.
 
-A config is code: it names what is imported and called. Each run folder that is not this user's own, see
-`deeplightning.config.own_runs`, is foreign. Its config is read once, holds plain values only, and the tree that its
-objects are built from is the tree whose names are compared with what may be built.
+A config is code: it names what is imported and called. A run folder that is not this user's own, see
+`deeplightning.config.own_runs`, is foreign. Its config is read once and may contain only plain values, and the checked
+tree is the one that its objects are built from.
 """
 
 import re
@@ -23,26 +23,26 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.words import is_address
 
 ENVIRONMENT = "oc.env"
-"""What `--allow` takes beside modules: a foreign config may read environment variables."""
+"""A value of `--allow` besides modules: a foreign config may read environment variables."""
 
 NOT_TAKEN = ("engine", "logger", "tune", "train.callbacks", "train.resume_ckpt", "model.init_from", "data.sampler")
-"""Keys of a foreign config whose defaults are used instead. Launchers, hooks, environment variables, trackers and
-callbacks belong to the machine that trained; a tracker's address could be anywhere."""
+"""Keys of a foreign config that are replaced by their defaults. Launchers, hooks, environment variables, trackers and
+callbacks belong to the machine that trained, and a tracker's address could be any server."""
 
 _NETWORKS = (*("deeplightning.model", "torch.nn"), *("torchvision.models", "torchvision.ops", "torchvision.transforms"))
-_NAMED_ONLY = (*LIBRARIES, "optuna")
+_NOT_IMPORTED_MODULES = (*LIBRARIES, "optuna")
 _VARIABLE = re.compile(r"\$\{oc\.env:\w+\}", re.ASCII)
 _DECODED = re.compile(rf"\$\{{oc\.decode:{_VARIABLE.pattern}\}}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """What a key may name.
+    """The names that a key may have.
 
     Attributes:
-        modules: where a class must be defined, and how its name must begin.
+        modules: the modules that a class must be defined in, and that its name must begin with.
         base: the class that it must derive from, MODULE.CLASS.
-        imported: False: the section is not taken, so that only the name is looked at.
+        imported: if False, the section is ignored, so only the name is checked.
     """
 
     modules: tuple[str, ...]
@@ -63,7 +63,7 @@ _MODULES = {
     "model.scheduler": ("torch.optim.lr_scheduler",),
 }
 _RULES = {section: _Rule(modules, KINDS[section].base) for section, modules in _MODULES.items()} | {
-    section: _Rule(_NAMED_ONLY, imported=False) for section in NOT_TAKEN
+    section: _Rule(_NOT_IMPORTED_MODULES, imported=False) for section in NOT_TAKEN
 }
 
 
@@ -72,12 +72,12 @@ _RULES = {section: _Rule(modules, KINDS[section].base) for section, modules in _
 
 @dataclass(frozen=True)
 class RunConfig(Text):
-    """The config of a run, read once. `deeplightning.config.examine` admits the tree that it builds from.
+    """The config of a run, read once. `deeplightning.config.examine` calls `admit` with the tree that it builds from.
 
     Attributes:
         is_trusted: whether this user started the run on this machine, or trusts all of it.
-        allow: modules that the user trusts, such as `own_network`; `oc.env` means environment variables.
-        verb: what the run is asked for, for messages; "": it is only read.
+        allow: modules that the user trusts, such as `own_network`; `oc.env` stands for environment variables.
+        verb: the command that uses the run, for messages; "": the run is only read.
     """
 
     is_trusted: bool
@@ -85,12 +85,12 @@ class RunConfig(Text):
     verb: str = ""
 
     def left_out(self) -> list[str]:
-        """Return the overrides that replace by defaults what is not taken from a foreign config."""
+        """Return overrides that reset the ignored parts of a foreign config to their defaults."""
         if self.is_trusted:
             return []
         root = parse(self.text, short(self.path), [])
         overrides = [f"~{key}" for key in NOT_TAKEN if entry_at(root, key.split(".")) is not None]
-        # A folder to write to, and downloads.
+        # These params write to a folder or download files.
         for key, value, kind in (("cache", "true", str), ("download", "false", bool)):
             found = entry_at(root, ("data", "module", "params", key))
             if found is not None and isinstance(found.value, kind):
@@ -101,13 +101,13 @@ class RunConfig(Text):
         return overrides
 
     def admit(self, source: Source) -> None:
-        """Compare the names in a tree with what may be built from a foreign config.
+        """Check that all names in the tree of a foreign config are allowed.
 
         Args:
-            source: of this config and all overrides, with its references resolved. Objects are built from it.
+            source: this config with all overrides, references resolved. Objects are built from it.
 
         Raises:
-            CheckpointError: with each name that is refused, its key, the rule, and the option that allows it.
+            CheckpointError: with each refused name, its key, the rule, and the option that allows it.
         """
         if self.is_trusted:
             return
@@ -119,23 +119,23 @@ class RunConfig(Text):
         names = [*ignored, *_names(source.root)]
         faults = [fault for path, named in names if (fault := self._refusal(path, named)) is not None]
         faults += [
-            _not_plain(f"the reference {found.written!r:.60}", found.place, self, key=".".join(map(str, path)))
+            _non_plain_fault(f"the reference {found.written!r:.60}", found.place, self, key=".".join(map(str, path)))
             for path, found in nodes(source.root)
-            if found.written is not None and self._refers(found.written)
+            if found.written is not None and self._has_forbidden_reference(found.written)
         ]
         if faults:
             raise CheckpointError(faults)
 
-    def _refers(self, text: str) -> bool:
-        """Return whether a text holds a reference that is not allowed."""
+    def _has_forbidden_reference(self, text: str) -> bool:
+        """Return whether a text contains a reference that is not allowed."""
         if ENVIRONMENT in self.allow:
             text = _VARIABLE.sub("", _DECODED.sub("", text))
         return "${" in text
 
     def _refusal(self, path: KeyPath, named: Entry) -> Fault | None:
-        """Return why a name may not be imported or built; None: it may.
+        """Return the fault of a name that must not be imported or built, or None if it is allowed.
 
-        A module is imported only if its name begins as the rule demands.
+        A module is imported only if the rule allows its name.
         """
         name, rules = named.value, _rules(path)
         if _within(name, self.allow):
@@ -154,11 +154,11 @@ class RunConfig(Text):
             if isinstance(found, type) and issubclass(found, find(rule.base)) and _within(origin, rule.modules):
                 return None
         allowed = "; or ".join(map(str, rules)) or "no `ref` is allowed"
-        module = name.rpartition(".")[0] if _within(name, _NAMED_ONLY) else name.partition(".")[0]
+        module = name.rpartition(".")[0] if _within(name, _NOT_IMPORTED_MODULES) else name.partition(".")[0]
         what = f"{name}, which is {origin}," if origin != name else name
         return Fault(
-            f"to {self.verb or 'use'} this run, {what} would be imported, and that may run any code; of a run that was "
-            f"not made here by you, {allowed}, with plain values as its params. If you trust it: --allow {module}",
+            f"to {self.verb or 'use'} this run, {what} would be imported, which may run any code; for a run that was "
+            f"not made here by you, {allowed}, with plain values as params. If you trust it: --allow {module}",
             ".".join(map(str, path)),
             named.place,
             found=name,
@@ -168,15 +168,15 @@ class RunConfig(Text):
 
 
 def run_config(folder: RunFolder, allow: Sequence[str] = (), verb: str = "", trust: bool = False) -> RunConfig:
-    """Read the config of a run. Every use of a run's config begins here.
+    """Read the config of a run. Every use of a run's config starts here.
 
     Args:
-        allow, verb: as of `RunConfig`.
-        trust: trust a foreign run as an own one.
+        allow, verb: as in `RunConfig`.
+        trust: trust a foreign run like an own one.
 
     Raises:
         CheckpointError: there is no config; or it is foreign, and refers to a variable, a value, a file or a function.
-        ConfigError: it cannot be read, or a word of `allow` is no module.
+        ConfigError: it cannot be read, or an item of `allow` is not the name of a module.
     """
     for module in allow:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module):
@@ -187,16 +187,16 @@ def run_config(folder: RunFolder, allow: Sequence[str] = (), verb: str = "", tru
     text = text_of(folder.config)
     is_trusted = trust or is_registered(digest_of(text.encode()))
     config = RunConfig(folder.config, text, is_trusted, tuple(allow), verb)
-    if not is_trusted and (faults := list(_beyond_plain(config))):
+    if not is_trusted and (faults := list(_non_plain_faults(config))):
         raise CheckpointError(faults)
     return config
 
 
 def refuse_links(folder: RunFolder) -> None:
-    """Refuse a foreign run whose folder has links to files outside of it.
+    """Refuse a foreign run whose folder has links to files outside.
 
     Raises:
-        CheckpointError: with the first of them.
+        CheckpointError: with the first such link.
     """
     top = folder.path.resolve()
     for path in folder.path.rglob("*") if not is_own(folder) else ():
@@ -207,24 +207,24 @@ def refuse_links(folder: RunFolder) -> None:
             )
 
 
-def _beyond_plain(config: RunConfig) -> Iterator[Fault]:
-    """Yield a fault for all in a foreign config that is not a plain value: references, bases and tags."""
+def _non_plain_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield a fault for every part of a foreign config that is not a plain value: references, bases and tags."""
     name = short(config.path)
     parse(config.text, name, [])  # its errors and bounds
     for event in yaml.parse(config.text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         mark: Any = event.start_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}"
         if tag := getattr(event, "tag", None):
-            yield _not_plain(f"the tag {tag!r:.60}", place, config)
-        if isinstance(event, yaml.ScalarEvent) and config._refers(event.value):
-            yield _not_plain(f"the reference {event.value!r:.60}", place, config)
+            yield _non_plain_fault(f"the tag {tag!r:.60}", place, config)
+        if isinstance(event, yaml.ScalarEvent) and config._has_forbidden_reference(event.value):
+            yield _non_plain_fault(f"the reference {event.value!r:.60}", place, config)
         if isinstance(event, yaml.ScalarEvent) and event.value == "_base_":
-            yield _not_plain("_base_", place, config)
+            yield _non_plain_fault("_base_", place, config)
 
 
-def _not_plain(what: str, place: str, config: RunConfig, key: str | None = None) -> Fault:
+def _non_plain_fault(what: str, place: str, config: RunConfig, key: str | None = None) -> Fault:
     message = (
-        f"this run was not made here by you, and its config has {what}. Only plain values are read of such a run; "
+        f"this run was not made here by you, and its config has {what}. Only plain values are read from such a run; "
         "write the value here"
     )
     if config.verb and _VARIABLE.search(what):
@@ -232,12 +232,12 @@ def _not_plain(what: str, place: str, config: RunConfig, key: str | None = None)
     return Fault(message, key, place, exit_code=CheckpointError.exit_code)
 
 
-# ---- what a foreign config may name
+# ---- names that a foreign config may have
 
 
 def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
-    """Yield what a config may import: the text of each `type` and `ref`, at any place, and of what own code may build
-    by itself."""
+    """Yield the names that a config may import: each `type` and `ref` at any depth, and the keys of other tools that
+    own code may build itself."""
     return (
         (path, entry)
         for path, entry in leaves(root)
@@ -246,8 +246,8 @@ def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
 
 
 def _rules(path: KeyPath) -> list[_Rule]:
-    """Return what a key may name, by any of these rules. The params of a network hold parts of it; those of a task also
-    an optimizer and a schedule."""
+    """Return the rules for a key, of which one must hold. The params of a network contain parts of it; those of a task
+    also an optimizer and a schedule."""
     if path[-1] == "ref":
         return []
     key = ".".join(map(str, path[:-1]))
@@ -263,5 +263,5 @@ def _within(name: str, modules: Sequence[str]) -> bool:
 
 
 def _origin(found: object, name: str) -> str:
-    """Return where that is defined which a name leads to: `torch.os.system` is `posix.system`."""
+    """Return where a found object is defined: `torch.os.system` is `posix.system`."""
     return f"{getattr(found, '__module__', None) or type(found).__module__}.{name.rpartition('.')[2]}"

@@ -1,8 +1,8 @@
-"""Read arrays of numbers with a class or numbers for each from a file of numpy's.
+"""Read arrays from .npz files, each with a class or numbers to be predicted.
 
 `deeplightning.array_spec.ArraySpec` prepares them.
 
-N samples, C channels, T steps of a signal; the shape of one array is any, (C, …).
+N samples, R rows of the file, C channels, T targets; one array has any shape (C, …).
 """
 
 import math
@@ -21,9 +21,9 @@ from deeplightning.array_spec import ArrayError, ArraySpec
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Divisible, InMemory, OnDemand
-from deeplightning.data.loading import MOST_CLASSES, ColumnData, Moments, checked_names
+from deeplightning.data.loading import MAX_CLASSES, ColumnData, Moments, checked_names
 
-_CHUNK = 4096  # arrays of which mean and deviation are summed at a time
+_CHUNK_ARRAYS = 4096  # per step of the sums for mean and deviation
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Arrays(Divisible):
 
     Attributes:
         inputs: an array or a mapped file, (R, C, …).
-        rows: of each sample, int64 (N,).
+        rows: the row of each sample in `inputs`, int64 (N,).
         targets: (N,) or (N, T).
-        labels: int64 (N,), by which the samples are divided evenly.
+        labels: int64 (N,), by which splits are stratified.
     """
 
     shared = ("inputs",)
@@ -47,50 +47,50 @@ class Arrays(Divisible):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __reduce__(self) -> Any:  # a loader worker maps the file again; numpy would send it all numbers
+    def __reduce__(self) -> Any:  # a loader worker maps the file again; numpy would pickle all numbers
         found: Any = self.inputs
-        if isinstance(found, np.memmap) and isinstance(found.base, mmap.mmap):  # not a part of a mapped array
+        if isinstance(found, np.memmap) and isinstance(found.base, mmap.mmap):  # not a view of a mapped array
             order = "C" if found.flags.c_contiguous else "F"
             found = (found.filename, found.dtype, "r", found.offset, found.shape, order)
-        return _arrays, (found, self.rows, self.targets, self.labels)
+        return _restored, (found, self.rows, self.targets, self.labels)
 
     def load(self, positions: np.ndarray | slice) -> np.ndarray:
-        """Return some inputs in memory, (n, C, …)."""
+        """Return the inputs of these samples in memory, (n, C, …)."""
         found: np.ndarray = self.inputs[self.rows[positions]]
         return found
 
 
-def _arrays(inputs: Any, *columns: np.ndarray) -> Arrays:
+def _restored(inputs: Any, *columns: np.ndarray) -> Arrays:
     return Arrays(np.memmap(*inputs) if isinstance(inputs, tuple) else inputs, *columns)
 
 
-def _scaled(spec: ArraySpec, samples: Arrays, positions: np.ndarray) -> Batch:
-    """Return arrays of a mapped file, prepared, float32 (B, C, …)."""
+def _load_batch(spec: ArraySpec, samples: Arrays, positions: np.ndarray) -> Batch:
+    """Return prepared arrays of a mapped file, float32 (B, C, …)."""
     return {"input": torch.from_numpy(spec.scaled(samples.load(positions)))}
 
 
 class ArrayData(ColumnData):
-    """Arrays of .npz files in `data.root`, of which each has the inputs (N, C, …) and the targets (N,) or (N, T). Files
-    that are not compressed are mapped into memory. A data module of your own subclasses it and has its own `read`.
+    """Arrays in .npz files in `data.root`, each with inputs (N, C, …) and targets (N,) or (N, T). Uncompressed files
+    are mapped into memory. To load arrays from elsewhere, subclass it and override `read`.
 
-    One file is divided 80/10/10; with a file for the tests, a tenth of the training samples validates, or one fold of
-    `data.num_splits`. Targets that are whole numbers or texts are classes, others are numbers that are predicted.
-    Batches have `input` float32 (B, C, …), `label` int64 (B,) or `target` float32 (B,) or (B, T), and `index`.
+    A single file is split 80/10/10. With a test file, a tenth of the training samples, or one fold of
+    `data.num_splits`, is for validation. Targets that are whole numbers or texts are classes; others are predicted as
+    numbers. Batches have `input` float32 (B, C, …), `label` int64 (B,) or `target` float32 (B,) or (B, T), and `index`.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
-        train: name of the training file; it may be missing only where a subclass reads something else.
+        train: name of the training file; required unless a subclass overrides `read`.
         validation, test: names of further files; None: samples of the training file.
         inputs, targets: the names of the arrays in the files.
         class_names: the name of each class, in the order of the numbers; None: the numbers or texts themselves.
-        normalise: whether mean and deviation of the training samples, for each channel, make them numbers around 0.
-        limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
+        normalise: whether to standardise each channel by mean and deviation of the training samples.
+        limit: use at most this many training samples (validation included), and test samples, chosen by the seed.
 
     Attributes:
-        array_spec: how an array is prepared; there after `setup`.
+        array_spec: how an array is prepared; set by `setup`.
     """
 
-    takes_any_length = False  # of the arrays that are predicted, see `ArraySpec`
+    takes_any_length = False  # at inference, see `ArraySpec`
 
     def __init__(
         self,
@@ -114,26 +114,26 @@ class ArrayData(ColumnData):
         self.class_names = checked_names(None if class_names is None else [str(name) for name in class_names])
 
     def read(self) -> dict[str, Any]:
-        """Read the samples of each set, or of all; raise DataError if a file is not as it should be."""
-        found = {name: self.samples_of(*self._arrays(path), str(path)) for name, path in self.files.items()}
+        """Read the samples of each set, or "all" of a single file; raise DataError if a file is invalid."""
+        found = {name: self.samples_of(*self._map_file(path), str(path)) for name, path in self.files.items()}
         return found if len(found) > 1 else {"all": found["train"]}
 
-    def _arrays(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    def _map_file(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
         return mapped(path, self.inputs), mapped(path, self.targets)
 
     def samples_of(self, inputs: np.ndarray, targets: np.ndarray, source: str) -> Arrays:
-        """Return samples of arrays (N, C, …) and targets (N,) or (N, T): numbers or texts.
+        """Return the samples of inputs (N, C, …) and targets (N,) or (N, T), numbers or texts.
 
         Args:
-            source: where they are from, for messages.
+            source: where they come from, for messages.
 
         Raises:
-            DataError: they do not fit together, or are not of these kinds.
+            DataError: the lengths differ, or a dtype or shape is not supported.
         """
         if inputs.ndim < 2 or inputs.dtype.kind not in "biuf":
-            raise DataError(f"{source}: the inputs are {inputs.dtype} {inputs.shape}, and not numbers (N, C, …).")
+            raise DataError(f"{source}: the inputs are {inputs.dtype} {inputs.shape}, not numbers (N, C, …).")
         if len(inputs) != len(targets) or not len(inputs):
-            raise DataError(f"{source}: {len(inputs)} inputs and {len(targets)} targets; there must be one for each.")
+            raise DataError(f"{source}: {len(inputs)} inputs and {len(targets)} targets; each input needs one target.")
         kind, rows = targets.dtype.kind, np.arange(len(inputs))
         if targets.ndim == 1 and kind in "biuUS":
             labels = self._labels(targets, source)
@@ -146,7 +146,7 @@ class ArrayData(ColumnData):
         return Arrays(inputs, rows, targets.astype(np.float64).reshape(len(targets), -1), np.zeros(len(targets), int))
 
     def _labels(self, targets: np.ndarray, source: str) -> np.ndarray:
-        """Return the class of each sample, int64 (N,). Names that are not given are found in the first targets."""
+        """Return the class of each sample, int64 (N,). If no class names are given, the first targets define them."""
         if targets.dtype.kind in "US":
             targets = targets if targets.dtype.kind == "U" else np.char.decode(targets, "utf-8", "backslashreplace")
             if not self.class_names:
@@ -156,11 +156,11 @@ class ArrayData(ColumnData):
         else:
             labels = targets.astype(np.int64)
             if not self.class_names:
-                self.class_names = [str(number) for number in range(min(int(labels.max()), MOST_CLASSES) + 1)]
+                self.class_names = [str(number) for number in range(min(int(labels.max()), MAX_CLASSES) + 1)]
         if ((labels < 0) | (labels >= len(self.class_names))).any():
-            place = int(((labels < 0) | (labels >= len(self.class_names))).argmax())
+            row = int(((labels < 0) | (labels >= len(self.class_names))).argmax())
             raise DataError(
-                f"{source}: target {place} is {targets[place]!s:.40}, and the {len(self.class_names)} classes are "
+                f"{source}: target {row} is {targets[row]!s:.40}, but the {len(self.class_names)} classes are "
                 f"{', '.join(self.class_names):.200}. Classes are texts, or numbered from 0; other numbers are floats."
             )
         return labels
@@ -168,23 +168,23 @@ class ArrayData(ColumnData):
     # ---- preparing
 
     def learn(self, train: Arrays) -> None:
-        """Compute mean and deviation; raise DataError if an input is not finite."""
+        """Compute mean and deviation of the inputs; raise DataError if one is not finite."""
         shape, moments = train.inputs.shape[1:], Moments()
         self.array_spec = ArraySpec(shape, takes_any_length=self.takes_any_length)
         if self.normalise:
-            for start in range(0, len(train), _CHUNK):
-                part = np.moveaxis(train.load(slice(start, start + _CHUNK)).astype(np.float64), 1, -1)
+            for start in range(0, len(train), _CHUNK_ARRAYS):
+                part = np.moveaxis(train.load(slice(start, start + _CHUNK_ARRAYS)).astype(np.float64), 1, -1)
                 moments.add(part.reshape(-1, shape[0]))
             if not np.isfinite(moments.std).all():
-                raise DataError(f"{self._describe()}: the training inputs have numbers that are not finite.")
+                raise DataError(f"{self._describe()}: the training inputs contain numbers that are not finite.")
             std = np.where(moments.std > 0, moments.std, 1.0)
             self.array_spec = replace(self.array_spec, mean=tuple(moments.mean.tolist()), std=tuple(std.tolist()))
         if not self.class_names:
             targets = train.targets
             names = [f"target_{n}" for n in range(targets.shape[1])] if targets.shape[1] > 1 else ["target"]
-            of_targets = Moments()
-            of_targets.add(targets)
-            self.learn_targets(names, of_targets)
+            target_moments = Moments()
+            target_moments.add(targets)
+            self.learn_targets(names, target_moments)
 
     def _prepare(self, samples: Arrays) -> InMemory | OnDemand:
         spec = self.array_spec
@@ -198,20 +198,19 @@ class ArrayData(ColumnData):
         else:
             others = {"target": (target[:, 0].clone() if target.shape[1] == 1 else target).float()}
         if not self._fits(4 * math.prod(spec.shape)):
-            return OnDemand(samples, partial(_scaled, spec), others)
+            return OnDemand(samples, partial(_load_batch, spec), others)
         try:
             return InMemory({"input": torch.from_numpy(spec.scaled(samples.load(slice(None))))}, others)
         except ArrayError as error:
             raise DataError(f"{self._describe()}: {error}") from error
 
     def example_inputs(self, number: int) -> dict[str, np.ndarray]:
-        """Return arrays that a bundle is proved on, before they are prepared, of the validation set where there is one:
-        (n, C, …)."""
+        """Return unprepared arrays to verify a bundle with, (n, C, …), from the validation set if there is one."""
         return {"arrays": (self._samples.get("val") or self._samples["train"]).load(slice(number))}
 
 
 def mapped(path: Path, key: str) -> np.ndarray:
-    """Return an array of an .npz file, mapped into memory where the file is not compressed. Nothing is unpickled.
+    """Return an array of an .npz file, mapped into memory if it is not compressed. Nothing is unpickled.
 
     Raises:
         DataError: the file cannot be read, or has no such array.
@@ -227,14 +226,14 @@ def mapped(path: Path, key: str) -> np.ndarray:
                     return np.asarray(file[key])
         with path.open("rb") as stream:
             stream.seek(entry.header_offset + 26)
-            lengths = stream.read(4)  # of the name and of what is behind it, in the file's own header
+            lengths = stream.read(4)  # of the name and the extra field, in the local header
             start = entry.header_offset + 30 + sum(int.from_bytes(lengths[n : n + 2], "little") for n in (0, 2))
             stream.seek(start)
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(stream)
             if dtype.hasobject:
-                raise DataError(f"{path}: array {key!r} holds Python objects, and not numbers or texts.")
+                raise DataError(f"{path}: array {key!r} has Python objects, not numbers or texts.")
             return np.memmap(path, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
     except (OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
         raise DataError(f"{path} cannot be read as an .npz file: {error}.") from error

@@ -1,7 +1,7 @@
-"""Random changes of training images, as batched tensor arithmetic on uint8 images where they are, mostly on the GPU.
+"""Random augmentation of training images: batched operations on uint8 tensors, on the device that they are on.
 
-The random numbers come from torch's global generator of the device that the images are on, so nothing is copied. A seed
-gives the same images on any number of devices of one kind, and others on a GPU than on a CPU.
+Random numbers come from torch's global generator of that device, so nothing is copied. A seed gives the same images on
+any number of devices of one kind, but different images on a GPU and on a CPU.
 B batch, C channels, H height, W width.
 """
 
@@ -17,26 +17,26 @@ class RandomHorizontalFlip(nn.Module):
     def __init__(self, p: float = 0.5):
         super().__init__()
         if not 0 <= p <= 1:
-            raise ValueError(f"p is a probability, from 0 to 1, not {p!r}")
+            raise ValueError(f"p must be a probability from 0 to 1, not {p!r}")
         self.p = p
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return changed pictures, uint8 (B, C, H, W) as they were."""
+        """Return augmented images, uint8 (B, C, H, W), like the input."""
         flipped = torch.rand(len(images), device=images.device) < self.p  # (B,)
         return torch.where(flipped[:, None, None, None], images.flip(-1), images)
 
 
 class RandomCrop(nn.Module):
-    """Shifts each image by up to `padding` pixels up or down and left or right; what comes in is black."""
+    """Shifts each image by up to `padding` pixels up or down and left or right; uncovered pixels become black."""
 
     def __init__(self, padding: int):
         super().__init__()
         if not is_whole(padding, 0):
-            raise ValueError(f"padding is a number of pixels, at least 0, not {padding!r}")
+            raise ValueError(f"padding must be a whole number of pixels, at least 0, not {padding!r}")
         self.padding = padding
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return changed pictures, uint8 (B, C, H, W) as they were."""
+        """Return augmented images, uint8 (B, C, H, W), like the input."""
         batch, _, height, width = images.shape
         tops, lefts = torch.randint(2 * self.padding + 1, (2, batch), device=images.device)
         padded = nn.functional.pad(images, [self.padding] * 4)

@@ -1,16 +1,16 @@
-"""Image files decoded once: pixels in a file that later runs, and all processes of one, map into their memory.
+"""Decode image files once, into a file of pixels that all processes of this run and of later ones map into memory.
 
-`decoded` takes paths and gives the mapped pixels, and the row of each path in them. A folder
-(`deeplightning.data.cache_files`) has the images of one set of files. Its name depends on all that determines the
-pixels, and if any of it changes, all is decoded again, into another folder:
+`decoded` takes paths and returns the mapped pixels and the row of each path in them. A folder
+(`deeplightning.data.cache_files`) has the images of one set of files. Its name is a digest of all that determines the
+pixels; if any of it changes, all files are decoded again, into another folder:
 
-- the state of each file: device, inode, size, time of change and time of status change; its path does not count;
+- the state of each file: device, inode, size, modification time and status change time, but not its path;
 - the `ImageSpec`, `deeplightning/image_spec.py`, the versions of Pillow and of its decoders, `max_pixels`.
 
-It has two files:
+It contains two files:
 
     pixels   row after row, uint8 (C, H, W)
-    index    the check sum of each row
+    index    the checksum of each row
 
 N paths, R files of different states, C channels, H height, W width.
 """
@@ -35,37 +35,37 @@ from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import in_threads
 from deeplightning.image_spec import ImageError, ImageSpec
 
-CHECKED = 2**30
-"""Bytes of which check sums are compared when a set is opened: all of a smaller set, rows spread over a larger one."""
+CHECKSUM_BYTES = 2**30
+"""Bytes whose checksums are verified when a set is opened: all of a smaller set, evenly spaced rows of a larger one."""
 
-_LAYOUT = 6  # of the files
-_CHUNK = 4 * 2**20  # bytes that one thread prepares at a time
+_LAYOUT = 6  # version of the files in a folder
+_CHUNK_BYTES = 4 * 2**20  # that one thread prepares at a time
 
 log = logging.getLogger(__name__)
 
 
 def decoded(top: Path, spec: ImageSpec, max_pixels: int, paths: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the pixels of image files; what was not decoded before is decoded.
+    """Return the pixels of image files; decode them if they are not in the cache.
 
     Args:
-        top: the folder of all caches, made when there is something to write.
-        spec: how images are prepared; its mean and deviation do not matter.
+        top: the folder of the cache, created when there is something to write.
+        spec: how images are prepared; its mean and deviation are not used.
         max_pixels: largest image file that is decoded.
 
     Returns:
-        uint8 (R, C, H, W), read-only, mapped; and the row of each path, int64 (N,). None: the cache cannot be used, and
-        the log says why.
+        uint8 (R, C, H, W), read-only, mapped, and the row of each path, int64 (N,); or None if the cache cannot be
+        used, with the reason in the log.
 
     Raises:
-        DataError: if a file cannot be read as an image.
+        DataError: a file cannot be read as an image.
     """
     states, first, rows = np.unique(_states_of(paths), axis=0, return_index=True, return_inverse=True)
     folder = top / cache_files.folder_name(rule_of(spec, max_pixels), hashlib.sha256(states.tobytes()).hexdigest())
-    files = [(paths[place], tuple(state)) for place, state in zip(first.tolist(), states.tolist(), strict=True)]
+    files = [(paths[position], tuple(state)) for position, state in zip(first.tolist(), states.tolist(), strict=True)]
     shape = (len(states), spec.channels, spec.height, spec.width)
     try:
         pixels = cache_files.find_or_make(
-            folder, lambda: _mapped(folder, shape), lambda: _decode(folder, files, spec, max_pixels)
+            folder, lambda: _map_pixels(folder, shape), lambda: _decode(folder, files, spec, max_pixels)
         )
     except OSError as error:
         log.warning("Decoded images are not cached in %s: %s.", top, error.strerror or error)
@@ -74,25 +74,25 @@ def decoded(top: Path, spec: ImageSpec, max_pixels: int, paths: Sequence[str]) -
 
 
 def rule_of(spec: ImageSpec, max_pixels: int) -> tuple[object, ...]:
-    """Return what determines the pixels of a file of a given content."""
+    """Return all that determines the pixels of an image, apart from the file."""
     decoders = [features.version(name) for name in ("jpg", "webp", "avif", "libtiff")]
     code = Path(image_spec.__file__).read_bytes()
     return (_LAYOUT, spec.height, spec.width, spec.mode, spec.resize, max_pixels, code, PIL.__version__, *decoders)
 
 
-def _mapped(folder: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the pixels of a folder, mapped.
+def _map_pixels(folder: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the mapped pixels of a folder.
 
     Raises:
-        FileNotFoundError: the folder is not complete, or it is being removed.
-        Damaged: a row of these, or of `CHECKED` bytes of them, the first and last included, is not what was written.
+        FileNotFoundError: the folder is incomplete, or it is being removed.
+        Damaged: the size is wrong, or the checksum of a row; see `CHECKSUM_BYTES`.
     """
-    with cache_files.in_use(folder / "pixels") as file:
+    with cache_files.open_locked(folder / "pixels") as file:
         sums = np.frombuffer(cache_files.read_index(folder), "<u4")
         if len(sums) != shape[0] or os.fstat(file.fileno()).st_size != math.prod(shape):
             raise Damaged
         pixels = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8).reshape(shape)
-    number = min(len(sums), max(2, CHECKED // math.prod(shape[1:])))
+    number = min(len(sums), max(2, CHECKSUM_BYTES // math.prod(shape[1:])))
     for row in np.linspace(0, len(sums) - 1, number).astype(int):
         if zlib.crc32(pixels[row]) != sums[row]:
             raise Damaged
@@ -100,7 +100,7 @@ def _mapped(folder: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _decode(folder: Path, files: Sequence[tuple[str, tuple[int, ...]]], spec: ImageSpec, max_pixels: int) -> None:
-    """Write the pixels of files, given with their states, and the index."""
+    """Decode files, given with their states, and write the pixels and the index."""
     row, sums = spec.channels * spec.height * spec.width, list[int]()
     size = len(files) * (row + 4)
     cache_files.make_room(folder / "pixels", size, f"{len(files):,} images take {size / 2**30:.3g} GiB")
@@ -110,16 +110,16 @@ def _decode(folder: Path, files: Sequence[tuple[str, tuple[int, ...]]], spec: Im
         try:
             with open(path, "rb") as file:  # noqa: PTH123 (40,000 times a minute)
                 if stat_of(os.fstat(file.fileno())) != state:
-                    raise DataError(f"{path}: was changed while it was read. Run again when it is whole.")
+                    raise DataError(f"{path}: was changed while it was read. Run again when it is complete.")
                 return spec.decode(file, max_pixels).transpose(2, 0, 1).reshape(-1)
         except (ImageError, OSError) as error:
             raise DataError(f"{path}: cannot be used as an image. {error}") from error
 
-    step = max(1, min(64, _CHUNK // row))
+    step = max(1, min(64, _CHUNK_BYTES // row))
     chunks = (files[start : start + step] for start in range(0, len(files), step))
-    with cache_files.in_use(folder / "pixels", "xb") as file:
-        for _, made in in_threads(lambda some: [read(*one) for one in some], chunks):
-            for pixels in made:
+    with cache_files.open_locked(folder / "pixels", "xb") as file:
+        for _, images in in_threads(lambda chunk: [read(*one) for one in chunk], chunks):
+            for pixels in images:
                 file.write(pixels)
                 sums.append(zlib.crc32(pixels))
         cache_files.write_index(folder / "pixels", file, np.array(sums, "<u4").tobytes())

@@ -1,4 +1,4 @@
-"""CIFAR-10: torchvision's class reads its own files, all images at once."""
+"""CIFAR-10: torchvision's class reads all images into memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,20 +12,20 @@ from deeplightning.data.images import DownloadedImages, height_width
 from deeplightning.image_spec import ImageSpec
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-"""Of the 50,000 training images per channel on the scale 0 to 1, as everybody uses them."""
+"""Per channel, over the 50,000 training images, on the scale 0 to 1; the customary values."""
 
 _FOLDER = "cifar-10-batches-py"
 
 
 class CIFAR10(DownloadedImages):
-    """Colour photographs of ten kinds, 50,000 for training, of which a tenth or a fold validates, 10,000 for the test.
+    """Colour photographs in ten classes: 50,000 for training, of which a tenth or a fold is for validation, and 10,000
+    for testing.
 
-    The files are those of `cifar-10-batches-py` in `data.root`. They are pickles: torchvision reads them only where
-    their MD5 sums are the published ones.
+    The files are in `cifar-10-batches-py` in `data.root`. They are pickles: torchvision checks their MD5 sums first.
 
     Args:
         cfg: the whole config.
-        download: fetch the files that are not there.
+        download: download missing files.
         image_size: pixels, one number for a square or [height, width]; 32 leaves the images as they are.
         options: augment, in_memory and limit of `deeplightning.data.images.ImageData`.
     """
@@ -49,9 +49,9 @@ class CIFAR10(DownloadedImages):
         for split in ("train", "test"):
             try:
                 source = Source(str(self.root), train=split == "train")
-            except RuntimeError as error:  # another MD5 sum
+            except RuntimeError as error:  # wrong MD5 sum
                 raise DataError(
-                    f"{self.root / _FOLDER} is damaged: {error}. Delete it and fetch it again, for instance with "
+                    f"{self.root / _FOLDER} is damaged: {error}. Delete it and download it again, for instance with "
                     "data.module.params.download=true."
                 ) from error
             sets[split] = Samples(source.data, np.array(source.targets, dtype=np.int64))  # (N, 32, 32, 3)

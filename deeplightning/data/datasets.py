@@ -1,6 +1,6 @@
-"""Samples become batches, held in memory or prepared when asked for; both give the same batches.
+"""Make batches of samples that are in memory, or prepared on demand; both give the same batches.
 
-A loader worker imports this module and nothing of Lightning, which would cost each worker 1.5 s.
+It does not import Lightning, since loader workers import it: that would cost each worker 1.5 s.
 N samples, B batch, H height, W width, C channels of the prepared image.
 """
 
@@ -23,15 +23,15 @@ from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
 from deeplightning.transfer import to_device
 
 Batch = dict[str, torch.Tensor]
-"""`image` uint8 (B, C, H, W), `label` int64 (B,), `index` int64 (B,): position in the set, -1: row does not count."""
+"""`image` uint8 (B, C, H, W), `label` int64 (B,), `index` int64 (B,): position in the set; -1: padding, not counted."""
 
 
-_CHUNK = 64  # pictures that one thread prepares at a time, at most
-_MOVED = 2**26  # bytes that go to a GPU at a time
+_CHUNK_PICTURES = 64  # maximum that one thread prepares at a time
+_COPY_BYTES = 2**26  # copied to a GPU at a time
 _NO_POSITIONS = np.empty(0, np.int64)
 
 SHARE_OF_GPU = 0.5
-"""Of the GPU's memory that is left beside the largest demand of a step, pictures take at most this share."""
+"""Pictures take at most this fraction of the GPU memory that remains free at the peak of a step."""
 
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Divisible:
-    """Base of samples: columns side by side, of N entries each but those in `shared`; `labels` divides them evenly."""
+    """Base of samples: columns of N entries each, except those in `shared`; splits are stratified by `labels`."""
 
     shared: ClassVar[tuple[str, ...]] = ()
 
@@ -56,7 +56,7 @@ class Divisible:
 
 @dataclass(frozen=True)
 class Samples(Divisible):
-    """Pictures as they come, with labels.
+    """Unprepared pictures with labels.
 
     Attributes:
         items: pixels, uint8 (N, height, width) or (N, height, width, channels); or the paths of image files.
@@ -81,18 +81,17 @@ class Samples(Divisible):
 
 
 class InMemory(Dataset):
-    """Samples that are prepared, side by side in tensors: a batch is one indexing operation for each.
+    """Prepared samples in tensors: a batch is one indexing operation for each tensor.
 
     Args:
-        large: what of a batch is gathered for each step, by name: (R, …). Mapped from a file, it is as good as in
-            memory.
-        small: what of a batch goes to a GPU once an epoch, by name: (N, …).
-        rows: of `large` for each sample, int64 (N,); None: sample n has row n.
-        samples: where they came from.
+        large: columns of which each step gathers its rows, by name: (R, …); in memory, or mapped from a file.
+        small: columns that are copied to a GPU once per epoch, by name: (N, …).
+        rows: the row of each sample in `large`, int64 (N,); None: sample n has row n.
+        samples: the unprepared samples.
 
     Attributes:
-        large, small, rows, samples: as given; on the CPU.
-        on_device: what `move` has copied to a GPU, by its name in a batch, (N, …) in the order of the samples.
+        large, small, rows, samples: as given, on the CPU.
+        on_device: the columns that `move` copied to a GPU, by name, (N, …) in the order of the samples.
     """
 
     needs_workers = False
@@ -104,29 +103,29 @@ class InMemory(Dataset):
 
     @property
     def labels(self) -> torch.Tensor:
-        """int64 (N,), empty where `small` has none."""
+        """int64 (N,), or empty if `small` has none."""
         return self.small.get("label", torch.zeros(0))
 
     @property
     def images(self) -> torch.Tensor:
-        """uint8 (N, C, H, W), in the order of the samples; a copy where there are `rows`."""
+        """uint8 (N, C, H, W), in the order of the samples; a copy if there are `rows`."""
         return self.large["image"] if self.rows is None else self.large["image"][self.rows]
 
     @property
     def size(self) -> int:
-        """Bytes that `move` takes on a GPU."""
+        """Number of bytes that `move` needs on a GPU."""
         return len(self) * sum(v.element_size() * v[:1].numel() for v in self.large.values())
 
     def move(self, device: torch.device) -> None:
-        """Copy what is large to a device: `batches` makes theirs there from now on.
+        """Copy the large columns to a device; from then on, `batches` indexes them there.
 
         Raises:
-            torch.OutOfMemoryError: they do not fit; nothing has changed then.
+            torch.OutOfMemoryError: they do not fit; then nothing has changed.
         """
         moved = {}
         for name, values in self.large.items():
             target = moved[name] = torch.empty((len(self), *values.shape[1:]), dtype=values.dtype, device=device)
-            chunk = max(1, _MOVED // max(1, values[:1].numel() * values.element_size()))
+            chunk = max(1, _COPY_BYTES // max(1, values[:1].numel() * values.element_size()))
             for start in range(0, len(self), chunk):
                 part = slice(start, start + chunk)
                 target[part].copy_(values[part] if self.rows is None else values[self.rows[part]])
@@ -137,10 +136,10 @@ class InMemory(Dataset):
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
         index = torch.as_tensor(positions)  # (B,)
-        # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
+        # Index -1 is padding: the row has the last sample, and its index excludes it from counts.
         taken = index if positions[0] >= 0 else index + len(self)
         rows = taken if self.rows is None else self.rows.index_select(0, taken)
-        # `index_select` is twice as fast as `values[rows]`, for the same.
+        # `index_select` is twice as fast as `values[rows]`.
         batch = {name: values.index_select(0, rows) for name, values in self.large.items()}
         for name, values in self.small.items():
             batch[name] = values.index_select(0, taken)
@@ -148,70 +147,70 @@ class InMemory(Dataset):
         return batch
 
     def batches(self, positions: Iterable[np.ndarray], device: torch.device) -> Iterator[Batch]:
-        """Yield the batches of an epoch, as `[]` gives them one by one, on a GPU, without a wait for it.
+        """Yield the batches of an epoch, the same as `[]` returns, on a GPU, without waiting for it.
 
-        Positions and labels of all batches go there in one copy each. Pictures that are there are picked there; others
+        Positions and labels of all batches are copied at once. Pictures that are on the GPU are indexed there; others
         are gathered in pinned memory, which torch reuses once the copies from it are done.
 
         Args:
-            positions: int64 (B,) of each batch.
-            device: where the batches are to be.
+            positions: of each batch, int64 (B,).
+            device: of the batches.
         """
         arrays = list(positions)
         sizes, index = [len(array) for array in arrays], torch.from_numpy(np.concatenate([_NO_POSITIONS, *arrays]))
-        taken = torch.where(index < 0, index + len(self), index)  # of PADDING the last, as above
+        taken = torch.where(index < 0, index + len(self), index)  # PADDING: the last sample, as above
         rows = (taken if self.rows is None else self.rows.index_select(0, taken)).split(sizes)
         sent = {
             name: to_device(values.index_select(0, taken), device).split(sizes) for name, values in self.small.items()
         }
         sent["index"] = to_device(index, device).split(sizes)
-        there = to_device(taken, device).split(sizes)
+        taken_there = to_device(taken, device).split(sizes)
 
         def batch(number: int) -> Batch:
             if self.on_device:
-                made = {name: values.index_select(0, there[number]) for name, values in self.on_device.items()}
+                made = {name: values.index_select(0, taken_there[number]) for name, values in self.on_device.items()}
             else:
-                made = {name: _gathered(values, rows[number], device) for name, values in self.large.items()}
+                made = {name: _gather(values, rows[number], device) for name, values in self.large.items()}
             return made | {name: values[number] for name, values in sent.items()}
 
         return map(batch, range(len(arrays)))
 
 
-def _gathered(values: torch.Tensor, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return rows of a tensor of the CPU, on a device."""
+def _gather(values: torch.Tensor, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return rows of a CPU tensor, on a device."""
     picked = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=device.type == "cuda")
     return torch.index_select(values, 0, rows, out=picked).to(device, non_blocking=True)
 
 
-def move_where_there_is_room(sets: Sequence[InMemory], device: torch.device) -> None:
-    """Copy sets to a GPU, where they take at most `SHARE_OF_GPU` of the memory that a step has left."""
-    size, free = sum(one.size for one in sets), left(device)
-    words = "in the memory of the CPU, batches pinned"
+def move_if_it_fits(sets: Sequence[InMemory], device: torch.device) -> None:
+    """Copy sets to a GPU if they take at most `SHARE_OF_GPU` of the memory that a step leaves free."""
+    size, free = sum(one.size for one in sets), free_bytes(device)
+    location = "in the memory of the CPU, batches pinned"
     if size <= free * SHARE_OF_GPU:
         try:
             for one in sets:
                 one.move(device)
-            words = f"on {device}"
-        except torch.OutOfMemoryError:  # in the meantime another process has taken it
+            location = f"on {device}"
+        except torch.OutOfMemoryError:  # another process has taken the memory
             for one in sets:
                 one.on_device = {}
-    log.info("%-10s %s: %.3g GiB, and a step leaves %.3g on the GPU", "data", words, size / 2**30, free / 2**30)
+    log.info("%-10s %s: %.3g GiB; a step leaves %.3g free on the GPU", "data", location, size / 2**30, free / 2**30)
 
 
-def left(device: torch.device) -> int:
-    """Return the bytes of a GPU that neither this process at its peak nor another one has taken."""
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that neither this process at its peak nor any other process uses."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 
 
 class OnDemand(Dataset):
-    """Samples that are prepared when a batch asks for them, for sets that do not fit into memory; belongs into loader
-    workers, so all that it holds can be pickled.
+    """Samples that are prepared for each batch, for sets that do not fit into memory. It runs in loader workers, so all
+    its attributes can be pickled.
 
     Args:
-        samples: N of them.
-        prepare: called with the samples and positions, int64 (B,); gives entries of a batch.
-        small: its other entries, by name: (N, …).
+        samples: N samples.
+        prepare: called with the samples and positions, int64 (B,); returns columns of a batch.
+        small: the other columns, by name: (N, …).
 
     Attributes:
         samples: as given.
@@ -224,7 +223,7 @@ class OnDemand(Dataset):
 
     @property
     def labels(self) -> torch.Tensor:
-        """int64 (N,), empty where `small` has none."""
+        """int64 (N,), or empty if `small` has none."""
         return self._small.get("label", torch.zeros(0))
 
     def __len__(self) -> int:
@@ -232,16 +231,16 @@ class OnDemand(Dataset):
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
         index = torch.as_tensor(positions)
-        taken = np.asarray(positions) % len(self)  # index -1 is padding: it takes the last sample
+        taken = np.asarray(positions) % len(self)  # index -1 is padding: the last sample
         others = {name: values[taken] for name, values in self._small.items()}
         return {**self._prepare(self.samples, taken), **others, "index": index}
 
 
-class EndsWithItsRun:
-    """What a loader worker does first: from then on it ends with the process that reads its batches.
+class ExitWithParent:
+    """Worker init function: makes a loader worker exit when the process that reads its batches exits.
 
-    A worker of a fork server is no child of that process. Where the process is killed, worker and server would wait for
-    each other for good (Python 3.11).
+    A worker of a fork server is not a child of that process. If the process is killed, worker and server would wait for
+    each other forever (Python 3.11).
 
     Args:
         then: called with the worker's number, like torch's `worker_init_fn`.
@@ -262,18 +261,18 @@ class EndsWithItsRun:
 
 
 def threads() -> int:
-    """Return how many threads decode pictures: one for each core of this process, 16 at most."""
+    """Return the number of threads that decode pictures: one for each core of this process, 16 at most."""
     return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def in_threads(work: Callable[[Any], Any], parts: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each part and what `work` makes of it, in order. Pillow lets other threads run while it decodes."""
+    """Yield each part with the result of `work` for it, in order. Pillow releases the GIL while it decodes."""
     count, waiting = threads(), deque[tuple[Any, Future[Any]]]()
     with ThreadPoolExecutor(count) as pool:
         try:
             for part in parts:
                 waiting.append((part, pool.submit(work, part)))
-                if len(waiting) > 2 * count:  # whoever takes the results may be slower than the threads
+                if len(waiting) > 2 * count:  # the consumer may be slower than the threads
                     yield waiting[0][0], waiting.popleft()[1].result()
             while waiting:
                 yield waiting[0][0], waiting.popleft()[1].result()
@@ -286,7 +285,7 @@ def prepare_all(samples: Any, prepare: "Prepare") -> Batch:
     """Return all samples, prepared in threads, by name (N, …); raise DataError if a file cannot be read."""
     found: Batch = {}
     every, size = np.arange(len(samples)), len(samples)
-    step = max(1, min(_CHUNK, size // (4 * threads())))
+    step = max(1, min(_CHUNK_PICTURES, size // (4 * threads())))
     parts = (slice(start, start + step) for start in range(0, max(1, size), step))
     for part, made in in_threads(lambda part: prepare(samples, every[part]), parts):
         for name, values in made.items():
@@ -301,7 +300,7 @@ class Pictures:
     """Prepares pictures.
 
     Attributes:
-        spec: how.
+        spec: how pictures are prepared.
         max_pixels: largest image file that is decoded.
     """
 
@@ -316,7 +315,7 @@ class Pictures:
             pixels = pixels if pixels.ndim == 4 else pixels[..., None]  # (B, H', W', C')
             if pixels.shape[1:] == (spec.height, spec.width, spec.channels):
                 return {"image": torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))}
-        # Channels first in memory too: else convolutions would round otherwise than of a set in memory.
+        # Channels first in memory too; otherwise convolutions would round differently than for a set in memory.
         images = np.empty((len(positions), spec.channels, spec.height, spec.width), dtype=np.uint8)
         for row, position in enumerate(positions):
             images[row] = samples.prepare(position, spec, self.max_pixels)
@@ -324,4 +323,4 @@ class Pictures:
 
 
 Prepare = Callable[[Any, np.ndarray], Batch]
-"""Makes entries of a batch of samples and positions."""
+"""Makes columns of a batch from samples and positions."""

@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 handwritten digits, 8x8 grey: real data that come with a dependency, ready in a second."""
+"""scikit-learn's 1,797 handwritten digits, 8x8 grey: real data that needs no download."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from deeplightning.data.images import ImageData, height_width
 from deeplightning.image_spec import ImageSpec
 
 MEAN, STD = 0.3053, 0.3759
-"""Of all pixels of the 1,797 images on the scale 0 to 1."""
+"""Over all pixels of the 1,797 images, on the scale 0 to 1."""
 
 
 class Digits(ImageData):
-    """Handwritten digits, one class for each, divided 80/10/10 by the seed (1,439, 179 and 179).
+    """Handwritten digits in ten classes, split 80/10/10 by the seed (1,439, 179 and 179).
 
-    The values 0 to 16 of the original are scaled to 0 to 255. `data.root` is not used.
+    The original values 0 to 16 are scaled to 0 to 255. `data.root` is not used.
 
     Args:
         cfg: the whole config.

@@ -1,4 +1,4 @@
-"""A user's own pictures: one folder per class, with or without `train`, `val` and `test` folders above."""
+"""Load a user's own pictures: one folder per class, with or without `train`, `val` and `test` folders above."""
 
 import contextlib
 import logging
@@ -13,27 +13,27 @@ from deeplightning.data.datasets import Batch, Samples, in_threads
 from deeplightning.data.images import ImageFiles
 from deeplightning.image_spec import EXTENSIONS, ImageError
 
-_NAMED = 20  # files that a warning names, of those that it counts
+_MAX_NAMED = 20  # maximum number of files that a warning names
 
 log = logging.getLogger(__name__)
 
 
 class ImageFolder(ImageFiles):
-    """Pictures in `data.root`, in one of two layouts; images may also lie deeper, and hidden files do not count.
+    """Pictures in `data.root`, in one of two layouts; images may be in subfolders, and hidden files are ignored.
 
-    - `CLASS/*.jpg`: divided 80/10/10 within each class by the seed.
-    - `train/CLASS/*.jpg`, and where there are such `val/…` and `test/…` with the same classes. Without `val`, or with
-      `data.num_splits`, a tenth or a fold of `train` validates. It is this layout when `train` holds folders and no
-      image, so that trains may also be a class.
+    - `CLASS/*.jpg`: split 80/10/10 within each class by the seed.
+    - `train/CLASS/*.jpg` and, optionally, `val/…` and `test/…` with the same classes. Without `val`, or with
+      `data.num_splits`, a tenth or a fold of `train` is for validation. This layout is assumed if `train` contains
+      folders and no image, so that `train` may also be a class.
 
-    The classes are the names of the folders, sorted. Files without an image's ending are ignored.
+    The classes are the names of the folders, sorted. Files without an image extension are ignored.
 
     Args:
         cfg: the whole config.
         args, options: see `deeplightning.data.images.ImageFiles`, such as image_size.
-        on_bad_image: what becomes of a file that cannot be decoded. "error": the run ends and names it. "skip": it is
-            left out, of every set and on every process, and one warning names such files; to find them, the first
-            process decodes all images at each start.
+        on_bad_image: how to treat a file that cannot be decoded. "error": raise an error. "skip": leave it out of every
+            set on every process, with one warning that names such files; to find them, the first process decodes all
+            images at each start.
     """
 
     def __init__(self, cfg: PartConfig, *args: Any, on_bad_image: Literal["error", "skip"] = "error", **options: Any):
@@ -46,7 +46,7 @@ class ImageFolder(ImageFiles):
         self.folders.classes()
 
     def example_batch(self, size: int) -> Batch:
-        """Return a made-up batch, as every `ImageData`; the classes are those of the folders, if `data.root` exists."""
+        """Return a made-up batch, see `ImageData`; the classes are those of the folders if `data.root` exists."""
         with contextlib.suppress(DataError):
             self.class_names = self.folders.classes()
         return super().example_batch(size)
@@ -61,27 +61,27 @@ class ImageFolder(ImageFiles):
         trainer, bad = self.trainer, dict[str, str]()
         if trainer is None or trainer.world_size == 1 or trainer.is_global_zero:
             paths = [path for samples in found.values() for path in samples.items]
-            bad = {path: reason for path, reason in in_threads(self._fault_of, paths) if reason is not None}
+            bad = {path: reason for path, reason in in_threads(self._decoding_error, paths) if reason is not None}
         if trainer is not None and trainer.world_size > 1:
-            bad = trainer.strategy.broadcast(bad)  # else a disk that stumbles would give processes different sets
+            bad = trainer.strategy.broadcast(bad)  # a transient disk error must not give processes different sets
         if not bad:
             return found
-        named = [f"{path} ({reason})" for path, reason in list(bad.items())[:_NAMED]]
-        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-        words = "Skipped %d of %d images, which cannot be decoded: %s%s"
-        log.warning(words, len(bad), sum(map(len, found.values())), ", ".join(named), more)
+        named = [f"{path} ({reason})" for path, reason in list(bad.items())[:_MAX_NAMED]]
+        more = f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
+        message = "Skipped %d of %d images, which cannot be decoded: %s%s"
+        log.warning(message, len(bad), sum(map(len, found.values())), ", ".join(named), more)
         kept = {}
         for name, samples in found.items():
             kept[name] = samples.take(np.flatnonzero([path not in bad for path in samples.items]))
-            gone = {*samples.labels.tolist()} - {*kept[name].labels.tolist()}
-            if gone and (name in ("all", "train") or not len(kept[name])):
+            lost = {*samples.labels.tolist()} - {*kept[name].labels.tolist()}
+            if lost and (name in ("all", "train") or not len(kept[name])):
                 raise DataError(
-                    f"ImageFolder: no image of the class {self.class_names[min(gone)]} in {self.root} can be decoded."
+                    f"ImageFolder: no image of the class {self.class_names[min(lost)]} in {self.root} can be decoded."
                 )
         return kept
 
-    def _fault_of(self, path: str) -> str | None:
-        """Return why a file cannot be decoded, in words; None: it can."""
+    def _decoding_error(self, path: str) -> str | None:
+        """Return the reason why a file cannot be decoded, or None if it can."""
         try:
             self.image_spec.decode(path, self.max_pixels)
         except (ImageError, OSError) as error:

@@ -1,6 +1,6 @@
-"""What all image data modules share: labelled samples go in, seeded splits and fast loaders of uint8 batches come out.
+"""Base of the image data modules: labelled samples go in, seeded splits and fast loaders of uint8 batches come out.
 
-A data module of your own subclasses `ImageData` and says in `read` which samples there are; the rest is done here.
+Your own data module subclasses `ImageData` and returns its samples from `read`.
 """
 
 import warnings
@@ -16,44 +16,44 @@ from torch import Generator, Tensor, nn, uint8
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
-from deeplightning.data.loading import DataOfSets
+from deeplightning.data.loading import SplitData
 from deeplightning.image_spec import MAX_PIXELS, ImageSpec
 from deeplightning.words import is_whole
 
 _STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
 
 
-class ImageData(DataOfSets):
+class ImageData(SplitData):
     """Base of the image data modules.
 
-    Random numbers of torch are not used up by loading, so results do not depend on `data.num_workers`.
+    Loading draws no random numbers from torch, so results do not depend on `data.num_workers`.
 
-    Image files are decoded once, by all cores, into a cache that this and later runs, and all processes of each, map
-    into their memory (`deeplightning.data.cache` says when it is right, how large it gets and how to be rid of it).
-    Sets held there or in memory are loaded without workers: a batch is one indexing operation, cheaper than handing it
-    over. Workers start by a fork server, since a fork of a process with threads may hang; it needs
-    `if __name__ == "__main__":` in a script. `data.loader.multiprocessing_context` changes it.
+    Image files are decoded once, on all cores, into a cache that all processes of this run and of later ones map into
+    memory (`deeplightning.data.cache`; `deeplightning.data.cache_files` has its location, size and removal). Sets in
+    the cache or in memory are loaded without workers: a batch is one indexing operation, cheaper than a transfer
+    between processes. Workers are started by a fork server, since forking a process with threads may hang; scripts then
+    need `if __name__ == "__main__":`. `data.loader.multiprocessing_context` changes the start method.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
         image_spec: how images are prepared.
-        augment: modules that take and give uint8 (B, C, H, W), applied in turn to training batches on their device.
-        in_memory: true: each process holds the prepared images in its memory; "device": on its GPU as well; false: they
-            come from the cache, or are prepared for each batch where there is none. None: like false where they are
-            cached, else like true if they take at most `loading.IN_MEMORY_LIMIT`. "auto": like None, and they are
-            copied to the GPU after the first step if they take at most `SHARE_OF_GPU` of the memory that it leaves.
-        limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
+        augment: modules that map uint8 (B, C, H, W) to the same, applied in turn to training batches on their device.
+        in_memory: true: each process keeps the prepared images in its memory; "device": also on its GPU; false: they
+            come from the cache, or are prepared for each batch if there is none. None: like false if they are cached,
+            otherwise like true if they take at most `loading.IN_MEMORY_LIMIT`. "auto": like None, and copied to the GPU
+            after the first step if they take at most `SHARE_OF_GPU` of the memory that it leaves free.
+        limit: use at most this many training samples (validation included), and test samples, chosen by the seed.
         max_pixels: largest image file that is decoded.
-        cache: where decoded image files are kept: a folder; true: the one that the environment variable
-            `DEEPLIGHTNING_CACHE` names, else `deeplightning/images` in the user's cache folder; false: nowhere.
+        cache: folder for decoded image files; true: the one that the environment variable `DEEPLIGHTNING_CACHE` names,
+            or `deeplightning/images` in the user's cache folder; false: no cache.
 
     Attributes:
         image_spec: as given.
-        class_names: the name of each label, in order; there after `setup`.
+        class_names: the name of each label, in order; set by `setup`.
     """
 
     has_labels = True
-    """Whether pictures have a label; else they have a mask."""
+    """Whether pictures have a label; otherwise they have a mask."""
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class ImageData(DataOfSets):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
         self._augment = nn.Sequential(*augment)
-        self._preparing: Prepare = Pictures(image_spec, max_pixels)
+        self._preparer: Prepare = Pictures(image_spec, max_pixels)
 
     def example_batch(self, size: int) -> Batch:
-        """Make up a batch to try out whether the parts of a config fit; read no data and need no `setup`.
+        """Make up a batch to test whether the parts of a config fit together, without data and `setup`.
 
         Args:
-            size: samples.
+            size: number of samples.
 
         Returns:
-            What a loader gives: random pixels, labels from the first class to the last. While `class_names` is empty,
-            each label is 0.
+            A batch like those of a loader: random pixels, and labels from the first class to the last, or 0 as long as
+            `class_names` is empty.
         """
         spec, last = self.image_spec, max(0, len(self.class_names) - 1)
         shape = (size, spec.channels, spec.height, spec.width)
@@ -104,13 +104,13 @@ class ImageData(DataOfSets):
             spec = self.image_spec
             self.in_memory = self._fits((spec.channels + (not self.has_labels)) * spec.height * spec.width)
         if self.in_memory:
-            return InMemory(prepare_all(samples, self._preparing), small, None, samples)
-        return OnDemand(samples, self._preparing, small)
+            return InMemory(prepare_all(samples, self._preparer), small, None, samples)
+        return OnDemand(samples, self._preparer, small)
 
     @cached_property
     def _decoded(self) -> tuple[Tensor, dict[int, Tensor]] | None:
-        """The pictures of all sets, mapped from the cache, uint8 (R, C, H, W), and by the `id` of the samples of a set
-        their rows, int64 (N,); None: there is no cache, or they are no files."""
+        """The pictures of all sets, mapped from the cache, uint8 (R, C, H, W), and the rows of each set, int64 (N,), by
+        the `id` of its samples; None if there is no cache, or the pictures are not files."""
         sets = [*self._samples.values()]
         if any(isinstance(getattr(samples, "items", None), np.ndarray) for samples in sets):
             return None
@@ -124,11 +124,11 @@ class ImageData(DataOfSets):
         if (found := decoded(folder, self.image_spec, self.max_pixels, paths)) is None:
             return None
         rows = torch.from_numpy(found[1]).split([*map(len, sets)])
-        with warnings.catch_warnings(action="ignore"):  # of torch: pixels that are mapped cannot be written
+        with warnings.catch_warnings(action="ignore"):  # torch warns that mapped pixels are read-only
             return torch.from_numpy(found[0]), {id(samples): part for samples, part in zip(sets, rows, strict=True)}
 
     def sample(self, split: str, position: int) -> dict[str, Any]:
-        """Return the picture as the network gets it, uint8 (C, H, W), and its file's name below `data.root`."""
+        """Return the picture as the network gets it, uint8 (C, H, W), and the name of its file below `data.root`."""
         samples, found = self._samples[split], {"image": self.dataset(split)[[position]]["image"][0].numpy()}
         if hasattr(samples, "named"):
             return found | {"name": samples.named(position)}
@@ -140,7 +140,7 @@ class ImageData(DataOfSets):
         return found | {"name": path.name}
 
     def on_after_batch_transfer(self, batch: Mapping[str, Tensor], dataloader_idx: int) -> object:
-        """Change training images at random, on the device."""
+        """Apply random augmentation to training images, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch
         images = self._augment(batch["image"])
@@ -158,8 +158,8 @@ class ImageFiles(ImageData):
         image_size: pixels, one number for a square or [height, width].
         mode: "RGB" or "L" (grey).
         resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
-        mean: per channel, on the scale 0 to 1; None: ImageNet's, as pretrained networks expect, of grey pictures their
-            averages.
+        mean: per channel, on the scale 0 to 1; None: ImageNet's, as pretrained networks expect, or its average over the
+            channels for grey pictures.
         std: per channel, on the scale 0 to 1; None: as `mean`.
         options: augment, in_memory, limit, max_pixels and cache of `ImageData`.
     """
@@ -174,8 +174,8 @@ class ImageFiles(ImageData):
         std: Sequence[float] | None = None,
         **options: Any,
     ):
-        usual = _STATISTICS.get(mode, ((), ()))
-        means, deviations = usual[0] if mean is None else tuple(mean), usual[1] if std is None else tuple(std)
+        default = _STATISTICS.get(mode, ((), ()))
+        means, deviations = default[0] if mean is None else tuple(mean), default[1] if std is None else tuple(std)
         super().__init__(cfg, ImageSpec(*height_width(image_size), mode, resize, means, deviations), **options)
 
 
@@ -183,29 +183,29 @@ class DownloadedImages(ImageData):
     """Base of the data modules whose files torchvision downloads into `data.root`.
 
     Args:
-        cfg: the whole config; also `data.root` is read.
+        cfg: the whole config; `data.root` is read, too.
         image_spec: how images are prepared.
-        download: fetch the files that are not there.
+        download: download missing files.
         options: see `deeplightning.data.images.ImageData`.
 
     Raises:
-        DataConfigError: also if `data.root` is null.
+        DataConfigError: `data.root` is null, or see `ImageData`.
     """
 
     source: str
     needed: Sequence[str]
     """The files that are read, relative to `data.root`."""
 
-    remedy = "let it be downloaded: data.module.params.download=true"
+    remedy = "download it: data.module.params.download=true"
 
     def __init__(self, cfg: PartConfig, image_spec: ImageSpec, download: bool, **options: Any):
         super().__init__(cfg, image_spec, **options)
-        self.root = self.root_folder(f"{self.needed[0]}, or for it where data.module.params.download is true")
-        self._named = {name: self.root / name for name in self.needed}
+        self.root = self.root_folder(f"{self.needed[0]}, or a folder to download it to")
+        self._required_paths = {name: self.root / name for name in self.needed}
         self.download = download
 
     def fetch(self) -> None:
-        """Download what is not there, by torchvision's class of the name `source`."""
+        """Download missing files with torchvision's class `source`."""
         from torchvision import datasets
 
         getattr(datasets, self.source)(str(self.root), download=True)
@@ -219,7 +219,7 @@ class DownloadedImages(ImageData):
         super().setup(stage)
 
     def prepare_data(self) -> None:
-        """Download under a lock, so that of many processes that share the folder one does it."""
+        """Download under a lock, so that only one of the processes that share the folder does it."""
         self.check()
         if not self.download:
             return
@@ -228,14 +228,14 @@ class DownloadedImages(ImageData):
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with FileLock(self.root / f".{type(self).__name__}.lock"):
-                if not all(path.is_file() for path in self._named.values()):
+                if not all(path.is_file() for path in self._required_paths.values()):
                     self.fetch()
         except (OSError, RuntimeError) as error:  # RuntimeError: torchvision's, for a wrong hash or no mirror left
             raise DataError(f"{type(self).__name__} cannot be downloaded into {self.root}: {error}") from error
 
 
 def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Return `image_size` of a config as (height, width); raise DataConfigError unless it is one size, or two."""
+    """Return `image_size` of a config as (height, width); raise DataConfigError unless it is one size or two."""
     sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
     if len(sides) != 2 or not all(is_whole(side, 1) for side in sides):
         raise DataConfigError(

@@ -1,4 +1,4 @@
-"""Pictures with several labels each, or none: a file names the labels of each picture; split, resized and batched.
+"""Load pictures with any number of labels each, which a file lists.
 
 B batch, N pictures, K labels.
 """
@@ -18,15 +18,14 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
-from deeplightning.data.loading import SPLITS, by_set, checked_names
-from deeplightning.data.splits import SET_NAMES, deal
+from deeplightning.data.loading import SPLITS, checked_names, divide_by_set
+from deeplightning.data.splits import SET_NAMES, assign_folds
 from deeplightning.table_spec import decoded
 from deeplightning.words import did_you_mean
 
 
 class Line(NamedTuple):
-    """What a file of labels says of a picture: where, which, what it has, and the set that it is of (None: no word of
-    it)."""
+    """A picture in a file of labels: line number, name of the picture, its labels, and its set (None: not given)."""
 
     number: int
     name: str
@@ -37,19 +36,19 @@ class Line(NamedTuple):
 def label_lines(
     path: Path, separator: str = "|", file_column: str = "file", labels_column: str = "labels"
 ) -> Iterator[Line]:
-    """Yield what a file of labels, CSV with a header or JSON lines (.jsonl), says of each picture.
+    """Yield the pictures in a file of labels, CSV with a header or JSON lines (.jsonl).
 
     Args:
-        separator, file_column, labels_column: as of `LabelledImages`.
+        separator, file_column, labels_column: see `LabelledImages`.
 
     Raises:
-        DataError: a line is not as it should be.
+        DataError: a line is invalid.
     """
     are_divided, numbers = None, dict[Path, int]()
     for number, row in _rows(path):
         where = f"{path}, line {number}"
         if not isinstance(row, dict) or None in row or None in row.values():
-            hint = f"a JSON object, or as many values as the header. A comma needs quotes; {separator!r} divides labels"
+            hint = f"a JSON object, or as many values as the header. Quote commas; {separator!r} separates labels"
             raise DataError(f"{where}: a line must have {hint}.")
         for key, column in (("file_column", file_column), ("labels_column", labels_column)):
             if column not in row:
@@ -62,7 +61,7 @@ def label_lines(
             raise DataError(f"{where}: {file_column} must name a picture, not {name!r}.")
         if (before := numbers.setdefault(Path(name), number)) != number:
             raise DataError(
-                f"{where}: {name} is in line {before} already; a line has all labels of its picture, as "
+                f"{where}: {name} is in line {before} already; put all labels of a picture in one line, such as "
                 f"cat{separator}dog."
             )
         if isinstance(labels, str):
@@ -71,14 +70,14 @@ def label_lines(
             raise DataError(f"{where}: {labels_column} must be a list of names, not {labels!r:.100}.")
         split = SET_NAMES.get(str(given).strip().lower())
         if (split is None) != (given is None) or are_divided not in (None, split is not None):
-            words = "the split must be train, val or test in each line, or in none"
-            raise DataError(f"{where}: {words}, not {given!r:.100}.")
+            rule = "the split must be train, val or test in each line, or in none"
+            raise DataError(f"{where}: {rule}, not {given!r:.100}.")
         are_divided = split is not None
         yield Line(number, name, [*dict.fromkeys(labels)], split)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each line, and what is in it."""
+    """Yield the number and the content of each line."""
     number = 0
     try:
         stream = io.StringIO(decoded(path.read_bytes()), newline="")
@@ -102,21 +101,21 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
 class LabelledImages(ImageFiles):
     """Pictures in `data.root` whose labels are in a file there:
 
-    - CSV with a header (`.csv`): a column `file`, and a column `labels`, as `cat|dog`; empty: the picture has none.
+    - CSV with a header (`.csv`): a column `file`, and a column `labels` such as `cat|dog`, which may be empty.
     - JSON lines (`.jsonl`): `{"file": "1.jpg", "labels": ["cat", "dog"]}` in each line.
 
-    A further column or key `split` says of each picture whether it is of train, val or test. Without it they are
-    divided 80/10/10 by the seed, such that rare labels get into each set: a picture counts as of its rarest label.
+    Another column or key `split` assigns each picture to train, val or test. Without it, pictures are split 80/10/10 by
+    the seed, stratified by the rarest label of each picture, so that rare labels occur in each set.
 
     A batch is {"image": uint8 (B, C, H, W), "label": float32 (B, K) of 0 and 1, "index": int64 (B,)}.
 
     Args:
         cfg: the whole config.
-        labels: the file, in `data.root`.
-        images: the folder in `data.root` that the names of the pictures begin in.
+        labels: name of the file in `data.root`.
+        images: the folder in `data.root` that the names of the pictures are relative to.
         class_names: the labels, in order; None: all that occur, sorted.
         separator: between the labels of a picture in a CSV file.
-        file_column, labels_column: what these columns, or keys, are called.
+        file_column, labels_column: the names of these columns or keys.
         options: see `deeplightning.data.images.ImageFiles`, such as image_size.
     """
 
@@ -139,20 +138,20 @@ class LabelledImages(ImageFiles):
         self.root = self.root_folder(labels)
         self.file = self.root / labels
         self.folder = self.root / images
-        self._named = {"labels": self.file, "images": self.folder}
+        self._required_paths = {"labels": self.file, "images": self.folder}
         self.columns = separator, file_column, labels_column
-        self.named = self.class_names = checked_names(class_names)
+        self._given_names = self.class_names = checked_names(class_names)
 
     def example_batch(self, size: int) -> Batch:
-        """Make up a batch as every `ImageData`; each label is one of the first row's, and then of every other's. Reads
-        the labels where `class_names` does not give them.
+        """Make up a batch, see `ImageData`; the first row has every label, the others random ones. Reads the labels
+        unless `class_names` lists them.
 
         Raises:
-            DataError: the file of labels is missing, or not as it should be.
+            DataError: the file of labels is missing or invalid.
         """
         if not self.class_names:
             self.check()
-            self._name_classes(list(label_lines(self.file, *self.columns)))
+            self._set_class_names(list(label_lines(self.file, *self.columns)))
         labels = torch.randint(2, (size, len(self.class_names)), generator=Generator().manual_seed(1)).float()
         labels[0] = 1
         return {**super().example_batch(size), "label": labels}
@@ -161,7 +160,7 @@ class LabelledImages(ImageFiles):
         lines = list(label_lines(self.file, *self.columns))
         if not lines:
             raise DataError(f"{self.file} names no picture.")
-        self._name_classes(lines)
+        self._set_class_names(lines)
         numbers = {name: number for number, name in enumerate(self.class_names)}
         labels, paths = np.zeros((len(lines), len(numbers)), np.float32), dict[str, int]()
         for row, line in enumerate(lines):
@@ -169,31 +168,31 @@ class LabelledImages(ImageFiles):
             for label in line.labels:
                 if label not in numbers:
                     raise DataError(
-                        f"{self.file}, line {line.number}: {label!r} is none of data.module.params.class_names."
+                        f"{self.file}, line {line.number}: {label!r} is not in data.module.params.class_names."
                         f"{did_you_mean(label, numbers)} There are: {', '.join(numbers):.300}."
                     )
                 labels[row, numbers[label]] = 1
         if missing := next((path for path in paths if not Path(path).is_file()), None):
             raise DataError(
-                f"{self.file}, line {paths[missing]}: the picture {missing} is missing. data.module.params.images "
-                "names the folder that the names begin in."
+                f"{self.file}, line {paths[missing]}: the picture {missing} is missing. Set data.module.params.images "
+                "to the folder that the names are relative to."
             )
         whole = Samples([*paths], labels)
         if all(line.split is None for line in lines):
             return {"all": whole}
-        return by_set(whole, np.array([SPLITS[None].index(str(line.split)) for line in lines]), str(self.file))
+        return divide_by_set(whole, np.array([SPLITS[None].index(str(line.split)) for line in lines]), str(self.file))
 
-    def _name_classes(self, lines: list[Line]) -> None:
-        self.class_names = self.named or sorted({label for line in lines for label in line.labels})
+    def _set_class_names(self, lines: list[Line]) -> None:
+        self.class_names = self._given_names or sorted({label for line in lines for label in line.labels})
         if not self.class_names:
             raise DataError(f"{self.file} names no label at all.")
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
-        """Divide evenly by the rarest label of each picture, so that each set gets its part of it."""
+        """Divide, stratified by the rarest label of each picture, so that each set gets its share of it."""
         counts = samples.labels.sum(0)  # (K,)
         rarity = np.where(samples.labels > 0, counts, np.inf)  # (N, K)
         rarest = np.where(samples.labels.any(1), rarity.argmin(1), samples.labels.shape[1])
-        return deal(rarest, number, self.cfg.seed, purpose)
+        return assign_folds(rarest, number, self.cfg.seed, purpose)
 
     def _describe(self) -> str:
         return f"LabelledImages of {self.file}"

@@ -1,4 +1,4 @@
-"""Load batches of sets in an order that follows from the seed: what all our data modules share."""
+"""Base of the data modules: split the samples and load batches in an order that follows from the seed."""
 
 import multiprocessing
 import warnings
@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
-from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, move_where_there_is_room
-from deeplightning.data.samplers import BatchIndices, go_on, replicas, train_sampler
-from deeplightning.data.splits import deal, keep_classes, shuffled
+from deeplightning.data.datasets import Batch, ExitWithParent, InMemory, OnDemand, move_if_it_fits
+from deeplightning.data.samplers import BatchIndices, replicas, resume_sampler, train_sampler
+from deeplightning.data.splits import assign_folds, keep_classes, shuffled
 from deeplightning.words import address_shown, is_address
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
@@ -29,38 +29,38 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
 }
 """The sets that a stage needs; None: all stages."""
 
-MOST_CLASSES = 1_000_000
-"""A label above it is refused: it is a number, such as that of a customer, and no class."""
+MAX_CLASSES = 1_000_000
+"""Labels above it are rejected: they are numbers, such as customer ids, not classes."""
 
 IN_MEMORY_LIMIT = 2**30
-"""Bytes of prepared samples, all sets together, up to which they are held in memory: per process, 1 GiB."""
+"""Keep the prepared samples of all sets in memory if they take at most this many bytes per process: 1 GiB."""
 
 _OWN_KEYS = ("dataset", "batch_size", "num_workers", "shuffle", "sampler", "batch_sampler", "generator")
 _WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
-_SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed
+_SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed, see `random_state`
 
 
-class DataOfSets(pl.LightningDataModule):
-    """Base of our data modules: a subclass finds the samples (`read`), learns from those of the training (`learn`), and
-    makes sets of them (`_prepare`), of which `[positions]` is a batch.
+class SplitData(pl.LightningDataModule):
+    """Base of the data modules: a subclass finds the samples (`read`), computes statistics of the training samples
+    (`learn`), and makes a set of each split (`_prepare`); `[positions]` of a set is a batch.
 
-    Validation is one fold of the training set: fold `data.fold` of `data.num_splits`, or where that is null a tenth of
-    all the training samples. It is never the test set. The splits depend on `seed` alone.
+    Validation is one fold of the training set: fold `data.fold` of `data.num_splits`, or a tenth of the training
+    samples if that is null. It is never the test set. The splits depend on `seed` alone.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
         in_memory: see `deeplightning.data.images.ImageData`.
-        limit: use at most this many training samples (validation included) and as many test samples.
+        limit: use at most this many training samples (validation included), and test samples.
 
     Raises:
-        DataConfigError: a value of the config is impossible. It is a ValueError.
+        DataConfigError: a value of the config is invalid. It is a ValueError.
     """
 
     remedy = "name another file under data.module.params"
-    """What else to do where a file is missing, in messages."""
+    """What else helps if a file is missing, for messages."""
 
     holds_out = True
-    """Whether a part of the training set validates where there is no validation set and no `data.num_splits`."""
+    """Whether to hold out training samples if there is neither a validation set nor `data.num_splits`."""
 
     def __init__(
         self, cfg: PartConfig, in_memory: bool | Literal["auto", "device"] | None = None, limit: int | None = None
@@ -71,20 +71,20 @@ class DataOfSets(pl.LightningDataModule):
             require_whole("limit", limit)
         self.in_memory = None if in_memory == "auto" else in_memory
         self.limit = limit
-        self._moves = in_memory == "auto"  # after the first step of this process, which shows what a step takes
+        self._moves_after_step = in_memory == "auto"  # the first one shows how much memory a step takes
         self._first_step: int | None = None
-        self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
+        self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # resolves refs
         self._drop_last = self._loader_options.pop("drop_last", False)
         for name in {*_OWN_KEYS} & {*self._loader_options}:
             raise DataConfigError(
-                f"data.loader.{name} cannot be given: data.batch_size, num_workers, sampler and seed decide it."
+                f"data.loader.{name} cannot be set: data.batch_size, num_workers, sampler and seed determine it."
             )
         try:
             DataLoader([], batch_size=None, num_workers=cfg.data.num_workers, **self._loader_options)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise DataConfigError(f"data.loader is refused by torch's DataLoader: {error}") from error
-        self._named: dict[str, Path] = {}  # what must be there, such as the files that the config names
-        self._samples: dict[str, Any] = {}  # of each split, anything with a length; there after `setup`
+            raise DataConfigError(f"torch's DataLoader rejects data.loader: {error}") from error
+        self._required_paths: dict[str, Path] = {}  # such as the files that the config names
+        self._samples: dict[str, Any] = {}  # of each split, anything with a length; set by `setup`
         self._datasets: dict[str, Any] = {}
         self._sampler: BatchIndices | None = None
 
@@ -92,19 +92,19 @@ class DataOfSets(pl.LightningDataModule):
         """Find the samples; a subclass defines this.
 
         Returns:
-            Objects with a length, `labels` (int64 (N,), by which they are divided evenly) and `take(positions)`: under
-            "train", and where there are such under "val" and "test"; or under "all", to be divided 80/10/10.
+            Objects with a length, `labels` (int64 (N,), by which splits are stratified) and `take(positions)`: under
+            "train" and, if they exist, "val" and "test"; or under "all", to be split 80/10/10.
 
         Raises:
-            DataError: if the data are not there or damaged.
+            DataError: the data is missing or damaged.
         """
         raise NotImplementedError
 
     def name_files(self, **names: str | None) -> None:
-        """Set `root` to the folder of `data.root`, and `files` to the paths of the sets in it; a name may be None.
+        """Set `root` to the folder of `data.root`, and `files` to the paths of the sets in it.
 
         Args:
-            names: of the files "train", "val", "test", and of others that must exist.
+            names: of the files "train", "val", "test", and of others that must exist; None: no such file.
 
         Raises:
             DataConfigError: `data.root` is null or an address.
@@ -112,14 +112,14 @@ class DataOfSets(pl.LightningDataModule):
         given = {key: name for key, name in names.items() if name is not None}
         named, root = next(iter(given.values()), None), self.cfg.data.root
         self.root = self.root_folder(named) if named else Path(root or ".").expanduser().absolute()
-        self._named = {key: self.root / name for key, name in given.items()}
-        self.files: Any = {key: path for key, path in self._named.items() if key in SPLITS[None]}
+        self._required_paths = {key: self.root / name for key, name in given.items()}
+        self.files: Any = {key: path for key, path in self._required_paths.items() if key in SPLITS[None]}
 
     def root_folder(self, content: str) -> Path:
         """Return the folder of `data.root`, absolute.
 
         Args:
-            content: what it has to hold, in words.
+            content: what it must contain, for messages.
 
         Raises:
             DataConfigError: `data.root` is null or an address.
@@ -135,8 +135,8 @@ class DataOfSets(pl.LightningDataModule):
         return Path(root).expanduser().absolute()
 
     def check(self) -> None:
-        """Raise DataError if a file is missing; read and write none."""
-        for path in self._named.values():
+        """Raise DataError if a file is missing; do not read any."""
+        for path in self._required_paths.values():
             if not path.exists():
                 raise DataError(
                     f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or "
@@ -144,71 +144,71 @@ class DataOfSets(pl.LightningDataModule):
                 )
 
     def learn(self, train: Any) -> None:
-        """Compute what preparing takes from the training samples, such as means or a vocabulary."""
+        """Compute what the preparation of samples needs from the training set, such as means or a vocabulary."""
 
     def _prepare(self, samples: Any) -> Any:
-        """Return the set of some samples."""
+        """Return a set that prepares these samples."""
         raise NotImplementedError
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and divide the samples once, and prepare those that the stage needs (None: all).
+        """Read and split the samples once, and prepare those that the stage needs (None: all).
 
         Raises:
-            DataError: a file is missing, or not as it should be.
+            DataError: a file is missing or invalid.
         """
         if not self._samples:
-            divided = self._divide(self._found())
+            divided = self._divide(self._read_checked())
             self.learn(divided["train"])
             self._samples = divided
-        self._ready(stage)
+        self._prepare_stage(stage)
 
     def _fits(self, size: int) -> bool:
-        """Return whether all samples, each of `size` bytes when prepared, are held in memory."""
+        """Return whether all samples, each of `size` bytes when prepared, fit into memory."""
         return size * sum(map(len, self._samples.values())) <= IN_MEMORY_LIMIT
 
     def _describe(self) -> str:
         name, root = type(self).__name__, getattr(self, "root", None)
         return name if root is None else f"{name} in {root}"
 
-    def _found(self) -> dict[str, Any]:
-        """Return what `read` finds; raise DataError if the data are not there or damaged."""
+    def _read_checked(self) -> dict[str, Any]:
+        """Return the samples of `read`; raise DataError if the data is missing or damaged."""
         try:
             self.check()
             return self.read()
         except OSError as error:
             raise DataError(f"{self._describe()} cannot be read: {error}") from error
 
-    def _ready(self, stage: str | None) -> None:
-        """Prepare the sets that a stage needs; None: all. What is wrong with them shows before a run begins."""
+    def _prepare_stage(self, stage: str | None) -> None:
+        """Prepare the sets that a stage needs (None: all), so that their errors appear before a run starts."""
         for split in SPLITS[stage]:
             if split in self._samples:
                 self.dataset(split)
         if stage in ("fit", None) and not len(self._train_sampler()):
             raise DataConfigError(
-                f"{self._describe()} has no training batch: there are {len(self._samples['train'])} samples, and "
-                f"{self.cfg.data.batch_size} (data.batch_size) x {replicas(self.trainer)[0]} process(es) take part in "
-                f"one; data.loader.drop_last is {str(self._drop_last).lower()}."
+                f"{self._describe()} has no training batch: there are {len(self._samples['train'])} samples, but a "
+                f"batch has {self.cfg.data.batch_size} (data.batch_size) x {replicas(self.trainer)[0]} process(es); "
+                f"data.loader.drop_last is {str(self._drop_last).lower()}."
             )
 
     def check_stages(self, stages: Sequence[str]) -> None:
-        """Raise DataError, after `setup` and before a training, if a later stage needs a test set and there is none."""
+        """Raise DataError if a stage needs a test set and there is none. Called after `setup`, before training."""
         if {"test", "predict"} & {*stages}:
-            self._expect("test")
+            self._require_split("test")
 
-    def _expect(self, split: str) -> None:
+    def _require_split(self, split: str) -> None:
         if split not in self._samples:
-            raise DataError(f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one.")
+            raise DataError(f"There is no {split} set in {self._describe()}. Add one, or remove the stage.")
 
     def dataset(self, split: str) -> Any:
         """Return the set "train", "val" or "test", after `setup`; raise DataError if there is none or it is damaged."""
         if split not in self._datasets:
-            self._expect(split)
+            self._require_split(split)
             self._datasets[split] = self._prepare(self._samples[split])
         return self._datasets[split]
 
     def sample(self, split: str, position: int) -> dict[str, Any]:
-        """Return what a person looks at of a sample, in pictures and reports: `image`, uint8 (C, H, W), as the network
-        gets it; `text`; `name`, of its file. What there is not is left out. Call `setup` first."""
+        """Return what pictures and reports show of a sample, any of: `image`, uint8 (C, H, W), as the network gets it;
+        `text`; `name`, of its file. Call `setup` first."""
         return {}
 
     def _divide(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class DataOfSets(pl.LightningDataModule):
         if "all" in found:
             whole = found["all"]
             if len(whole) < 10:
-                raise DataError(f"{self._describe()}: {len(whole)} samples are too few to divide 80/10/10: at least 10")
+                raise DataError(f"{self._describe()}: {len(whole)} samples are too few to split 80/10/10; need 10.")
             tenths = self._folds(whole, 10, _SPLIT_TEST)
             splits["test"] = whole.take(np.flatnonzero(tenths == 0))
             splits["train"] = whole.take(np.flatnonzero(tenths != 0))
@@ -230,23 +230,23 @@ class DataOfSets(pl.LightningDataModule):
             train, folds = splits["train"], num_splits or default_folds
             if len(train) < folds:
                 raise DataError(
-                    f"{self._describe()}: {len(train)} training samples are too few to hold out one in {folds}; "
-                    "data.num_splits changes that."
+                    f"{self._describe()}: {len(train)} training samples are too few to hold out one in {folds}; set "
+                    "data.num_splits to a smaller number."
                 )
             of_fold = self._folds(train, folds, _SPLIT_VAL) == fold
             splits["train"], splits["val"] = (train.take(np.flatnonzero(mask)) for mask in (~of_fold, of_fold))
         return splits
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
-        """Return the fold of each sample, int (N,), from 0 to `number` - 1; none holds out all samples of a class."""
+        """Return the fold of each sample, int (N,), from 0 to `number` - 1; the held-out one has no whole class."""
         held_out = 0 if purpose == _SPLIT_TEST else self.cfg.data.fold
-        return keep_classes(samples.labels, deal(samples.labels, number, self.cfg.seed, purpose), held_out)
+        return keep_classes(samples.labels, assign_folds(samples.labels, number, self.cfg.seed, purpose), held_out)
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", training=True)
 
     def val_dataloader(self) -> Any:
-        """Return no loader where there is no validation set."""
+        """Return the loader of the validation set, or an empty list if there is none."""
         return self._loader("val") if self.holds_out or "val" in self._samples else []
 
     def test_dataloader(self) -> DataLoader:
@@ -257,17 +257,17 @@ class DataOfSets(pl.LightningDataModule):
         return self._loader("test")
 
     def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
-        """Leave alone what is there already: Lightning would look through each batch for what to move."""
+        """Move a batch to a device. A batch that is there already skips Lightning's search for tensors."""
         if device.type == "cpu":
             return batch
-        if self._moves and self._gpu() == device and self.trainer is not None and self.trainer.training:
+        if self._moves_after_step and self._gpu() == device and self.trainer is not None and self.trainer.training:
             if self._first_step is None:
                 self._first_step = self.trainer.global_step
             if self.trainer.global_step > self._first_step:
-                self._moves = False
+                self._moves_after_step = False
                 found = [self._datasets.get(name) for name in SPLITS["fit"]]
                 if sets := [one for one in found if isinstance(one, InMemory)]:
-                    move_where_there_is_room(sets, device)
+                    move_if_it_fits(sets, device)
         if isinstance(batch, dict) and all(isinstance(v, torch.Tensor) and v.device == device for v in batch.values()):
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -290,14 +290,14 @@ class DataOfSets(pl.LightningDataModule):
                 options["pin_memory"] = False
         elif workers > 0:
             options.setdefault("persistent_workers", True)
-            # The server imports torch once, and each worker is a fork of it: 0.1 s instead of 3.
+            # The fork server imports torch once, so a worker starts in 0.1 s instead of 3.
             multiprocessing.set_forkserver_preload(["deeplightning.data.datasets"])
             options.setdefault("multiprocessing_context", "forkserver")
-            options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
+            options["worker_init_fn"] = ExitWithParent(options.get("worker_init_fn"))
         if workers == 0 and not (isinstance(dataset, OnDemand) and dataset.needs_workers):
-            # Lightning's advice to add workers is wrong here.
+            # Lightning advises to add workers, which does not help here.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
-        # Its own generator: else each epoch would draw a number from torch's global one.
+        # Its own generator; otherwise each epoch would draw a number from torch's global one.
         generator = Generator().manual_seed(self.cfg.seed)
         options |= {"batch_size": None, "sampler": sampler, "num_workers": workers, "generator": generator}
         if not isinstance(dataset, InMemory) or "collate_fn" in options:
@@ -311,23 +311,23 @@ class DataOfSets(pl.LightningDataModule):
         if self._sampler is None or self._sampler.made_for != replicas(self.trainer):
             self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
         elif self.trainer:
-            go_on(self._sampler, self.trainer)
+            resume_sampler(self._sampler, self.trainer)
         return self._sampler
 
     def _gpu(self) -> torch.device | None:
-        """Return the GPU that this process trains on."""
+        """Return the GPU that this process trains on, or None."""
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
         return device if device is not None and device.type == "cuda" else None
 
 
 class Moments:
-    """Compute mean and deviation of numbers that come in parts (Chan, Golub and LeVeque 1983).
+    """Mean and deviation of numbers that are added in parts (Chan, Golub and LeVeque 1983).
 
-    Those of a single part are numpy's, bit by bit, but that a constant is its own mean: numpy's is not 0.1 of a hundred
-    0.1, and the deviation of 1e-17 would make 0.2 a large number.
+    For a single part they equal NumPy's bit by bit, except that the mean of a constant is exact: NumPy's mean of a
+    hundred 0.1 is not 0.1, and with its deviation of 1e-17, 0.2 would be standardised to a huge number.
 
     Attributes:
-        count: numbers so far, per column.
+        count: numbers added so far, per column.
         mean: float64, a number or (T,).
     """
 
@@ -349,17 +349,17 @@ class Moments:
 
     @property
     def std(self) -> Any:
-        """float64, a number or (T,)."""
+        """Standard deviation, float64, a number or (T,)."""
         return np.sqrt(self._squares / self.count)
 
 
-class ColumnData(DataOfSets):
+class ColumnData(SplitData):
     """Base of data modules whose samples are columns, with classes or with numbers to be predicted.
 
     Attributes:
-        class_names: the name of each label, in order; empty where the targets are numbers.
-        target_names: the name of each number that is to be predicted; empty where there are classes.
-        target_mean, target_std: of each, over the training samples.
+        class_names: the name of each label, in order; empty if the targets are numbers.
+        target_names: the name of each number to be predicted; empty if there are classes.
+        target_mean, target_std: of each number, over the training samples.
     """
 
     def __init__(self, cfg: PartConfig, limit: int | None = None):
@@ -370,7 +370,7 @@ class ColumnData(DataOfSets):
         self.target_std: list[float] = []
 
     def learn_targets(self, names: Sequence[str], targets: Moments) -> None:
-        """Keep mean and deviation of the numbers to be predicted, (T,)."""
+        """Store mean and deviation of the numbers to be predicted, (T,)."""
         self.target_names = list(names)
         self.target_mean = targets.mean.tolist()
         self.target_std = np.where(targets.std > 0, targets.std, 1.0).tolist()
@@ -380,10 +380,10 @@ class ColumnData(DataOfSets):
                 warnings.warn(f"the target {name} varies by {std:.3g}, and {gap}", stacklevel=2)
 
     def example_batch(self, size: int) -> Batch:
-        """Return the first training samples, to try whether the parts of a config fit; reads the data.
+        """Return the first training samples, to test whether the parts of a config fit together; reads the data.
 
         Args:
-            size: samples; of a smaller set, some come more than once.
+            size: number of samples; a smaller set is repeated.
         """
         self.setup("fit")
         found = self.dataset("train")
@@ -391,13 +391,13 @@ class ColumnData(DataOfSets):
 
 
 class InMemoryLoader(DataLoader):
-    """Batches of an `InMemory` set in the order of a `BatchIndices`; any other use of it is torch's.
+    """Loads batches of an `InMemory` set in the order of a `BatchIndices`; for anything else it is torch's DataLoader.
 
-    A batch of torch's costs 30 µs beside the indexing: a list of positions, a look at each tensor, a profiler's mark.
+    torch's overhead per batch is 30 µs: a list of positions, checks of each tensor, a record for the profiler.
 
     Attributes:
-        device: the GPU that batches are to be on; None: they are made on the CPU. It is no argument, since Lightning
-            makes some loaders again with the arguments of torch's.
+        device: the GPU to put batches on; None: the CPU. It is not an argument, since Lightning recreates some loaders
+            with the arguments of torch's DataLoader.
     """
 
     device: torch.device | None = None
@@ -411,20 +411,20 @@ class InMemoryLoader(DataLoader):
         return map(dataset.__getitem__, sampler.arrays())
 
 
-def by_set(samples: Any, sets: np.ndarray, source: str) -> dict[str, Any]:
-    """Divide samples by the place of each one's set in `SPLITS[None]`, (N,).
+def divide_by_set(samples: Any, sets: np.ndarray, source: str) -> dict[str, Any]:
+    """Divide samples by `sets`, the index of each sample's set in `SPLITS[None]`, (N,).
 
     Raises:
-        DataError: none is for the training; it names the source.
+        DataError: the training set is empty; the message names the source.
     """
-    found = {name: samples.take(np.flatnonzero(sets == place)) for place, name in enumerate(SPLITS[None])}
+    found = {name: samples.take(np.flatnonzero(sets == index)) for index, name in enumerate(SPLITS[None])}
     if not len(found["train"]):
-        raise DataError(f"{source}: none of the {len(samples)} samples is of train.")
+        raise DataError(f"{source}: none of the {len(samples)} samples is in the set train.")
     return {name: part for name, part in found.items() if len(part)}
 
 
 def checked_names(names: Sequence[object] | None, most: int | None = None) -> list[str]:
-    """Return the names of `class_names` in a config; of null none.
+    """Return the names of `class_names` in a config, or an empty list for null.
 
     Raises:
         DataConfigError: they are not a list of different texts, or more than `most`.
@@ -432,7 +432,7 @@ def checked_names(names: Sequence[object] | None, most: int | None = None) -> li
     found = [name for name in names or () if isinstance(name, str) and not isinstance(names, str)]
     if names is not None and not 1 <= len(names) == len(set(found)) <= (most or len(names)):
         raise DataConfigError(
-            f"data.module.params.class_names must be a list of {f'1 to {most} ' if most else ''}different names, that "
-            f"of class 0 first, not {names!r}; a number or a word such as no needs quotes."
+            f"data.module.params.class_names must be a list of {f'1 to {most} ' if most else ''}different names, "
+            f"starting with class 0, not {names!r}; a number or a word such as no needs quotes."
         )
     return found

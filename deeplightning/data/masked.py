@@ -1,6 +1,6 @@
-"""Pictures with masks become batches, held in memory or prepared when asked for; both give the same batches.
+"""Make batches of pictures with masks that are in memory, or prepared on demand; both give the same batches.
 
-A loader worker imports this module and nothing of Lightning, which would cost each worker 1.5 s.
+It does not import Lightning, since loader workers import it: that would cost each worker 1.5 s.
 N samples, B batch, C channels, H height, W width of the prepared picture, K classes.
 """
 
@@ -17,12 +17,12 @@ from deeplightning.data.datasets import Batch, Samples
 from deeplightning.image_spec import ImageSpec, shown_size
 
 NO_CLASS = 255
-"""In a batch's masks: the pixel counts in no loss and no metric."""
+"""Value in a batch's masks of pixels that are excluded from losses and metrics."""
 
 MaskValue = int | Sequence[int]
 """The pixels of a class in mask files: a grey value or palette index, 0 to 65535, or a colour, [red, green, blue]."""
 
-_COLOUR = 1 << 24  # added to the code of a colour, so that it differs from every grey value
+_COLOUR_FLAG = 1 << 24  # added to the code of a colour, so that it differs from every grey value
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MaskedSamples(Samples):
 
     Attributes:
         items: the paths of the pictures.
-        labels: int64 (N,), all 0: pictures as such have no class.
+        labels: int64 (N,), all 0: the pictures themselves have no class.
         masks: the paths of the masks.
     """
 
@@ -42,7 +42,7 @@ def code_of(value: object) -> int:
     """Return one number for a `MaskValue`. A grey colour has the code of its grey value.
 
     Raises:
-        ValueError: if it is no such value.
+        ValueError: it is not a `MaskValue`.
     """
     is_colour = isinstance(value, Sequence) and not isinstance(value, str)
     parts: list[Any] = [*cast(Sequence[object], value)] if is_colour else [value]
@@ -52,36 +52,36 @@ def code_of(value: object) -> int:
     if len(set(parts)) == 1:
         return int(parts[0])
     red, green, blue = parts
-    return int(_COLOUR | red << 16 | green << 8 | blue)
+    return int(_COLOUR_FLAG | red << 16 | green << 8 | blue)
 
 
 def value_of(code: int, by_colour: bool) -> MaskValue:
-    """Return the `MaskValue` of a code: a colour where `by_colour`, else a colour only where it is not grey."""
-    if code < _COLOUR:
+    """Return the `MaskValue` of a code: a colour if `by_colour` or if it is not grey, otherwise a number."""
+    if code < _COLOUR_FLAG:
         return [code] * 3 if by_colour else code
     return [code >> 16 & 255, code >> 8 & 255, code & 255]
 
 
 def read_codes(mask: Image.Image, by_colour: bool) -> np.ndarray:
-    """Return the code of each pixel, int (H, W), see `code_of`. A mask of one bit per pixel holds 0 and 255; the
-    transparency of a pixel does not count.
+    """Return the code of each pixel, int (H, W), see `code_of`. A mask of one bit per pixel has values 0 and 255.
+    Transparency is ignored.
 
     Args:
         mask: a PNG.
-        by_colour: whether a pixel of a palette is its colour; else it is its index.
+        by_colour: whether the value of a palette pixel is its colour; otherwise it is its index.
     """
     if mask.mode in ("1", "LA"):
         mask = mask.convert("L")
     if mask.mode not in ("RGB", "RGBA") and not (mask.mode == "P" and by_colour):
         return np.asarray(mask)
-    # A palette may say how transparent its colours are, which Pillow takes to RGBA only.
+    # Pillow converts a palette with transparency to RGBA only.
     red, green, blue, _ = np.moveaxis(np.asarray(mask.convert("RGBA")).astype(np.int32), -1, 0)
     is_grey = (red == green) & (green == blue)
-    return np.where(is_grey, red, _COLOUR | red << 16 | green << 8 | blue)
+    return np.where(is_grey, red, _COLOUR_FLAG | red << 16 | green << 8 | blue)
 
 
 def check_size(path: str, mask: tuple[int, int], picture: str, size: tuple[int, int]) -> None:
-    """Raise DataError unless a mask has width and height of its picture."""
+    """Raise DataError unless a mask has the width and height of its picture."""
     if mask != size:
         raise DataError(
             f"{path}: this mask has {mask[0]} x {mask[1]} pixels, its picture {picture} has {size[0]} x {size[1]}."
@@ -90,13 +90,13 @@ def check_size(path: str, mask: tuple[int, int], picture: str, size: tuple[int, 
 
 @dataclass(frozen=True)
 class Masks:
-    """How a file becomes a mask.
+    """Prepares pictures and their masks.
 
     Attributes:
-        spec: of the pictures.
+        spec: how pictures are prepared.
         max_pixels: largest picture that is decoded.
         codes: of class 0, 1 … to K - 1, see `code_of`.
-        ignore: the code of pixels that do not count; None: there are none.
+        ignore: the code of ignored pixels, or None.
         by_colour: see `read_codes`.
     """
 
@@ -107,7 +107,7 @@ class Masks:
     by_colour: bool
 
     def __call__(self, samples: MaskedSamples, positions: np.ndarray) -> Batch:
-        """Return `image`, uint8 (B, C, H, W), and `mask`, uint8 (B, H, W); raise DataError if files do not fit."""
+        """Return `image`, uint8 (B, C, H, W), and `mask`, uint8 (B, H, W); raise DataError if a file is invalid."""
         spec = self.spec
         images = np.empty((len(positions), spec.channels, spec.height, spec.width), dtype=np.uint8)
         masks = np.empty((len(positions), spec.height, spec.width), dtype=np.uint8)
@@ -127,38 +127,38 @@ class Masks:
             raise
         except UnidentifiedImageError:
             raise DataError(f"{path}: a mask must be a PNG file; this is not one.") from None
-        except Exception as error:  # parsers of damaged bytes raise anything, see `deeplightning.image_spec`
+        except Exception as error:  # parsers raise anything on damaged bytes, see `deeplightning.image_spec`
             raise DataError(f"{path}: cannot be used as a mask. {error}") from error
         return resized(self._classes(path, found), self.spec)
 
     def _classes(self, path: str, found: np.ndarray) -> np.ndarray:
         """Return the class of each pixel, uint8 (H', W'), for its code, int (H', W')."""
-        known = np.array([*self.codes, *([] if self.ignore is None else [self.ignore])])
+        codes = np.array([*self.codes, *([] if self.ignore is None else [self.ignore])])
         numbers = np.array([*range(len(self.codes)), NO_CLASS], np.uint8)
-        order = known.argsort()
-        places = order[np.searchsorted(known, found, sorter=order).clip(max=len(known) - 1)]
-        wrong = known[places] != found
+        order = codes.argsort()
+        indices = order[np.searchsorted(codes, found, sorter=order).clip(max=len(codes) - 1)]
+        wrong = codes[indices] != found
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
-            value, *values = (value_of(code, self.by_colour) for code in (found[row, column].item(), *known.tolist()))
+            value, *values = (value_of(code, self.by_colour) for code in (found[row, column].item(), *codes.tolist()))
             raise DataError(
                 f"{path}: value {value} (row {row}, column {column}) is not a class. The classes are {values}, by "
                 "data.module.params.values (of class_names) and ignore."
             )
-        return numbers[places]
+        return numbers[indices]
 
 
 def resized(values: np.ndarray, spec: ImageSpec) -> np.ndarray:
-    """Bring a mask to a picture's size as `ImageSpec` brings the picture there, each pixel as its nearest one was.
+    """Resize a mask like `ImageSpec` resizes its picture, by nearest neighbour.
 
     Args:
         values: uint8 (H', W').
 
     Returns:
-        uint8 (H, W); what padding adds is `NO_CLASS`.
+        uint8 (H, W); padding is `NO_CLASS`.
     """
-    mask, goal = Image.fromarray(values), (spec.width, spec.height)
-    mask = spec.fit(mask, mask.size, goal, Image.Resampling.NEAREST)
-    whole = Image.new("L", goal, NO_CLASS)
-    whole.paste(mask, ((spec.width - mask.width) // 2, (spec.height - mask.height) // 2))
-    return np.array(whole)
+    mask, size = Image.fromarray(values), (spec.width, spec.height)
+    mask = spec.fit(mask, mask.size, size, Image.Resampling.NEAREST)
+    padded = Image.new("L", size, NO_CLASS)
+    padded.paste(mask, ((spec.width - mask.width) // 2, (spec.height - mask.height) // 2))
+    return np.array(padded)

@@ -1,4 +1,4 @@
-"""Pictures with masks, a class for each pixel: two folders of files with the same names, split, resized and batched.
+"""Load pictures with masks, a class for each pixel: two folders of files with the same names.
 
 B batch, C channels, H height, W width of the prepared picture, K classes.
 """
@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 
 
 class MaskFolder(ImageFiles):
-    """Pictures and masks in `data.root`, in one of two layouts; files may also lie deeper, hidden ones do not count.
+    """Pictures and masks in `data.root`, in one of two layouts; files may be in subfolders, hidden ones are ignored.
 
-    - `images/*.jpg` and `masks/*.png`: divided 80/10/10 by the seed.
-    - `train/images/…` and `train/masks/…`, and where there are such `val/…` and `test/…`; the sets may also be called
-      `Training`, `valid` and so on. Without `val`, or with `data.num_splits`, a tenth or a fold of `train` validates.
+    - `images/*.jpg` and `masks/*.png`: split 80/10/10 by the seed.
+    - `train/images/…` and `train/masks/…` and, optionally, `val/…` and `test/…`; the sets may also be called
+      `Training`, `valid` and so on. Without `val`, or with `data.num_splits`, it is a tenth or a fold of `train`.
 
-    Picture and mask have the same name but for the ending, and the same size; a picture that its camera turned has the
-    mask of how it is shown. A mask is a PNG: grey, of a palette, of one bit per pixel (0 and 255), or of colours. It is
-    resized like its picture, but no value is mixed with another; what padding or `RandomCrop` adds counts as nothing.
+    Picture and mask have the same name except for the extension, and the same size after the picture's EXIF rotation.
+    A mask is a PNG: grey, palette, one bit per pixel (0 and 255), or colour. It is resized like its picture, by nearest
+    neighbour; pixels that padding or `RandomCrop` adds have no class.
 
     A batch is {"image": uint8 (B, C, H, W), "mask": uint8 (B, H, W), "index": int64 (B,)}; 255 in a mask is no class.
     Decoded files are not cached between runs.
@@ -42,12 +42,12 @@ class MaskFolder(ImageFiles):
     Args:
         cfg: the whole config.
         class_names: of class 0, 1 … in order; at most 255.
-        ignore: the value or colour of pixels that do not count; None: each pixel counts.
+        ignore: the value or colour of pixels that are excluded from losses and metrics; None: no pixel is.
         augment: modules that move pixels, applied in turn to training batches on their device: those of
-            `deeplightning.data.augment`. Each is given pictures with their masks as a last channel, uint8
-            (B, C + 1, H, W), so that both are moved alike. One that changes colours would change classes.
-        values: what the pixels of class 0, 1 … hold in the files: a number from 0 to 65535 (of a palette the index), or
-            a colour [red, green, blue]. With colours, a pixel of a palette is its colour. None: 0, 1, 2 …
+            `deeplightning.data.augment`. They get pictures with the mask as a last channel, uint8 (B, C + 1, H, W), so
+            that both are moved alike. A module that changes colours would change classes.
+        values: of the pixels of class 0, 1 … in the files: a number from 0 to 65535 (the index in a palette), or a
+            colour [red, green, blue]. If any is a colour, palette pixels are compared by colour. None: 0, 1, 2 …
         options: see `deeplightning.data.images.ImageFiles`, such as image_size and limit.
     """
 
@@ -77,7 +77,7 @@ class MaskFolder(ImageFiles):
             )
         self.root = self.root_folder("images and masks")
         by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
-        self._preparing = self.masks = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
+        self._preparer = self.masks = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
         top = set_folders(self.root, "images").get("train", self.root)
@@ -89,7 +89,7 @@ class MaskFolder(ImageFiles):
                 )
 
     def example_batch(self, size: int) -> Batch:
-        """Make up a batch as every `ImageData`; the mask holds every class, and pixels that do not count."""
+        """Make up a batch, see `ImageData`; the mask contains every class and ignored pixels."""
         batch = super().example_batch(size)
         spec, classes = self.image_spec, len(self.class_names)
         shape = (size, spec.height, spec.width)
@@ -106,12 +106,12 @@ class MaskFolder(ImageFiles):
         pictures, masks = pictures_and_masks(top)
         return MaskedSamples([*map(str, pictures)], np.zeros(len(pictures), dtype=np.int64), [*map(str, masks)])
 
-    def _ready(self, stage: str | None) -> None:
-        super()._ready(stage)
+    def _prepare_stage(self, stage: str | None) -> None:
+        super()._prepare_stage(stage)
         if stage not in ("fit", None):
             return
         dataset, seen = self.dataset("train"), set[int]()
-        for position in range(len(dataset)):  # most masks hold two classes: the first one ends this loop
+        for position in range(len(dataset)):  # usually stops at the first mask
             seen |= {*dataset[[position]]["mask"].unique().tolist()} - {NO_CLASS}
             if len(seen) > 1:
                 return
@@ -124,19 +124,19 @@ class MaskFolder(ImageFiles):
         """Move the pixels of training pictures and their masks at random, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch
-        # Classes count from 1 here and 0 is none, so that what a shift brings in, black, is none.
-        classes = (batch["mask"] + 1).unsqueeze(1)  # 255 + 1 is 0 in 8 bits; (B, 1, H, W)
+        # Here classes start at 1 and 0 is no class, so the black pixels that a shift adds have no class.
+        classes = (batch["mask"] + 1).unsqueeze(1)  # (B, 1, H, W); 255 + 1 is 0 in 8 bits
         moved = self._augment(torch.cat([batch["image"], classes], dim=1))
         if not isinstance(moved, torch.Tensor) or moved.dtype != uint8 or moved.shape[1] != batch["image"].shape[1] + 1:
             raise DataConfigError(
-                "data.module.params.augment is given pictures with their masks as a last channel, and must give uint8 "
-                "of as many channels again."
+                "data.module.params.augment gets pictures with their masks as a last channel, and must return uint8 "
+                "with the same number of channels."
             )
         return {**batch, "image": moved[:, :-1], "mask": moved[:, -1] - 1}
 
 
 def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:
-    """Return the codes of the values of a param; raise DataConfigError if one is no value of a mask."""
+    """Return the codes of the values of a parameter; raise DataConfigError if one is not a mask value."""
     try:
         return [code_of(value) for value in values]
     except (TypeError, ValueError) as error:
@@ -144,20 +144,20 @@ def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:
 
 
 def pictures_and_masks(top: Path) -> tuple[list[Path], list[Path]]:
-    """Find the pictures in `images` of a folder, and the mask of each in `masks`.
+    """Find the pictures in the subfolder `images`, and their masks in `masks`.
 
     Raises:
         DataError: there is no picture, or one has no mask.
     """
-    pictures = _named(top / "images", EXTENSIONS)
-    masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
+    pictures = _files_by_name(top / "images", EXTENSIONS)
+    masks = _files_by_name(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
     if not pictures:
         raise DataError(f"{top / 'images'} holds no picture ({', '.join(EXTENSIONS)}).")
     if without := [path for name, path in pictures.items() if name not in masks]:
         wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
-        stem, there = without[0].stem, files_below(top / "masks") if (top / "masks").is_dir() else ()
+        stem, present = without[0].stem, files_below(top / "masks") if (top / "masks").is_dir() else ()
         near = next(
-            (path for path in there if path.stem == stem or re.match(rf"{re.escape(stem)}[_-]", path.name)), None
+            (path for path in present if path.stem == stem or re.match(rf"{re.escape(stem)}[_-]", path.name)), None
         )
         hint = f" (there is {near.name}). A mask is a PNG with the picture's name" if near else ""
         raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}{hint}.")
@@ -166,16 +166,16 @@ def pictures_and_masks(top: Path) -> tuple[list[Path], list[Path]]:
     return [*pictures.values()], [masks[name] for name in pictures]
 
 
-def _named(top: Path, endings: tuple[str, ...]) -> dict[str, Path]:
-    """Find the files in a folder and below with one of these endings, sorted, by their path without it.
+def _files_by_name(top: Path, endings: tuple[str, ...]) -> dict[str, Path]:
+    """Find the files below a folder with one of these extensions, sorted, by their path without it.
 
     Raises:
-        DataError: if two have the same name.
+        DataError: two files have the same name.
     """
     found: dict[str, Path] = {}
     for path in sorted(path for path in files_below(top) if path.name.lower().endswith(endings)):
         name = str(path.relative_to(top).with_suffix(""))
         if name in found:
-            raise DataError(f"{path}: another file has this name, {found[name]}; one mask cannot be of both.")
+            raise DataError(f"{path}: another file has this name, {found[name]}; each needs its own mask.")
         found[name] = path
     return found

@@ -1,4 +1,4 @@
-"""MNIST, or anything in its file format: four IDX files, which are read whole; torchvision downloads them."""
+"""MNIST, or any data set in its format: four IDX files, read into memory; torchvision downloads them."""
 
 import struct
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from deeplightning.data.images import DownloadedImages, height_width
 from deeplightning.image_spec import ImageSpec
 
 MEAN, STD = 0.1307, 0.3081
-"""Of the 60,000 training images on the scale 0 to 1, as everybody uses them."""
+"""Over the 60,000 training images, on the scale 0 to 1; the customary values."""
 
 _FILES = {
     train: (f"MNIST/raw/{name}-images-idx3-ubyte", f"MNIST/raw/{name}-labels-idx1-ubyte")
@@ -23,13 +23,13 @@ _FILES = {
 
 
 class MNIST(DownloadedImages):
-    """Handwritten digits, 60,000 for training, of which a tenth or a fold validates, and 10,000 for the test.
+    """Handwritten digits: 60,000 for training, of which a tenth or a fold is for validation, and 10,000 for testing.
 
-    The files are `MNIST/raw/train-images-idx3-ubyte` and its kin in `data.root`; any number and size of images will do.
+    `MNIST/raw/train-images-idx3-ubyte` and the other three files are in `data.root`. Images may have any size.
 
     Args:
         cfg: the whole config.
-        download: fetch the files that are not there.
+        download: download missing files.
         image_size: pixels, one number for a square or [height, width]; 28 leaves the images as they are.
         options: augment, in_memory and limit of `deeplightning.data.images.ImageData`.
     """
@@ -49,7 +49,7 @@ class MNIST(DownloadedImages):
         images, labels = (self.root / name for name in _FILES[train])
         pixels, targets = _read_idx(images, 3), _read_idx(labels, 1).astype(np.int64)
         if len(pixels) != len(targets):
-            raise DataError(f"{images} holds {len(pixels)} images, but {labels} {len(targets)} labels.")
+            raise DataError(f"{images} holds {len(pixels)} images, but {labels} holds {len(targets)} labels.")
         if targets.max() >= len(self.class_names):
             position = int(targets.argmax())
             raise DataError(
@@ -60,11 +60,11 @@ class MNIST(DownloadedImages):
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Return the bytes of an IDX file, uint8, in the shape that its head says: two lines, where torchvision takes two
-    CPU seconds to import.
+    """Return the content of an IDX file, uint8, in the shape of its header. Importing torchvision for it would take two
+    CPU seconds.
 
     Raises:
-        DataError: the file is not as long as it says, or no such file.
+        DataError: the file is damaged, or not an IDX file with so many dimensions.
     """
     with path.open("rb") as file:
         header = file.read(4 + 4 * dimensions)
@@ -73,7 +73,7 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
     shape = struct.unpack(f">{dimensions}I", header[4:]) if is_idx else ()
     if not is_idx or 0 in shape or size != len(header) + int(np.prod(shape, dtype=np.uint64)):
         raise DataError(
-            f"{path} is empty, damaged or no IDX file of bytes in {dimensions} dimension(s); delete it and fetch it "
-            "again, for instance with data.module.params.download=true."
+            f"{path} is empty, damaged or not an IDX file of bytes with {dimensions} dimension(s); delete it and "
+            "download it again, for instance with data.module.params.download=true."
         )
     return np.fromfile(path, dtype=np.uint8, offset=len(header)).reshape(shape)

@@ -1,7 +1,7 @@
-"""Make a data module of datasets of torch (a function of the config, `data.module.type`), or of a module's own loaders.
+"""Make a data module of torch datasets (a function of the config, `data.module.type`), or of a module's own loaders.
 
-B batch. What a sample is, is the datasets' own matter; tasks understand a mapping of names to numbers or tensors, and
-tuples such as (input, target).
+B batch. Samples may have any form; tasks understand a mapping of names to numbers or tensors, and tuples such as
+(input, target).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,32 +16,32 @@ from torch.utils.data import Dataset, Subset, default_collate
 from deeplightning.batches import by_name
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError
-from deeplightning.data.loading import DataOfSets
-from deeplightning.data.splits import deal
+from deeplightning.data.loading import SplitData
+from deeplightning.data.splits import assign_folds
 
 
 class OfModule(pl.LightningDataModule):
-    """Mark a run without a data module: Lightning asks the LightningModule for its loaders.
+    """Marks a run without a data module: Lightning gets the loaders from the LightningModule.
 
-    A config without `data` gets this target where the class of `model.module` defines `train_dataloader`.
+    A config without `data` gets this target if the class of `model.module` defines `train_dataloader`.
     """
 
 
-class OfDatasets(DataOfSets):
-    """Load batches of datasets as our other data modules do: the training set in an order that follows from the seed
-    and in which a resumed run goes on, or that of `data.sampler`; the others in theirs, each sample once over all
-    processes. `LightningDataModule.from_datasets` repeats samples where processes do not share them evenly.
+class OfDatasets(SplitData):
+    """Loads batches of torch datasets like the other data modules: the training set in an order that follows from the
+    seed, or that of `data.sampler`, and that a resumed run continues; the other sets in their own order, each sample
+    once over all processes. `LightningDataModule.from_datasets` repeats samples if processes cannot share them evenly.
 
-    `data.num_splits` and `data.fold` take the validation set from the training set.
+    `data.num_splits` and `data.fold` hold out the validation set from the training set.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
-        train, val, test: with a length; a sample is a mapping, a tuple, or what `collate` makes one of. None: there is
-            none.
-        collate: makes a batch of a list of samples; torch's `default_collate` stacks what they hold.
+        train, val, test: datasets with a length, or None; a sample is a mapping, a tuple, or anything that `collate`
+            accepts.
+        collate: makes a batch of a list of samples; torch's `default_collate` stacks their values.
 
     Raises:
-        DataConfigError: if a value of the config is impossible. It is a ValueError.
+        DataConfigError: a value of the config is invalid. It is a ValueError.
     """
 
     def __init__(
@@ -62,32 +62,32 @@ class OfDatasets(DataOfSets):
             size = len(found["train"])
             if size < cfg.data.num_splits:
                 raise DataConfigError(f"data.num_splits={cfg.data.num_splits}: there are {size} training samples.")
-            of_fold = deal(np.zeros(size, dtype=int), cfg.data.num_splits, cfg.seed) == cfg.data.fold
+            of_fold = assign_folds(np.zeros(size, dtype=int), cfg.data.num_splits, cfg.seed) == cfg.data.fold
             for name, mask in (("val", of_fold), ("train", ~of_fold)):
                 self._samples[name] = Subset(found["train"], np.flatnonzero(mask).tolist())
         self._collate = collate
         for name, methods in (("val", ["val_dataloader"]), ("test", ["test_dataloader", "predict_dataloader"])):
             for method in methods if name not in self._samples else ():
-                # Lightning asks for the set of each method that differs from its own.
-                setattr(self, method, getattr(super(DataOfSets, self), method))
+                # Lightning calls each method that differs from its own.
+                setattr(self, method, getattr(super(SplitData, self), method))
 
     def setup(self, stage: str | None = None) -> None:
         if stage == "fit":
-            self._ready(stage)  # so a sampler raises before the run begins
+            self._prepare_stage(stage)  # so that errors of a sampler appear before the run starts
 
     def example_batch(self, size: int) -> Any:
-        """Return a batch of so many samples, some more than once where there are fewer, to try whether parts fit."""
+        """Return a batch of `size` samples, repeated if there are fewer, to test whether parts fit together."""
         name = next(iter(self._samples), "train")
         return self.dataset(name)[[position % len(self._samples[name]) for position in range(size)]]
 
     def dataset(self, split: str) -> "_Batches":
-        """Return the set "train", "val" or "test"; `[positions]` of it is a batch. A task with `batch_names` gets the
+        """Return the set "train", "val" or "test"; its `[positions]` is a batch. A task with `batch_names` gets the
         parts of a tuple by name; any other task gets the tuple.
 
         Raises:
-            DataError: if there is none.
+            DataError: the set does not exist.
         """
-        self._expect(split)
+        self._require_split(split)
         task: Any = getattr(self.trainer, "lightning_module", None)
         return _Batches(self._samples[split], self._collate, getattr(task, "batch_names", ()))
 
@@ -96,8 +96,8 @@ class OfDatasets(DataOfSets):
 
 
 class _Batches(Dataset):
-    """A dataset that is asked for whole batches. One with named columns also gets `index`, the position of each row in
-    the dataset, int64 (B,).
+    """Wraps a dataset so that indexing returns whole batches. A batch with named columns also gets `index`, the
+    position of each row in the dataset, int64 (B,).
 
     Args:
         names: of the parts of a batch that is a tuple or list; empty: such a batch stays as it is.
@@ -116,17 +116,17 @@ class _Batches(Dataset):
         return _column(self.of, name)
 
     def __getitem__(self, positions: Sequence[int]) -> Any:
-        # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
+        # Index -1 is padding: the row has the last sample, and its index excludes it from counts.
         batch = self.collate([self.of[int(position) % len(self.of)] for position in positions])
         named = by_name(batch, self.names)
         return batch if named is None else {**named, "index": torch.as_tensor(np.asarray(positions))}
 
 
 def _column(dataset: Any, name: str) -> Any:
-    """Return an attribute of a set; of a Subset (of a fold, or of `random_split`) the entries of its samples.
+    """Return an attribute of a set; for a Subset (a fold, or from `random_split`), the entries of its samples.
 
     Raises:
-        AttributeError: the set has no such attribute, or it does not have one entry per sample.
+        AttributeError: the set has no such attribute, or the attribute does not have one entry per sample.
     """
     if not isinstance(dataset, Subset):
         return getattr(dataset, name)

@@ -1,8 +1,8 @@
-"""Which samples form which batch, on which process: positions in a set, and nothing else.
+"""Decide which samples form which batch on which process, as positions in a set.
 
-The order is a function of (seed, epoch) alone, so a run can be repeated, spread over more processes and resumed in the
-middle of an epoch. `train_sampler` is what a data module asks for its training batches. N samples, B batch size per
-process, R processes.
+The order is a function of (seed, epoch) alone, so a run can be repeated, shared over more processes and resumed in the
+middle of an epoch. Data modules get their training batches from `train_sampler`. N samples, B batch size per process,
+R processes.
 """
 
 import hashlib
@@ -18,44 +18,44 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from deeplightning.config.part_config import PartConfig, Target
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
-from deeplightning.data.splits import stream
+from deeplightning.data.splits import random_state
 from deeplightning.words import is_whole
 
-NOTABLE = 0.05
-"""Where more of the samples than this are left out, or come twice, in each epoch, it is said."""
+WARN_FRACTION = 0.05
+"""Warn if more than this fraction of the samples is left out, or repeated, in each epoch."""
 
 PADDING = -1
-"""Stands for no sample, where a process has none left in the last batch. The row is marked with it and not counted;
-its picture is any sample's, so that a network can learn from it with weight 0."""
+"""Position of a row that is not counted, for a process without a sample in the last batch. The row contains some sample
+and has weight 0 in training."""
 
 
 class BatchIndices(DistributedSampler):
-    """One list of positions per batch; goes into `DataLoader(dataset, batch_size=None, sampler=...)`.
+    """One list of positions per batch, for `DataLoader(dataset, batch_size=None, sampler=...)`.
 
-    A global batch is B * R consecutive positions of the order, of which rank r takes every R-th from the r-th on: two
-    processes with B see at each step the samples that one process with 2 B sees. Each position occurs once over all
-    ranks. Every rank has the same number of batches, since collectives run at each step: where the last global batch
-    has fewer samples than ranks, a rank without any gets one entry: `PADDING`.
+    A global batch is B * R consecutive positions of the order; rank r takes every R-th of them, starting at the r-th.
+    Two processes with B thus see the same samples at each step as one process with 2 B. Each position occurs once over
+    all ranks. Every rank has the same number of batches, since collectives run at each step: if the last global batch
+    has fewer samples than ranks, a rank without any gets one entry, `PADDING`.
 
-    It is a `DistributedSampler` for one reason: Lightning leaves those as they are and wraps any other into one.
+    It is a `DistributedSampler` only because Lightning wraps any other sampler into one.
 
     Args:
         dataset: anything with a length.
         batch_size: B, per process.
         num_replicas: R.
         rank: of this process, from 0 to R - 1.
-        shuffle: a new order in each epoch; else 0, 1, 2 …
+        shuffle: use a new order in each epoch; otherwise 0, 1, 2 …
         seed: of the order, a whole number of at least 0.
         drop_last: leave out a last global batch that is not full.
 
     Attributes:
-        start: batches to leave out in this epoch, to go on in the middle of it; another epoch begins at 0. `len()` does
-            not count it.
-        made_for: R and rank of the run that `train_sampler` made it for; a data module that is set up before there is a
-            trainer makes one for a single process.
+        start: number of batches to skip in this epoch, to resume in the middle of it; the next epoch starts at 0. Not
+            subtracted from `len()`.
+        made_for: R and rank for which `train_sampler` made it; a data module that is set up before it has a trainer
+            makes one for a single process.
 
     Raises:
-        ValueError: if the batch size is not positive, or the rank not one of R.
+        ValueError: the batch size is not positive, or the rank is not one of R.
     """
 
     def __init__(
@@ -80,29 +80,29 @@ class BatchIndices(DistributedSampler):
         return (batch.tolist() for batch in self.arrays())
 
     def arrays(self) -> Iterator[np.ndarray]:
-        """Yield the same as arrays, int64 (B,), of which each is the caller's own: cheaper by 4 µs a batch of 64."""
-        # Not a generator: a later `set_epoch` does not change an iteration under way.
+        """Yield the same as arrays, int64 (B,), that the caller may change; saves 4 µs per batch of 64."""
+        # Not a generator: a later `set_epoch` must not change a running iteration.
         order, size, ranks = self._order(), self.batch_size * self.num_replicas, self.num_replicas
         batches = (order[n * size + self.rank : (n + 1) * size : ranks] for n in range(self.start, len(self)))
         return (batch.copy() if len(batch) else np.array([PADDING]) for batch in batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; continue one that is under way. A loader with workers makes two iterators for its first
-        (torch 2.15), so `start` holds for the epoch, not for an iteration."""
+        """Start an epoch at its first batch; keep `start` if it is the current one. `start` belongs to the epoch, not
+        to an iteration, since a loader with workers makes two iterators in its first epoch (torch 2.15)."""
         if epoch != self.epoch:
             self.start = 0
         super().set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Count the batches per process and epoch."""
+        """Return the number of batches per process and epoch."""
         whole, rest = divmod(len(self.dataset), self.batch_size * self.num_replicas)  # type: ignore[arg-type]
         return whole + (rest > 0 and not self.drop_last)
 
     def samples_of(self, batch: int) -> tuple[int, float]:
-        """Return how many samples an epoch's batch has on this process, and on average over all.
+        """Return the number of samples of a batch on this process, and its mean over all processes.
 
-        A sampler that offers this has its batches weighed by it: each optimizer step is the mean over the samples that
-        it sees. Known without asking the other processes.
+        If a sampler has this method, its batches are weighted by it, so that each optimizer step uses the mean over its
+        samples. It needs no communication.
         """
         size = self.batch_size * self.num_replicas
         samples = min(size, len(self.dataset) - batch * size)  # type: ignore[arg-type]
@@ -113,22 +113,22 @@ class BatchIndices(DistributedSampler):
         if not self.shuffle:
             return np.arange(size)
         # Seed and epoch are mixed, not added: seed 1 in epoch 0 is not seed 0 in epoch 1.
-        return stream(self.seed, self.epoch).permutation(size)
+        return random_state(self.seed, self.epoch).permutation(size)
 
 
 class BalancedBatches(BatchIndices):
     """Batches of an epoch in which each class occurs equally often: `data.sampler: balanced`.
 
-    An epoch has N positions, as without it. Each of K classes has N / K of them, or one more where that is no whole
-    number. A class with more samples gives a part of them, another one in each epoch; one with fewer repeats them, each
-    as often as the others or once more. The order is shuffled.
+    An epoch still has N positions. Each of the K classes has N / K of them, rounded up or down. A class with more
+    samples uses a different part of them in each epoch; a class with fewer repeats them, some once more than others.
+    The order is shuffled.
 
     Args:
         labels: the class of each sample, whole numbers (N,).
-        batch_size, num_replicas, rank, seed, drop_last: as of `BatchIndices`.
+        batch_size, num_replicas, rank, seed, drop_last: see `BatchIndices`.
 
     Attributes:
-        by_class: the positions of the samples of each class that occurs, int64, K arrays.
+        by_class: the positions of the samples of each class that occurs, K arrays, int64.
     """
 
     def __init__(self, labels: np.ndarray, batch_size: int, **options: Any):
@@ -136,9 +136,9 @@ class BalancedBatches(BatchIndices):
         self.by_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
 
     def _order(self) -> np.ndarray:
-        random, classes = stream(self.seed, self.epoch, purpose=3), len(self.by_class)
-        each, rest = divmod(len(self.dataset), classes)  # type: ignore[arg-type]
-        shares = np.full(classes, each)
+        random, classes = random_state(self.seed, self.epoch, purpose=3), len(self.by_class)
+        least, rest = divmod(len(self.dataset), classes)  # type: ignore[arg-type]
+        shares = np.full(classes, least)
         shares[random.permutation(classes)[:rest]] += 1
         drawn = [
             np.concatenate([random.permutation(members) for _ in range(-(-share // len(members)))] or [members[:0]])
@@ -148,15 +148,15 @@ class BalancedBatches(BatchIndices):
 
 
 class SampledBatches(BatchIndices):
-    """The batches of another sampler: what it gives, cut into lists of B. A `DistributedSampler` has shared its
-    positions out by itself; those of any other are the order of all processes, dealt to them like `BatchIndices`'s.
+    """The positions of another sampler in lists of B. A `DistributedSampler` yields those of one process; those of any
+    other sampler are a global order, which is distributed over the processes as in `BatchIndices`.
 
-    While the sampler decides, torch's global generator is seeded from seed and epoch, so one that draws from it gives
-    the same on each process and again.
+    While the sampler is iterated over, torch's global generator is seeded from seed and epoch, so a sampler that draws
+    from it yields the same positions on each process and in a repeated run.
 
     Args:
-        sampler: gives positions, and has a length.
-        batch_size, num_replicas, rank, seed, drop_last: as of `BatchIndices`.
+        sampler: yields positions, and has a length.
+        batch_size, num_replicas, rank, seed, drop_last: see `BatchIndices`.
 
     Attributes:
         sampler: as given.
@@ -174,46 +174,46 @@ class SampledBatches(BatchIndices):
             self.sampler.set_epoch(epoch)
 
     def _order(self) -> np.ndarray:
-        word = int(stream(self.seed, self.epoch, purpose=2).randint(2**31))
+        torch_seed = int(random_state(self.seed, self.epoch, purpose=2).randint(2**31))
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(word)
+            torch.default_generator.manual_seed(torch_seed)
             return np.fromiter(self.sampler, dtype=np.int64)
 
 
 class BucketedDistributedSampler(DistributedSampler):
-    """Positions of samples of like size together: at each step all processes draw from one bucket, so that batches
-    which are padded to their longest sample hold little padding. Yields `int`, the positions of one process.
+    """Group samples of similar size: at each step all processes draw from one bucket, so that batches that are padded
+    to their longest sample contain little padding. Yields `int`, the positions of one process.
 
-    The samples in order of size are cut into contiguous buckets, the first ones one longer where uneven. A slice is
-    B * R elements of one bucket, of which rank r takes the elements r, r + R, r + 2 R … Shuffling permutes the elements
-    inside each bucket, and then the slices; both follow from (seed, epoch). A bucket that is no whole number of slices
-    is filled up with elements from its own start, each at most once: they train twice in that epoch, and count twice.
-    With `drop_last` its rest is left out instead, another one in each epoch.
+    The samples, sorted by size, are cut into contiguous buckets of N / `buckets` samples, the first ones longer by one
+    if needed. A slice is B * R elements of one bucket; rank r takes the elements r, r + R, r + 2 R … Shuffling permutes
+    the elements inside each bucket, and then the slices; both follow from (seed, epoch). A bucket that is not a whole
+    number of slices is filled up with elements from its start, each at most once: they are used and counted twice in
+    that epoch. With `drop_last`, the remainder is left out instead, a different one in each epoch.
 
-    `data.sampler` names it with buckets and sort_key; the run gives the rest. In Python it goes into
-    `DataLoader(dataset, batch_size=B, sampler=...)`, and Lightning leaves it as it is.
+    In a config, `data.sampler` sets `buckets` and `sort_key`; the run supplies the other arguments. In Python, pass it
+    to `DataLoader(dataset, batch_size=B, sampler=...)`; Lightning does not wrap it.
 
     Args:
         dataset: anything with a length N.
-        buckets: how many, at least 1.
+        buckets: number of buckets, at least 1.
         batch_size: B, per process.
         sorted_idx: the positions of all samples in order of size, a permutation of 0 … N - 1, the same on each process.
-        sort_key: instead of sorted_idx, by what to sort, see `sort_values`.
-        num_replicas, rank: R and the rank of this process; None: as in torch's process group, without one 1 and 0.
-        shuffle: new permutations in each epoch; else buckets and slices follow each other in order of size.
+        sort_key: instead of sorted_idx, what to sort by, see `sort_values`.
+        num_replicas, rank: R and the rank of this process; None: those of torch's process group, or 1 and 0.
+        shuffle: use new permutations in each epoch; otherwise buckets and slices are in order of size.
         seed: of the permutations, a whole number of at least 0.
         drop_last: leave out what does not fill a slice, instead of repeating elements.
-        allow_bucket_overlap: with `drop_last`: the rests of all buckets, in their order, form further, mixed slices.
-        min_samples_per_bucket: fewer samples in a bucket are refused: much would be repeated or left out.
-        on_small_bucket: `warn`: take buckets of fewer than two slices or `min_samples_per_bucket` samples, with a
-            warning; `error`: refuse them. Fewer samples than one slice are always refused.
+        allow_bucket_overlap: with `drop_last`: form further, mixed slices of the remainders of all buckets, in order.
+        min_samples_per_bucket: a bucket with fewer samples is too small: many would be repeated or left out.
+        on_small_bucket: for buckets of fewer than two slices or `min_samples_per_bucket` samples: "warn" or "error".
+            Fewer samples than one slice are always an error.
 
     Attributes:
-        start: batches to leave out in this epoch, see `BatchIndices`.
+        start: number of batches to skip in this epoch, see `BatchIndices`.
 
     Raises:
-        ValueError: if an argument is impossible, or a bucket too small. In the first iteration: if the processes of
-            torch's group have different orders.
+        ValueError: an argument is invalid, or a bucket is too small. In the first iteration: the processes of torch's
+            group have different orders.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class BucketedDistributedSampler(DistributedSampler):
         if rank is None:
             rank = distributed.get_rank() if grouped else 0
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ValueError(f"buckets need a set of known length, which {type(dataset).__name__} is not")
+            raise ValueError(f"buckets need a dataset with a length, which {type(dataset).__name__} lacks")
         size = len(dataset)
         super().__init__(range(size), num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         for name, value in (("buckets", buckets), ("batch_size", batch_size)):
@@ -250,62 +250,60 @@ class BucketedDistributedSampler(DistributedSampler):
         if on_small_bucket not in ("error", "warn"):
             raise ValueError(f"on_small_bucket must be error or warn, not {on_small_bucket!r}")
         if allow_bucket_overlap and not drop_last:
-            raise ValueError("allow_bucket_overlap: without drop_last nothing is left: set drop_last too")
+            raise ValueError("allow_bucket_overlap needs drop_last: without it no samples remain; set drop_last too")
         assert batch_size is not None
         self.buckets, self.batch_size, self.start = buckets, batch_size, 0
         self.slice_size = batch_size * num_replicas
-        rest = 0 if drop_last else 1  # of a division: left out, or rounded up
-        per_bucket = (size + rest * (buckets - 1)) // buckets
-        self.slices_per_bucket = (per_bucket + rest * (self.slice_size - 1)) // self.slice_size
+        round_up = 0 if drop_last else 1
+        per_bucket = (size + round_up * (buckets - 1)) // buckets
+        self.slices_per_bucket = (per_bucket + round_up * (self.slice_size - 1)) // self.slice_size
         kept = self.slices_per_bucket * self.slice_size
         self.mixed_slices = max(0, size - kept * buckets) // self.slice_size if allow_bucket_overlap else 0
         self._check_buckets(per_bucket, min_samples_per_bucket, on_small_bucket)
         if (sorted_idx is None) == (sort_key is None):
-            raise ValueError("give sort_key, by what the samples are sorted, or sorted_idx, the sorted positions")
+            raise ValueError("give sort_key, which to sort the samples by, or sorted_idx, the sorted positions")
         order = np.argsort(sort_values(dataset, sort_key), kind="stable") if sort_key is not None else sorted_idx
         self._buckets = np.array_split(_permutation(order, size), buckets)
-        self._is_compared = not grouped or distributed.get_world_size() != num_replicas
+        self._is_order_checked = not grouped or distributed.get_world_size() != num_replicas
 
     def _check_buckets(self, samples: int, least: int, on_small_bucket: str) -> None:
-        """Refuse buckets of too few samples, or warn of them; warn of samples that come twice or are left out."""
-        of_a_slice = f"{self.slice_size} (batch_size {self.batch_size} x {self.num_replicas} process(es))"
+        """Reject buckets of too few samples, or warn of them; warn of samples that are repeated or left out."""
+        per_step = f"{self.slice_size} (batch_size {self.batch_size} x {self.num_replicas} process(es))"
         if samples < self.slice_size:
-            raise ValueError(
-                f"a bucket has {samples} samples, fewer than a step takes: {of_a_slice}; use fewer buckets"
-            )
-        size, seen, warning = len(self.dataset), len(self) * self.num_replicas, ""  # type: ignore[arg-type]
+            raise ValueError(f"a bucket has {samples} samples, fewer than a step takes: {per_step}; use fewer buckets")
+        size, used, warning = len(self.dataset), len(self) * self.num_replicas, ""  # type: ignore[arg-type]
         if self.slices_per_bucket < 2:
-            warning = f"a bucket has {samples} samples, fewer than two steps take, each {of_a_slice}"
+            warning = f"a bucket has {samples} samples, fewer than two steps take, each {per_step}"
         elif samples < least:
             warning = f"a bucket has {samples} samples, fewer than min_samples_per_bucket={least}"
         if warning and on_small_bucket == "error":
             raise ValueError(f"{warning}; use fewer buckets, or set on_small_bucket: warn")
-        if not warning and seen > size * (1 + NOTABLE):
-            warning = f"buckets are filled up with {seen - size} of {size} samples, which come twice in each epoch"
-        if not warning and seen < size * (1 - NOTABLE):
-            warning = f"drop_last leaves out {size - seen} of {size} samples in each epoch"
+        if not warning and used > size * (1 + WARN_FRACTION):
+            warning = f"buckets are filled up with {used - size} of {size} samples, which repeat in each epoch"
+        if not warning and used < size * (1 - WARN_FRACTION):
+            warning = f"drop_last leaves out {size - used} of {size} samples in each epoch"
         if warning:
             warnings.warn(f"{warning}; use fewer buckets or a smaller batch_size", stacklevel=4)
 
     def __len__(self) -> int:
-        """Count the samples per process and epoch, repeated ones too."""
+        """Return the number of samples per process and epoch, including repeated ones."""
         return (self.slices_per_bucket * self.buckets + self.mixed_slices) * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        # Not a generator: a later `set_epoch` does not change an iteration under way.
-        self._compare()
+        # Not a generator: a later `set_epoch` must not change a running iteration.
+        self._check_order()
         return iter(self.slices()[self.start :, self.rank :: self.num_replicas].flatten().tolist())
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; continue one that is under way."""
+        """Start an epoch at its first batch; keep `start` if it is the current one."""
         if epoch != self.epoch:
             self.start = 0
         super().set_epoch(epoch)
 
     def slices(self) -> np.ndarray:
-        """Return what all processes together take at each step of this epoch, int64 (steps, B * R)."""
+        """Return the positions that all processes together take at each step of this epoch, int64 (steps, B * R)."""
         kept, slices, left = self.slices_per_bucket * self.slice_size, [], []
-        within = stream(self.seed, self.epoch, purpose=0)
+        within = random_state(self.seed, self.epoch, purpose=0)
         for bucket in self._buckets:
             if self.shuffle:
                 bucket = within.permutation(bucket)  # a copy
@@ -314,36 +312,36 @@ class BucketedDistributedSampler(DistributedSampler):
         slices.append(np.concatenate(left)[: self.mixed_slices * self.slice_size])
         steps = np.concatenate(slices).reshape(-1, self.slice_size)
         if self.shuffle:
-            steps = stream(self.seed, self.epoch, purpose=1).permutation(steps)
+            steps = random_state(self.seed, self.epoch, purpose=1).permutation(steps)
         return steps
 
-    def _compare(self) -> None:
-        """Check once that all processes have the same order; else some samples would come twice and others never."""
-        if self._is_compared:
+    def _check_order(self) -> None:
+        """Check once that all processes have the same order; otherwise samples would be repeated or left out."""
+        if self._is_order_checked:
             return
-        self._is_compared = True
-        known = (self.seed, len(self), *(bucket.tobytes() for bucket in self._buckets))
-        own, found = hashlib.sha256(repr(known).encode()).hexdigest(), [""] * self.num_replicas
-        distributed.all_gather_object(found, own)
-        if other := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+        self._is_order_checked = True
+        order = (self.seed, len(self), *(bucket.tobytes() for bucket in self._buckets))
+        own, digests = hashlib.sha256(repr(order).encode()).hexdigest(), [""] * self.num_replicas
+        distributed.all_gather_object(digests, own)
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise ValueError(
-                f"the processes {', '.join(map(str, other))} have other buckets than process 0: sort once and share "
-                "the order, or use a sort_key that gives the same everywhere"
+                f"the processes {', '.join(map(str, others))} have other buckets than process 0: sort once and share "
+                "the order, or use a sort_key with the same values on every process"
             )
 
 
 def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batched: bool = False) -> np.ndarray:
-    """Return what the samples of a set are sorted by, numbers (N,).
+    """Return the values by which the samples of a set are sorted, numbers (N,).
 
     Args:
         dataset: of length N.
         sort_key: a function that is called with each sample; or the name of a column: an attribute of the set with N
-            entries (`labels`), or a key of its samples. Of what is no number, such as a text or a list, the length
-            counts.
-        batched: `dataset[[position, …]]` gives a batch, of which a row is a sample; else `dataset[position]` is one.
+            entries (`labels`), or a key of its samples. The value of anything but a number, such as a text or a list,
+            is its length.
+        batched: `dataset[[position, …]]` is a batch whose rows are samples; otherwise `dataset[position]` is a sample.
 
     Raises:
-        ValueError: if there is no such column, or a value is no number and has no length.
+        ValueError: there is no such column, or a value is not a number and has no length.
     """
 
     def sample(position: int) -> Any:
@@ -363,8 +361,8 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
             column = [sample(position)[sort_key] for position in every]
         except (LookupError, TypeError, AttributeError) as error:  # a sample may be a tuple
             raise ValueError(
-                f"sort_key {sort_key!r}: the training set ({_class(dataset)}) has no such column, and its samples have "
-                "no such key. A function is named by {ref: MODULE.FUNCTION}"
+                f"sort_key {sort_key!r}: the training set ({_type_name(dataset)}) has no such column, and its samples "
+                "have no such key. A function is named by {ref: MODULE.FUNCTION}"
             ) from error
     try:
         values = np.array([number(value) for value in column])
@@ -375,77 +373,77 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     return values
 
 
-def _class(dataset: object) -> str:
-    """Return the name of the class of a set, of the user's own where ours makes batches of it."""
+def _type_name(dataset: object) -> str:
+    """Return the name of the class of a set, or of the user's set that it wraps."""
     return type(getattr(dataset, "of", dataset)).__name__
 
 
 def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
-    """Return the batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a
-    resumed run continues.
+    """Return the sampler of training batches: shuffled `BatchIndices`, or `data.sampler`. In a resumed run it starts at
+    the next batch.
 
-    `data.sampler` is called with the set, and by name with batch_size, num_replicas, rank and seed of the run; it gives
-    a torch sampler.
+    `data.sampler` is called with the set, and by name with batch_size, num_replicas, rank and seed of the run; it
+    returns a torch sampler.
 
     Args:
         cfg: the whole config; `seed`, `data.batch_size` and `data.sampler` are read.
-        dataset: the training set; its `[positions]` gives a batch.
+        dataset: the training set; its `[positions]` is a batch.
         trainer: Lightning's; None: one process, from the start.
         drop_last: leave out a last batch that is not full.
 
     Raises:
-        DataConfigError: `data.sampler` gives no sampler, or is given what the run gives. It is a ValueError.
-        ConfigError: it refuses its arguments.
+        DataConfigError: `data.sampler` is not a sampler, or sets an argument that the run supplies. It is a ValueError.
+        ConfigError: it rejects its arguments.
     """
     world, rank = replicas(trainer)
-    spread: dict[str, Any] = {"num_replicas": world, "rank": rank, "seed": cfg.seed}
-    asked = getattr(cfg.data, "sampler", None)
-    if asked is not None and (isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")):
+    shared: dict[str, Any] = {"num_replicas": world, "rank": rank, "seed": cfg.seed}
+    target = getattr(cfg.data, "sampler", None)
+    if target is not None and (isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")):
         raise DataConfigError(
-            f"data.sampler needs a training set of known length, not {type(dataset).__name__}, which can only be read "
-            "in its own order; leave data.sampler out."
+            f"data.sampler needs a training set with a length, not {type(dataset).__name__}, which can only be read in "
+            "its own order; remove data.sampler."
         )
-    if asked is None:
-        sampler = BatchIndices(dataset, cfg.data.batch_size, shuffle=True, drop_last=drop_last, **spread)
-    elif asked == "balanced":
-        sampler = BalancedBatches(_labels(dataset), cfg.data.batch_size, drop_last=drop_last, **spread)
+    if target is None:
+        sampler = BatchIndices(dataset, cfg.data.batch_size, shuffle=True, drop_last=drop_last, **shared)
+    elif target == "balanced":
+        sampler = BalancedBatches(_labels(dataset), cfg.data.batch_size, drop_last=drop_last, **shared)
     else:
-        made = _build_sampler(asked, dataset, {"batch_size": cfg.data.batch_size, **spread})
-        sampler = SampledBatches(made, cfg.data.batch_size, drop_last=drop_last, **spread)
+        made = _build_sampler(target, dataset, {"batch_size": cfg.data.batch_size, **shared})
+        sampler = SampledBatches(made, cfg.data.batch_size, drop_last=drop_last, **shared)
     sampler.made_for = world, rank
     if trainer:
-        go_on(sampler, trainer)
+        resume_sampler(sampler, trainer)
     return sampler
 
 
 def replicas(trainer: Any) -> tuple[int, int]:
-    """Return R and the rank; without a trainer those of one process."""
+    """Return R and the rank; without a trainer, those of a single process."""
     return (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
 
 
-def go_on(sampler: BatchIndices, trainer: Any) -> None:
-    """Set a sampler to the epoch, and behind the batches, that a resumed run has done.
+def resume_sampler(sampler: BatchIndices, trainer: Any) -> None:
+    """Set a sampler to the epoch and the next batch of a resumed run.
 
-    After a whole epoch the counter still shows it. Lightning sets the epoch as well, but only when the first iterator
-    has been made.
+    After a complete epoch, the batch counter still has its last value. Lightning sets the epoch too, but only after it
+    has made the first iterator.
     """
     loop: Any = trainer.fit_loop
     limit = trainer.limit_train_batches
     length = min(len(sampler), limit) if isinstance(limit, int) else int(len(sampler) * limit)
     epoch, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.ready
-    ended = done >= length and epoch.processed < epoch.ready  # saved after the last batch, not counted yet
-    sampler.set_epoch(epoch.processed + ended)
+    is_complete = done >= length and epoch.processed < epoch.ready  # saved after the last batch, not counted yet
+    sampler.set_epoch(epoch.processed + is_complete)
     sampler.start = done if done < length else 0
 
 
 def _labels(dataset: Any) -> np.ndarray:
-    """Return the class of each sample, int64 (N,): the set's attribute `labels`, or the entry `label` of its samples.
+    """Return the class of each sample, int64 (N,): the attribute `labels` of the set, or `label` of its samples.
 
     Raises:
         DataConfigError: the samples have no classes.
     """
-    hint = "leave data.sampler out, or name a sampler of your own"
-    refusal = f"data.sampler=balanced: the training set ({_class(dataset)}) has no class for each sample; {hint}"
+    hint = "remove data.sampler, or name a sampler of your own"
+    refusal = f"data.sampler=balanced: the training set ({_type_name(dataset)}) has no class for each sample; {hint}"
     column: Any = getattr(dataset, "labels", None)
     if not hasattr(column, "__len__") or len(column) != len(dataset):
         try:
@@ -461,10 +459,10 @@ def _labels(dataset: Any) -> np.ndarray:
 def _build_sampler(target: Target, dataset: object, run: dict[str, Any]) -> object:
     for name, instead in (("batch_size", "data.batch_size"), ("num_replicas", "engine"), ("rank", "engine")):
         if name in target.params:
-            raise DataConfigError(f"data.sampler.params.{name} cannot be given: it comes from {instead}.")
+            raise DataConfigError(f"data.sampler.params.{name} cannot be set: it comes from {instead}.")
     given = run | ({"seed": target.params["seed"]} if "seed" in target.params else {})
     if target.params.get("sort_key") is not None:
-        # Built alone: a reference becomes its function.
+        # Built separately, so that a reference becomes its function.
         key = build({"type": "builtins.dict", "params": {"key": target.params["sort_key"]}})["key"]
         try:
             values = sort_values(dataset, key, batched=True)
@@ -473,15 +471,15 @@ def _build_sampler(target: Target, dataset: object, run: dict[str, Any]) -> obje
         given |= {"sort_key": None, "sorted_idx": np.argsort(values, kind="stable")}
     made = build(target, dataset, **given)
     if not hasattr(made, "__iter__") or not hasattr(made, "__len__"):
-        raise DataConfigError(f"data.sampler: {target.type} gives a {type(made).__name__}, not a sampler of torch's.")
+        raise DataConfigError(f"data.sampler: {target.type} returns a {type(made).__name__}, not a torch sampler.")
     return made
 
 
 def _permutation(order: object, size: int) -> np.ndarray:
-    """Return sorted positions, int64 (N,); raise ValueError unless each position is there once."""
+    """Return sorted positions, int64 (N,); raise ValueError unless each position occurs once."""
     found = np.asarray(order)
     if found.shape != (size,):
         raise ValueError(f"sorted_idx has {found.size} positions, the set {size} samples")
     if found.dtype.kind not in "iu" or not np.array_equal(np.sort(found), np.arange(size)):
-        raise ValueError(f"sorted_idx must hold each position from 0 to {size - 1} once")
+        raise ValueError(f"sorted_idx must contain each position from 0 to {size - 1} once")
     return found.astype(np.int64)

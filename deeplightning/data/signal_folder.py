@@ -1,4 +1,4 @@
-"""Signals in files, one folder for each class: .npy, .csv and .wav become arrays of shape (C, T).
+"""Load signals from files, one folder per class: .npy, .csv and .wav become arrays of shape (C, T).
 
 C channels, T steps.
 """
@@ -19,19 +19,19 @@ from deeplightning.data.data_errors import DataError, require_whole
 
 
 class SignalFolder(ArrayData):
-    """Signals in `data.root`, in one of two layouts; hidden files do not count.
+    """Signals in `data.root`, in one of two layouts; hidden files are ignored.
 
-    - `CLASS/*.npy`: divided 80/10/10 within each class by the seed.
-    - `train/CLASS/*.npy`, and where there are such `val/…` and `test/…` with the same classes. Without `val`, or with
-      `data.num_splits`, a tenth or a fold of `train` validates. `deeplightning.data.class_folders` has the rules.
+    - `CLASS/*.npy`: split 80/10/10 within each class by the seed.
+    - `train/CLASS/*.npy` and, optionally, `val/…` and `test/…` with the same classes. Without `val`, or with
+      `data.num_splits`, a tenth or a fold of `train` is for validation. `deeplightning.data.class_folders` has details.
 
-    A .npy file has a signal of shape (C, T) or (T,); a .csv file a line for each step and a column for each channel,
-    with or without a header; a .wav file samples of 8, 16, 24 or 32 bits, which become numbers from -1 to 1.
+    A .npy file has a signal of shape (C, T) or (T,); a .csv file has a line per step and a column per channel, with or
+    without a header; a .wav file has samples of 8, 16, 24 or 32 bits, which become numbers from -1 to 1.
 
     Args:
         cfg: the whole config.
-        length: T, to which longer signals are cut at their end and shorter ones are filled with zeros, those of
-            predictions too; None: all must have the same.
+        length: T; longer signals are truncated at the end and shorter ones padded with zeros, also at inference; None:
+            all signals must have the same length.
         normalise, limit: see `deeplightning.data.arrays.ArrayData`.
     """
 
@@ -44,11 +44,11 @@ class SignalFolder(ArrayData):
         self.folders = ClassFolders(self.root, "signal", EXTENSIONS)
 
     def check(self) -> None:
-        """Raise DataError if the folder is not there."""
+        """Raise DataError if there is no folder of a class."""
         self.folders.classes()
 
     def read(self) -> dict[str, Any]:
-        """Read the signals; raise DataError if there are none, or a file is not as it should be."""
+        """Read the signals; raise DataError if there are none, or a file is invalid."""
         self.class_names = self.folders.classes()
         found = {}
         for name, (paths, labels) in self.folders.find().items():
@@ -64,8 +64,8 @@ class SignalFolder(ArrayData):
             signal = fitted(signal, self.length)
         if others and signal.shape != others[0].shape:
             raise DataError(
-                f"{path}: the signal is {shown(signal.shape)} (channels x steps), and not {shown(others[0].shape)}, as "
-                "those before it; data.module.params.length cuts or fills up the steps."
+                f"{path}: the signal is {shown(signal.shape)} (channels x steps), not {shown(others[0].shape)} like "
+                "those before it; set data.module.params.length to truncate or pad the steps."
             )
         return signal
 

@@ -1,4 +1,4 @@
-"""Which samples are held out: labels and a seed go in, positions come out, the same on every process and machine."""
+"""Split samples: labels and a seed go in, positions come out, the same on every process and machine."""
 
 from pathlib import Path
 
@@ -6,30 +6,30 @@ import numpy as np
 
 SET_NAMES = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SET_NAMES |= dict.fromkeys(("val", "valid", "validation"), "val")
-"""The words, in small or capital letters, of a folder or a column that name the set of samples."""
+"""The set by its name, in lower case, in a folder or a column."""
 
 
 def set_folders(root: Path, inner: str = "") -> dict[str, Path]:
-    """Return the folders of the sets in a folder, by train, val and test; of `val` and `valid` the former.
+    """Return the folders of train, val and test in a folder; if a set has several, the first in alphabetical order.
 
     Args:
-        inner: only those that hold a folder of this name.
+        inner: ignore folders that do not contain one of this name.
     """
     entries = sorted(root.iterdir(), reverse=True) if root.is_dir() else ()
     found = {SET_NAMES.get(each.name.lower()): each for each in entries if (each / inner).is_dir()}
     return {name: found[name] for name in ("train", "val", "test") if name in found}
 
 
-def deal(labels: np.ndarray, num_folds: int, seed: int, purpose: int = 0) -> np.ndarray:
-    """Deal samples to folds like cards: each class is shuffled, then all go round the folds, class by class.
+def assign_folds(labels: np.ndarray, num_folds: int, seed: int, purpose: int = 0) -> np.ndarray:
+    """Assign samples to folds, stratified by label: shuffle each class, then go round the folds, class by class.
 
-    So the folds differ by at most one sample, in total and per class. Fold 0 is never the larger one.
+    The folds differ by at most one sample, in total and per class. Fold 0 is never the larger one.
 
     Args:
         labels: int (N,).
         num_folds: at least 1.
         seed: at least 0.
-        purpose: a number that keeps two uses of one seed apart.
+        purpose: a number for each use of one seed, which makes the uses independent.
 
     Returns:
         The fold of each sample, int (N,), from 0 to num_folds - 1.
@@ -42,31 +42,31 @@ def deal(labels: np.ndarray, num_folds: int, seed: int, purpose: int = 0) -> np.
 
 
 def keep_classes(labels: np.ndarray, folds: np.ndarray, held_out: int) -> np.ndarray:
-    """Move a sample of each class that lies only in the fold that is held out into the next fold, so that each class
-    is in the training set.
+    """Move one sample of each class that occurs only in the held-out fold to the next fold, so that the training set
+    has every class.
 
     Args:
         labels, folds: int (N,).
     """
     if labels.ndim > 1:  # several labels for each sample
         return folds
-    lost = np.setdiff1d(labels[folds == held_out], labels[folds != held_out])
-    number = folds.max(initial=0) + 1
-    if len(lost) == 0 or number == 1 or len(np.unique(labels)) == 1:
+    missing = np.setdiff1d(labels[folds == held_out], labels[folds != held_out])
+    num_folds = folds.max(initial=0) + 1
+    if len(missing) == 0 or num_folds == 1 or len(np.unique(labels)) == 1:
         return folds
-    first = [int((labels == label).argmax()) for label in lost]
+    first = [int((labels == label).argmax()) for label in missing]
     moved = folds.copy()
-    moved[first] = (held_out + 1) % number
+    moved[first] = (held_out + 1) % num_folds
     return moved
 
 
 def shuffled(size: int, seed: int, purpose: int = 0) -> np.ndarray:
-    """Draw a permutation, int (size,)."""
-    return stream(seed, purpose=purpose).permutation(size)
+    """Return a seeded permutation, int (size,)."""
+    return random_state(seed, purpose=purpose).permutation(size)
 
 
-def stream(*seeds: int, purpose: int | None = None) -> np.random.RandomState:
-    """Return a generator that follows from some numbers; each purpose, and None, has another. A `RandomState`, because
-    its streams are frozen by numpy's policy (NEP 19); those of `default_rng` and of torch may change with a version."""
+def random_state(*seeds: int, purpose: int | None = None) -> np.random.RandomState:
+    """Return the random generator for these seeds and this purpose. It is a `RandomState`, since NumPy freezes its
+    streams (NEP 19); those of `default_rng` and of torch may change between versions."""
     key = () if purpose is None else (purpose,)
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds, spawn_key=key)))

@@ -1,4 +1,4 @@
-"""Divide the rows of a table and turn them into arrays of numbers.
+"""Split the rows of a table and convert them to arrays of numbers.
 
 `deeplightning.table_spec.TableSpec` prepares them.
 
@@ -21,8 +21,8 @@ import torch
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand
-from deeplightning.data.loading import SPLITS, ColumnData, Moments, by_set
-from deeplightning.data.splits import SET_NAMES, deal
+from deeplightning.data.loading import SPLITS, ColumnData, Moments, divide_by_set
+from deeplightning.data.splits import SET_NAMES, assign_folds
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import Rows, Table, encoded, numbers_of, read_table
 from deeplightning.table_spec import DELIMITERS, MISSING, Codes, Column, TableError, TableFormat, TableSpec, Words
@@ -33,27 +33,27 @@ log = logging.getLogger("deeplightning.data")
 KINDS = ("number", "category", "ignore")
 
 _YEAR_NOT_FIRST = re.compile(r"(?!\d{4})(\d\d?([-/.])\d\d?\2\d\d|.*\b(19|20)\d\d\b)")
-"""A time such as 31.12.2019, 12/31/19 or Jan 2020."""
+"""Matches times such as 31.12.2019, 12/31/19 or Jan 2020."""
 
 MAX_CATEGORIES = 1000
-"""The most different words of a text column that is a category by default; `columns` in the config allows more."""
+"""Most distinct words of a text column that is a category by default; `columns` in the config allows more."""
 
 
 class TableData(ColumnData):
     """Rows of one table, or of one for each set, in `data.root`: CSV with a header, JSON lines or Parquet.
 
-    Rows without a target are left out, and their number is logged. Each class has a row in the training set, unless
-    `split`, `group`, `time` or files of their own divide the rows.
+    Rows without a target are left out, and their number is logged. Each class occurs in the training set, unless
+    `split`, `group`, `time` or separate files determine the sets.
 
-    One table is divided 80/10/10; with a table for the tests, a tenth of the training rows validates, or one fold of
-    `data.num_splits`. A column of numbers is standardised by mean and deviation of the training rows; of texts, or of
-    true and false, it is a category. Batches have `input` float32 (B, F), `label` int64 (B,) or `target` float32 (B,)
-    or (B, T), and `index`.
+    A single table is split 80/10/10. With a test table, a tenth of the training rows, or one fold of `data.num_splits`,
+    is for validation. A column of numbers is standardised by mean and deviation of the training rows; a column of texts
+    or booleans is a category. Batches have `input` float32 (B, F), `label` int64 (B,) or `target` float32 (B,) or
+    (B, T), and `index`.
 
-    A table is read in parts, once, into the user's cache (`deeplightning.data.table_rows`), which this and later runs
-    map into their memory; without a cache into memory. Inputs that take more than
-    `deeplightning.data.loading.IN_MEMORY_LIMIT` are made for each batch. All of that gives the same. Memory holds some
-    bytes for each row (its place, class and order) and the different words of each column.
+    A table is read once, in parts, into the user's cache (`deeplightning.data.table_rows`), which this run and later
+    ones map into memory; without a cache, it is read into memory. Inputs larger than
+    `deeplightning.data.loading.IN_MEMORY_LIMIT` are prepared for each batch. The results are the same. Memory use is a
+    few bytes per row (position, class and order) and the distinct words of each column.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
@@ -62,24 +62,23 @@ class TableData(ColumnData):
         validation, test: names of further tables; None: rows of the training table.
         target: the column to be predicted, or several columns of numbers. A category makes it a classification, and
             numbers a regression.
-        columns: number, category or ignore, by the name of a column: what it is to be taken for. Others are taken for
-            what they look like.
-        only: the columns that the network takes; None: all but the target and those that are ignored.
-        missing: "refuse", or "fill": the mean of a number, and a word of its own for a category.
-        unknown: "other": a category that no training row has gets the same word of its own; or "refuse".
-        split: the column that says of each row whether it is of train, val or test.
-        group: the column of which no value is in two sets, such as a customer.
-        time: the column by which the latest rows test, and the latest of the others validate: numbers, dates, or texts
-            that begin with the year if they have one. A row without a time is the oldest.
-        limit: use at most this many training rows (validation included) and as many test rows, a seeded choice.
+        columns: number, category or ignore by column name: how to treat a column. For other columns it is inferred.
+        only: the columns that the network takes; None: all but the target and the ignored ones.
+        missing: "refuse", or "fill": with the mean for numbers, and with an additional category for categories.
+        unknown: "other": a category that no training row has becomes the same additional category; or "refuse".
+        split: the column that assigns each row to train, val or test.
+        group: a column such as a customer; rows with the same value are in the same set.
+        time: a column of numbers, dates, or texts that start with the year if they have one; the latest rows are for
+            testing, the latest of the others for validation. A row without a time is the oldest.
+        limit: use at most this many training rows (validation included), and test rows, chosen by the seed.
         delimiter: of CSV, the character between the values of a row, such as ";" or "\\t".
         decimal: the decimal sign of numbers, "." or ",". The other one, an apostrophe or a blank may separate
             thousands.
         encoding: of CSV, such as utf-8, utf-16 or latin-1.
-        missing_words: texts that stand for a missing value, in small or capital letters. The empty text always does.
+        missing_words: texts that stand for a missing value, in any case. The empty text always does.
 
     Attributes:
-        table_spec: how a row is prepared; there after `setup`.
+        table_spec: how a row is prepared; set by `setup`.
     """
 
     def __init__(
@@ -112,23 +111,23 @@ class TableData(ColumnData):
         self.name_files(train=train, val=validation, test=test)
         self.targets = [target] if isinstance(target, str) else list(target)
         if not self.targets:
-            raise DataConfigError("data.module.params.target must name a column, or several; it is empty.")
+            raise DataConfigError("data.module.params.target must name at least one column; it is empty.")
         self.kinds = dict(columns or {})
         for name, kind in self.kinds.items():
             if kind not in KINDS:
                 raise DataConfigError(
                     f"data.module.params.columns.{name} must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {kind!r}."
                 )
-        ways = {"split": split, "group": group, "time": time}
-        asked = {way: column for way, column in ways.items() if column is not None}
-        self.way: str | None = next(iter(asked), None)
-        self.divider: str | None = next(iter(asked.values()), None)
+        options = {"split": split, "group": group, "time": time}
+        given = {option: column for option, column in options.items() if column is not None}
+        self.split_by: str | None = next(iter(given), None)
+        self.divider: str | None = next(iter(given.values()), None)
         has_folds = cfg.data.num_splits is not None
         excluded = {"split": validation or test or has_folds, "time": has_folds}
-        if len(asked) > 1 or excluded.get(str(self.way)):
+        if len(given) > 1 or excluded.get(str(self.split_by)):
             raise DataConfigError(
-                f"data.module.params.{self.way}: the rows are divided by one of split, group and time; split allows "
-                "neither validation, test nor data.num_splits beside it, and time not data.num_splits."
+                f"data.module.params.{self.split_by}: set only one of split, group and time; split cannot be combined "
+                "with validation, test or data.num_splits, and time not with data.num_splits."
             )
         self.only = None if only is None else list(only)
         self.missing, self.unknown = missing, unknown
@@ -142,23 +141,23 @@ class TableData(ColumnData):
         named = {*self.kinds, *self.targets}
         bounded = [name for name, kind in types.items() if kind == "category" and name not in named]
         rows = {name: self._rows(file.path, read_table(file, types, bounded)) for name, file in files.items()}
-        if self.way == "split":
+        if self.split_by == "split":
             return self._by_column(rows["train"])
         return rows if len(rows) > 1 else {"all": rows["train"]}
 
     def _types(self, file: TableFile) -> dict[str, str]:
-        """Return what each column of the training table is taken for: number, category, or word (what divides the
-        rows).
+        """Return the type of each column of the training table: number, category, or word (for the column that
+        determines the sets).
 
         Raises:
-            DataError: the table cannot be read, or a column that the config names is not there.
+            DataError, DataConfigError: the table cannot be read, or lacks a column that the config names.
         """
         path, schema = file.path, file.schema()
         for key, names in (
             ("target", self.targets),
             ("columns", self.kinds),
             ("only", self.only or []),
-            (str(self.way), [] if self.divider is None else [self.divider]),
+            (str(self.split_by), [] if self.divider is None else [self.divider]),
         ):
             for name in names:
                 if name not in schema.names:
@@ -177,7 +176,7 @@ class TableData(ColumnData):
             if name == self.divider and not self._is_named(name) and name not in self.targets:
                 is_moment = pa.types.is_date(field.type) or pa.types.is_timestamp(field.type)
                 is_number = own == "number" or is_moment  # of a moment the days since 1970
-                kind = "number" if self.way == "time" and is_number else "word"
+                kind = "number" if self.split_by == "time" and is_number else "word"
             elif kind is None:
                 is_unused = self.only is not None and name not in {*self.only, *self.targets}
                 kind = "ignore" if is_unused else own
@@ -191,74 +190,74 @@ class TableData(ColumnData):
         for name in self.targets if len(self.targets) > 1 else ():
             if types[name] != "number":
                 raise DataConfigError(
-                    f"data.module.params.target: of several columns each must be of numbers; {name} is a category."
+                    f"data.module.params.target: several target columns must all be numbers; {name} is a category."
                 )
         return types
 
     def _is_named(self, column: str) -> bool:
-        """Return whether `columns` makes it an input."""
+        """Return whether `columns` makes this column an input."""
         return self.kinds.get(column, "ignore") != "ignore"
 
     def _rows(self, path: Path, table: Table) -> Rows:
         """Return the rows that have all targets; raise DataError if there are none."""
-        kind = np.int32 if len(table) < 2**31 else np.int64
-        every = np.arange(len(table), dtype=kind)
+        dtype = np.int32 if len(table) < 2**31 else np.int64
+        every = np.arange(len(table), dtype=dtype)
         targets = [table.column(name, every) for name in self.targets]
         gaps = [values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values) for values in targets]
         absent = np.logical_or.reduce(gaps)
         labels = targets[0].indices if isinstance(targets[0], Words) else np.zeros(len(table))
-        rows = Rows(table, every, labels.astype(kind))
+        rows = Rows(table, every, labels.astype(dtype))
         if not len(table):
             raise DataError(f"{path} has a header and no rows.")
         if not absent.any():
             return rows
-        words = f"{path}, column {', '.join(self.targets)}: the target is missing or not finite in "
-        words += f"{int(absent.sum()):,} of {len(absent):,} rows, first in row {int(absent.argmax()) + 1}"
+        message = f"{path}, column {', '.join(self.targets)}: the target is missing or not finite in "
+        message += f"{int(absent.sum()):,} of {len(absent):,} rows, first in row {int(absent.argmax()) + 1}"
         if absent.all():
-            raise DataError(f"{words}. No row is left to learn from; name another column in data.module.params.target.")
-        log.warning("%s. These rows are left out.", words)
+            raise DataError(f"{message}. No row is left to train on; name another column in data.module.params.target.")
+        log.warning("%s. These rows are left out.", message)
         return rows.take(np.flatnonzero(~absent))
 
-    # ---- dividing
+    # ---- splitting
 
     def _by_column(self, rows: Rows) -> dict[str, Any]:
         words = rows.column(str(self.divider))
-        assert isinstance(words, Words), "`_types` has taken it for words"
+        assert isinstance(words, Words), "`_types` makes it words"
         names = [SET_NAMES.get(word.lower()) for word in words.words]
         sets = np.array([*(SPLITS[None].index(name) if name else -1 for name in names), -1], np.int8)[words.indices]
         if (sets < 0).any():
             row = int((sets < 0).argmax())
-            word = "nothing" if words.indices[row] < 0 else repr(words.words[words.indices[row]])
+            word = "an empty value" if words.indices[row] < 0 else repr(words.words[words.indices[row]])
             raise DataError(
                 f"{self.files['train']}, column {self.divider}, row {row + 1}: {word} is not a set; it must be train, "
                 "val or test."
             )
-        return by_set(rows, sets, f"{self.files['train']}, column {self.divider}")
+        return divide_by_set(rows, sets, f"{self.files['train']}, column {self.divider}")
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
-        if self.way == "group":
+        if self.split_by == "group":
             values = samples.column(str(self.divider))
             codes = values.indices if isinstance(values, Words) else values
             _, groups = np.unique(codes, return_inverse=True)
             if groups.max() + 1 < number:
                 raise DataError(
-                    f"{self._describe()}: column {self.divider} has {groups.max() + 1} values, too few to divide them "
-                    f"by {number}."
+                    f"{self._describe()}: column {self.divider} has {groups.max() + 1} values, too few for {number} "
+                    "folds."
                 )
-            of_group = deal(np.zeros(groups.max() + 1, np.int64), number, self.cfg.seed, purpose)
+            of_group = assign_folds(np.zeros(groups.max() + 1, np.int64), number, self.cfg.seed, purpose)
             return of_group[groups]
-        if self.way == "time":
+        if self.split_by == "time":
             values = samples.column(str(self.divider))
             if isinstance(values, Words):
-                late = [*filter(_YEAR_NOT_FIRST.match, values.words)]
-                beside = {re.sub(r"\d+", "", word, count=1) for word in values.words}  # such as "step " of "step 2001"
-                has_counts = len(late) < len(values.words) and len(beside) == 1
-                if late and not has_counts:
+                wrong = [*filter(_YEAR_NOT_FIRST.match, values.words)]
+                texts = {re.sub(r"\d+", "", word, count=1) for word in values.words}  # such as "step " of "step 2001"
+                has_counts = len(wrong) < len(values.words) and len(texts) == 1
+                if wrong and not has_counts:
                     raise DataError(
-                        f"{self._describe()}, column {self.divider}: {late[0]!r:.60} does not begin with its year, so "
-                        "it orders no rows. data.module.params.time needs numbers, or dates such as 2024-02-29."
+                        f"{self._describe()}, column {self.divider}: {wrong[0]!r:.60} does not begin with its year, "
+                        "so it cannot be sorted. data.module.params.time needs numbers, or dates such as 2024-02-29."
                     )
-                ranks = {word: rank for rank, word in enumerate(sorted(values.words, key=_in_time))}
+                ranks = {word: rank for rank, word in enumerate(sorted(values.words, key=_time_key))}
                 keys = np.array([*map(ranks.__getitem__, values.words), -1])[values.indices]
             else:
                 keys = np.where(np.isnan(values), -np.inf, values)
@@ -271,10 +270,10 @@ class TableData(ColumnData):
     # ---- preparing
 
     def learn(self, train: Rows) -> None:
-        """Make the spec; raise DataError if a column has too many categories, or nothing but missing values."""
+        """Make the spec; raise DataError if a column has too many categories, or only missing values."""
         path, moments = self.files["train"], dict[str, Moments]()
         words, seen = dict[str, Sequence[str]](), dict[str, np.ndarray]()
-        of_targets = Moments()
+        target_moments = Moments()
         for part in train.parts():
             for name, values in part.items():
                 if isinstance(values, Words):
@@ -283,9 +282,9 @@ class TableData(ColumnData):
                 else:
                     moments.setdefault(name, Moments()).add(values[np.isfinite(values)])
             if self.targets[0] not in words:
-                of_targets.add(np.stack([part[name] for name in self.targets], 1))
+                target_moments.add(np.stack([part[name] for name in self.targets], 1))
         found = {
-            name: [words[name][place] for place in np.flatnonzero(mask[:-1]).tolist()] for name, mask in seen.items()
+            name: [words[name][code] for code in np.flatnonzero(mask[:-1]).tolist()] for name, mask in seen.items()
         }
         columns = [
             _column(path, name, found[name] if name in found else moments[name], name in self.kinds)
@@ -293,12 +292,12 @@ class TableData(ColumnData):
             if name not in self.targets and (name != self.divider or self._is_named(name))
         ]
         if not columns:
-            raise DataError(f"{path} has no column that a network could take besides the target.")
+            raise DataError(f"{path} has no column for the network besides the target.")
         self.table_spec = TableSpec(tuple(columns), self.unknown, self.missing, self.format)
         if self.targets[0] in found:
-            self.class_names = sorted(found[self.targets[0]], key=_natural)
+            self.class_names = sorted(found[self.targets[0]], key=_natural_key)
         else:
-            self.learn_targets(self.targets, of_targets)
+            self.learn_targets(self.targets, target_moments)
 
     def _prepare(self, samples: Rows) -> InMemory | OnDemand:
         spec = self.table_spec
@@ -310,14 +309,13 @@ class TableData(ColumnData):
         start = 0
         try:
             for part in samples.parts():
-                made = spec.encode(part, start)  # also where it is not kept: an error names its row now
+                rows = spec.encode(part, start)  # even if not stored, to find errors now
                 if fits:
-                    inputs[start : start + len(made)] = made
-                start += len(made)
+                    inputs[start : start + len(rows)] = rows
+                start += len(rows)
         except TableError as error:
             raise DataError(
-                f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other say what to do with "
-                "such values."
+                f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other accept such values."
             ) from error
         targets = () if self.class_names else self.targets
         if not fits:
@@ -332,33 +330,33 @@ class TableData(ColumnData):
         if (labels < 0).any():
             row = int((labels < 0).argmax())
             raise DataError(
-                f"{self._describe()}, column {self.targets[0]}: no training row is of the class "
+                f"{self._describe()}, column {self.targets[0]}: no training row has the class "
                 f"{target.words[target.indices[row]]!r}."
             )
         return torch.from_numpy(labels)
 
     def example_inputs(self, number: int) -> dict[str, np.ndarray]:
-        """Return rows that a bundle is proved on, of the validation set where there is one: JSON objects, (n,)."""
+        """Return rows to verify a bundle with, from the validation set if there is one: JSON objects, (n,)."""
         assert self.table_spec is not None, "`setup` has read the rows"
         found = self._samples.get("val") or self._samples["train"]
         part, columns = found.load(np.arange(min(number, len(found)))), dict[str, list[Any]]()
         for name in (column.name for column in self.table_spec.columns):
             values = part[name]
             if isinstance(values, Words):
-                columns[name] = [None if word < 0 else values.words[word] for word in values.indices.tolist()]
+                columns[name] = [None if code < 0 else values.words[code] for code in values.indices.tolist()]
             else:
                 columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
         rows = zip(*columns.values(), strict=True)
         return {"rows": np.array([json.dumps(dict(zip(columns, row, strict=True))) for row in rows])}
 
 
-def _in_time(word: str) -> tuple[list[int | str], str]:
-    """Return the sort key of a time: the numbers in it by their value, so that 2024/2/9 is before 2024/10/1."""
+def _time_key(word: str) -> tuple[list[int | str], str]:
+    """Return the sort key of a time, in which numbers compare by value, so that 2024/2/9 is before 2024/10/1."""
     return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", word))], word
 
 
-def _natural(word: str) -> tuple[int, float, str]:
-    """Return the sort key of class names: numbers by their value, then texts."""
+def _natural_key(word: str) -> tuple[int, float, str]:
+    """Return the sort key of a class name: numbers by value, then texts."""
     try:
         return (0, float(word), word)
     except ValueError:
@@ -366,7 +364,7 @@ def _natural(word: str) -> tuple[int, float, str]:
 
 
 def _kind_of(found: pa.DataType) -> str | None:
-    """Return what a column of an Arrow type is taken for; None: it must be said."""
+    """Return the kind of a column of an Arrow type, or None if the config must set it."""
     types = pa.types
     if types.is_integer(found) or types.is_floating(found) or types.is_decimal(found):
         return "number"
@@ -378,10 +376,10 @@ def _kind_of(found: pa.DataType) -> str | None:
 
 
 def _column(path: Path, name: str, found: list[str] | Moments, is_named: bool) -> Column:
-    """Return how a column is prepared, by the words or the numbers of the training rows.
+    """Return how a column is prepared, from its words or numbers in the training rows.
 
     Raises:
-        DataError: it has no values, or more categories than `MAX_CATEGORIES` and nobody has asked for that.
+        DataError: it has no values, or more than `MAX_CATEGORIES` categories and the config does not name it.
     """
     if not (found.count if isinstance(found, Moments) else found):
         raise DataError(
@@ -395,4 +393,4 @@ def _column(path: Path, name: str, found: list[str] | Moments, is_named: bool) -
             f"{path}, column {name}: {len(found):,} different texts in the training rows. Set "
             f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
         )
-    return Column(name, "category", categories=tuple(sorted(found, key=_natural)))
+    return Column(name, "category", categories=tuple(sorted(found, key=_natural_key)))

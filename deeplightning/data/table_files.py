@@ -1,6 +1,6 @@
 """Read tables from files with pyarrow: CSV, JSON lines and Parquet become columns of numbers or words.
 
-It imports no torch, so that `deeplightning init` reads a table as a training does. N rows.
+It does not import torch, since `deeplightning init` reads tables with it, too. N rows.
 """
 
 import codecs
@@ -30,34 +30,34 @@ from deeplightning.table_spec import (
     word_of,
 )
 
-HEAD = 2**20
-"""Bytes of a file by which its format is recognised."""
+HEAD_BYTES = 2**20
+"""Length of the start of a file that is read to recognise its format."""
 
-_CONVERTED = {
+_CONVERSIONS = {
     **dict.fromkeys((".xlsx", ".xlsm", ".xls", ".ods"), "pandas.read_excel('{0}').to_csv('{1}.csv', index=False)"),
     ".dta": "pandas.read_stata('{0}').to_csv('{1}.csv', index=False)",
     ".json": "pandas.read_json('{0}').to_json('{1}.jsonl', orient='records', lines=True)",
 }
-"""What makes a table that can be read of a file that cannot, by the end of its name."""
+"""Command that converts an unsupported file to a supported one, by file extension."""
 
 Types = Mapping[str, str]
-"""By the name of a column: number, or category or word, which both give words."""
+"""The type of each column by name: number, or category or word, which are both read as words."""
 
 
 class TableFile:
     """A table in a file.
 
     Args:
-        path: of CSV with a header, JSON lines (.jsonl, .ndjson) or Parquet (.parquet, .pq); the first two may be
+        path: CSV with a header, JSON lines (.jsonl, .ndjson) or Parquet (.parquet, .pq); the first two may be
             compressed (.gz, .bz2, .zst).
-        form: how its values are written; of Parquet and JSON lines only the missing words and the decimal sign count.
+        form: how values are written; for Parquet and JSON lines, only missing words and decimal sign are used.
 
     Attributes:
-        names: of its columns.
-        above: lines of CSV above the header.
+        names: of the columns.
+        above: number of lines above the header of a CSV file.
 
     Raises:
-        DataError: it cannot be read, or has two columns of one name.
+        DataError: the file cannot be read, or has two columns of one name.
     """
 
     def __init__(self, path: Path, form: TableFormat):
@@ -85,7 +85,7 @@ class TableFile:
     # ---- CSV
 
     def _open(self, types: Types | None) -> csv.CSVStreamingReader:
-        """Open a CSV file for some columns, all as text; None: for all, as what its first block looks like."""
+        """Open a CSV file for some columns, all as text; None: all columns, with the types of the first block."""
         words = {form for word in self.form.missing_words for form in (word, word.upper(), word.capitalize())}
         read = csv.ReadOptions(
             skip_rows=self.above, column_names=self.names, skip_rows_after_names=1, encoding=self.form.encoding
@@ -104,10 +104,9 @@ class TableFile:
             return json.read_json(file)
 
     def schema(self) -> pa.Schema:
-        """Return names and types of the columns; of CSV those of its first block.
+        """Return names and types of the columns; for CSV, the types are inferred from the first block.
 
-        There, numbers with leading zeros are texts, and texts that are numbers with a separator of thousands are
-        numbers.
+        There, numbers with leading zeros are texts, and texts that are numbers with thousands separators are numbers.
 
         Raises:
             DataError: the table cannot be read.
@@ -121,14 +120,14 @@ class TableFile:
                 schema = reader.schema
             with self._open(dict.fromkeys(self.names, "word")) as reader:
                 block = reader.read_next_batch()
-        for place, field in enumerate(schema):
-            texts = block.column(place)
+        for index, field in enumerate(schema):
+            texts = block.column(index)
             if pa.types.is_integer(field.type) and pc.any(pc.match_substring_regex(texts, r"^\s*0\d+\s*$")).as_py():
-                schema = schema.set(place, field.with_type(pa.string()))
+                schema = schema.set(index, field.with_type(pa.string()))
             elif pa.types.is_string(field.type) and texts.null_count < len(texts):
                 with contextlib.suppress(ValueError):
                     _numbers(texts, self.form)
-                    schema = schema.set(place, field.with_type(pa.float64()))
+                    schema = schema.set(index, field.with_type(pa.float64()))
         return schema
 
     # ---- all kinds
@@ -137,7 +136,8 @@ class TableFile:
         """Yield the rows in parts that fit into memory.
 
         Args:
-            rows: of a part of Parquet.
+            types: of the columns to read.
+            rows: number of rows in a part, for Parquet.
 
         Raises:
             DataError: the table cannot be read, or lacks a column.
@@ -157,7 +157,7 @@ class TableFile:
         """Yield the rows in parts that fit into memory, by column.
 
         Raises:
-            DataError: the table cannot be read, or has a value that is not of the kind of its column.
+            DataError: the table cannot be read, or a value does not have the type of its column.
         """
         before = 0
         for batch in self.batches(types, rows):
@@ -165,7 +165,7 @@ class TableFile:
             before += len(batch)
 
     def _values(self, name: str, column: pa.Array, kind: str, before: int) -> "np.ndarray | Words":
-        """Return a column as float64 (N,), NaN where it is missing, or as words; `before`: rows of former parts."""
+        """Return a column as float64 (N,), NaN if missing, or as words; `before`: number of rows in earlier parts."""
         if pa.types.is_dictionary(column.type):
             column = pc.cast(column, column.type.value_type)
         if pa.types.is_temporal(column.type):
@@ -174,7 +174,7 @@ class TableFile:
         try:
             if kind != "number":
                 texts = pc.cast(column, pa.string())
-                is_float = pa.types.is_floating(column.type)  # of which Arrow writes 1e+12 for a whole number
+                is_float = pa.types.is_floating(column.type)  # Arrow writes the whole number 1e12 as 1e+12
                 return _words(pc.cast(texts, pa.float64()) if is_float else texts, self.form)
             if not is_text:
                 numbers = pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
@@ -182,9 +182,9 @@ class TableFile:
                 return np.where(np.isin(numbers, infinite), np.nan, numbers)
             return _numbers(column, self.form)
         except pa.ArrowException as error:
-            what = "numbers" if kind == "number" else "words"
+            wanted = "numbers" if kind == "number" else "words"
             raise DataError(
-                f"{self.path}, column {name}: values of type {column.type} are not {what}: {_first(error)}."
+                f"{self.path}, column {name}: values of type {column.type} are not {wanted}: {_first_line(error)}."
             ) from error
         except ValueError as error:
             row, word = error.args
@@ -196,29 +196,27 @@ class TableFile:
 
     @contextlib.contextmanager
     def _as_data_errors(self) -> Iterator[None]:
-        """Raise what is wrong with a table as one note for people."""
+        """Raise errors of libraries as DataError, with a hint."""
         try:
             yield
         except (pa.ArrowException, OSError, UnicodeError) as error:
             hint = ""
             if isinstance(error, UnicodeError) or "UTF8" in str(error):
-                hint = (
-                    f" It is not in {self.form.encoding}; set data.module.params.encoding, such as latin-1 or utf-16."
-                )
+                hint = f" It is not in {self.form.encoding}; set data.module.params.encoding, for example to latin-1."
             elif "columns, got" in str(error):
-                hint = f" A value that has {self.form.delimiter!r} in it needs quotes; remove lines that are not rows."
+                hint = f" Quote values that contain {self.form.delimiter!r}; remove lines that are not rows."
             elif self.kind == "json":
-                hint = " JSON lines hold an object on each line, with values of one type for each key."
-            raise DataError(f"{self.path} cannot be read as a table: {_first(error)}.{hint}") from error
+                hint = " JSON lines need one object per line, with values of one type for each key."
+            raise DataError(f"{self.path} cannot be read as a table: {_first_line(error)}.{hint}") from error
         except TableError as error:
             raise DataError(f"{self.path}: {error}") from error
 
 
 def guess_format(path: Path) -> TableFormat:
-    """Return delimiter, decimal sign and encoding of a file, by its first megabyte.
+    """Infer delimiter, decimal sign and encoding of a file from its first megabyte.
 
     Raises:
-        DataError: it cannot be read, or has no header; a header of numbers is 0, 1, …, as pandas numbers columns.
+        DataError: the file cannot be read, or has no header; numbers are one only if they are 0, 1, …, as in pandas.
     """
     if kind_of_file(path) != "csv":
         return TableFormat()
@@ -227,7 +225,7 @@ def guess_format(path: Path) -> TableFormat:
     if b"\0" in data and not is_wide:
         raise DataError(
             f"{path} is not a text file in UTF-8, or in UTF-16 with a byte order mark; a table is CSV, JSON lines or "
-            "Parquet, the first two perhaps compressed (.gz, .bz2, .zst)."
+            "Parquet; CSV and JSON lines may be compressed (.gz, .bz2, .zst)."
         )
     encoding = "utf-16" if is_wide else "utf-8"
     try:
@@ -242,7 +240,7 @@ def guess_format(path: Path) -> TableFormat:
         found = list[list[str]]()
         with contextlib.suppress(TableError):
             found.extend(values for _, values in itertools.islice(records(text, sign), 1000))
-        found = found[:-1] if len(found) > 2 and len(data) == HEAD else found
+        found = found[:-1] if len(found) > 2 and len(data) == HEAD_BYTES else found
         header, first = [*found, [], []][:2]
         width = len(aligned(header, first))
         same = sum(len(values) == width for values in found[1:]) / max(1, len(found) - 1)
@@ -277,11 +275,11 @@ class FirstRows:
 
     Attributes:
         file: the table.
-        size: how many were read.
-        is_whole: whether there are no others.
-        counts: by column how often each text is in it, in the order in which they come, without blanks around them; ""
-            is what is missing.
-        types: by column the name of a type that is neither number nor text.
+        size: number of rows that were read.
+        is_whole: whether these are all rows.
+        counts: by column, the number of occurrences of each text, stripped, in order of first occurrence; "" stands for
+            missing values.
+        types: by column, the name of a type that is neither number nor text.
     """
 
     file: TableFile
@@ -291,64 +289,64 @@ class FirstRows:
     types: dict[str, str]
 
 
-def first_rows(path: Path, form: TableFormat, most: int) -> FirstRows:
-    """Read the first rows of a table; raise DataError if it cannot be read."""
+def first_rows(path: Path, form: TableFormat, limit: int) -> FirstRows:
+    """Read at most `limit` rows of a table; raise DataError if it cannot be read."""
     file, batches = TableFile(path, form), list[pa.RecordBatch]()
     for batch in file.batches(dict.fromkeys(file.names, "word"), 2**16):
         batches.append(batch)
-        if sum(map(len, batches)) > most:
+        if sum(map(len, batches)) > limit:
             break
-    nothing = pa.schema([(name, pa.string()) for name in file.names])
-    found = pa.Table.from_batches(batches, None if batches else nothing)
-    table, counts = found.slice(0, most), dict[str, dict[str, int]]()
+    empty = pa.schema([(name, pa.string()) for name in file.names])
+    found = pa.Table.from_batches(batches, None if batches else empty)
+    table, counts = found.slice(0, limit), dict[str, dict[str, int]]()
     types = dict[str, str]()
     for name in file.names:
         column = table.column(name)
         try:
             texts = pc.cast(column, pa.string())
-        except pa.ArrowException:  # of lists, of bytes that are no text, …
+        except pa.ArrowException:  # lists, bytes that are not text, …
             counts[name], types[name] = {"": len(table)}, str(column.type)
             continue
         each = pc.value_counts(pc.fill_null(pc.utf8_trim_whitespace(texts), ""))
         counts[name] = dict(zip(each.field("values").to_pylist(), each.field("counts").to_pylist(), strict=True))
-    return FirstRows(file, len(table), len(found) <= most, counts, types)
+    return FirstRows(file, len(table), len(found) <= limit, counts, types)
 
 
 def kind_of_file(path: Path) -> str:
-    """Return parquet, json (JSON lines) or csv, by the end of a file's name.
+    """Return parquet, json (JSON lines) or csv, by the extension of a file.
 
     Raises:
-        DataError: it is something that is not read; the message has the command that converts it.
+        DataError: the format is not supported; the message has a command that converts the file.
     """
     end = Path(re.sub(r"\.(gz|bz2|zst)$", "", path.name.lower())).suffix
-    if end in _CONVERTED:
-        command = f'python -c "import pandas; {_CONVERTED[end]}"'.format(path.name, path.stem)
-        raise DataError(f"{path}: a file {end} is not read as a table. In its folder, this converts it: {command}")
+    if end in _CONVERSIONS:
+        command = f'python -c "import pandas; {_CONVERSIONS[end]}"'.format(path.name, path.stem)
+        raise DataError(f"{path}: {end} files are not supported as tables. In its folder, this converts it: {command}")
     return "parquet" if end in (".parquet", ".pq") else "json" if end in (".jsonl", ".ndjson") else "csv"
 
 
 def head(path: Path) -> bytes:
-    """Return the first bytes of a file, decompressed; raise DataError if it cannot be read."""
+    """Return the first `HEAD_BYTES` bytes of a file, decompressed; raise DataError if it cannot be read."""
     try:
         with pa.input_stream(str(path)) as file:
-            return file.read(HEAD)
+            return file.read(HEAD_BYTES)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as a table: {_first(error)}.") from error
+        raise DataError(f"{path} cannot be read as a table: {_first_line(error)}.") from error
 
 
 def text_of(data: bytes, encoding: str) -> str:
     """Return the text of the first bytes of a file; the last character may be cut off."""
-    return codecs.getincrementaldecoder(encoding)().decode(data, final=len(data) < HEAD).removeprefix("\ufeff")
+    return codecs.getincrementaldecoder(encoding)().decode(data, final=len(data) < HEAD_BYTES).removeprefix("\ufeff")
 
 
 def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
-    """Return texts as float64 (N,), as `TableFormat.number` reads them; NaN where they are missing.
+    """Convert texts to float64 (N,) like `TableFormat.number`; NaN if missing.
 
     Raises:
-        ValueError: one is not a number; its arguments are the row, from 0, and the text.
+        ValueError: a text is not a number; the arguments are its row, from 0, and the text.
     """
     plain = texts
-    try:  # the quick way, without blanks and separators of thousands
+    try:  # fast path: no blanks or thousands separators
         if form.decimal == ",":
             if pc.any(pc.match_substring(texts, ".")).as_py():
                 raise pa.ArrowInvalid
@@ -357,23 +355,23 @@ def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
     except pa.ArrowException:
         found = _words(texts, form)
     numbers = np.full(len(found.words) + 1, np.nan)
-    for place, word in enumerate(found.words):
+    for index, word in enumerate(found.words):
         if not form.is_missing(word):
             try:
-                numbers[place] = form.number(word)
+                numbers[index] = form.number(word)
             except ValueError:
-                raise ValueError(int((found.indices == place).argmax()), word) from None
+                raise ValueError(int((found.indices == index).argmax()), word) from None
     return numbers[found.indices]
 
 
 def _words(column: pa.Array, form: TableFormat) -> Words:
-    """Return texts, without blanks around them, or floating point numbers as words."""
+    """Return stripped texts, or floating point numbers, as words."""
     encoded = pc.dictionary_encode(column if pa.types.is_floating(column.type) else pc.utf8_trim_whitespace(column))
     values = encoded.dictionary.to_pylist()
-    gone = [number for number, value in enumerate(values) if form.is_missing(value)]
+    missing = [number for number, value in enumerate(values) if form.is_missing(value)]
     indices = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    return Words([*map(word_of, values)], np.where(np.isin(indices, gone), -1, indices))
+    return Words([*map(word_of, values)], np.where(np.isin(indices, missing), -1, indices))
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0].rstrip(".")

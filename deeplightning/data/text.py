@@ -1,11 +1,11 @@
-"""Labelled texts in tab-separated files become batches of tokens, padded to the longest text of each batch.
+"""Load labelled texts from tab-separated files as batches of tokens, padded to the longest text of each batch.
 
-The format is SST-2's, and quotes are plain characters:
+The format is that of SST-2; quotes are ordinary characters:
 
     sentence<TAB>label             index<TAB>sentence
     a charming journey<TAB>1       0<TAB>unflinchingly bleak
 
-The first line may name the columns, as above; without it they are `sentence` and `label`, or `sentence` alone.
+The first line may name the columns, as above; without names they are `sentence` and `label`, or only `sentence`.
 N samples, B batch, L tokens of a batch's longest text.
 """
 
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, Divisible, OnDemand
-from deeplightning.data.loading import MOST_CLASSES, DataOfSets, checked_names
+from deeplightning.data.loading import MAX_CLASSES, SplitData, checked_names
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
 
 _COLUMNS = ("sentence", "label", "index")
@@ -30,15 +30,15 @@ _COLUMNS = ("sentence", "label", "index")
 
 @dataclass(frozen=True)
 class Texts(Divisible):
-    """Texts as they come.
+    """Unprepared texts.
 
     Attributes:
-        texts: N of them.
+        texts: N texts.
         labels: int64 (N,); None: the file has none.
-        lines: where each stands in its file, from 1, int64 (N,).
-        path: of the file, or where else they come from; for messages.
-        column: name of their column, by which `predict` finds the texts of other tables; None: it has none.
-        encoding: of the file, in which `predict` reads others.
+        lines: the line number of each text in its file, from 1, int64 (N,).
+        path: the file or another source, for messages.
+        column: name of the column, by which `predict` finds texts in other tables; None: it has no name.
+        encoding: of the file, and of those that `predict` reads.
     """
 
     shared = ("path", "column", "encoding")
@@ -55,29 +55,29 @@ class Texts(Divisible):
 
 
 def read_tsv(path: Path, labelled: bool = False) -> Texts:
-    """Read the texts of a tab-separated file, and their labels where it has such. Blanks around a text are left out.
+    """Read the texts of a tab-separated file, and their labels if it has any. Blanks around a text are removed.
 
     Args:
-        labelled: without names in its first line, the file has the columns sentence and label.
+        labelled: a file without column names has the columns sentence and label.
 
     Raises:
-        DataError: the file is missing, empty or no UTF-8, or a line is not as it should be; it is named.
+        DataError: the file is missing, empty or not UTF-8, or a line is invalid, which the message names.
     """
-    lines = _text_of(path).split("\n")
-    while lines and not lines[-1].strip():  # a file ends with a line's end, or with several
+    lines = _read_text(path).split("\n")
+    while lines and not lines[-1].strip():  # line ends at the end of the file
         lines.pop()
     head = tuple(name.strip().lower() for name in lines[0].split("\t")) if lines else ()
-    named = "sentence" in head and set(head) <= set(_COLUMNS) and len(set(head)) == len(head)
-    if len(lines) <= named:
+    has_header = "sentence" in head and set(head) <= set(_COLUMNS) and len(set(head)) == len(head)
+    if len(lines) <= has_header:
         raise DataError(f"{path} has no texts in it.")
-    columns: Sequence[str] = head if named else _COLUMNS[: 2 if labelled or "\t" in lines[0] else 1]
-    at, label_at = columns.index("sentence"), columns.index("label") if "label" in columns else None
+    columns: Sequence[str] = head if has_header else _COLUMNS[: 2 if labelled or "\t" in lines[0] else 1]
+    text_at, label_at = columns.index("sentence"), columns.index("label") if "label" in columns else None
     texts, labels = [], []
-    for number, line in enumerate(lines[named:], 1 + named):
+    for number, line in enumerate(lines[has_header:], 1 + has_header):
         cells = line.split("\t")
         if len(cells) != len(columns):
-            raise DataError(f"{path}, line {number}: {len(cells)} columns, and there must be {', '.join(columns)}.")
-        text = cells[at].strip()
+            raise DataError(f"{path}, line {number}: {len(cells)} columns; there must be {', '.join(columns)}.")
+        text = cells[text_at].strip()
         if not text:
             raise DataError(f"{path}, line {number}: there is no text in the column sentence.")
         texts.append(text)
@@ -87,16 +87,16 @@ def read_tsv(path: Path, labelled: bool = False) -> Texts:
                 raise DataError(f"{path}, line {number}: the label {label[:40]!r} is not a whole number of at least 0.")
             labels.append(int(label))
     found = None if label_at is None else np.array(labels, np.int64)
-    return Texts(texts, found, np.arange(len(texts)) + 1 + named, path)
+    return Texts(texts, found, np.arange(len(texts)) + 1 + has_header, path)
 
 
 class TokenSet(OnDemand):
-    """The tokens of all texts side by side in one array. A batch has `tokens` int64 (B, L), `label` int64 (B,) where
-    there are labels, and `index`.
+    """The tokens of all texts, concatenated in one array. A batch has `tokens` int64 (B, L), `index` and, if there are
+    labels, `label` int64 (B,).
 
     Args:
-        texts: N of them.
-        rows: the tokens of each.
+        texts: N texts.
+        rows: the tokens of each text.
         padding: the token that fills up shorter texts.
 
     Attributes:
@@ -107,51 +107,51 @@ class TokenSet(OnDemand):
 
     def __init__(self, texts: Texts, rows: Sequence[Sequence[int]], padding: int):
         labels = {} if texts.labels is None else {"label": torch.from_numpy(texts.labels)}
-        super().__init__(texts, self._padded, labels)
+        super().__init__(texts, self._pad, labels)
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         self._starts = self.lengths.cumsum(0) - self.lengths
         self._tokens = torch.from_numpy(np.fromiter((token for row in rows for token in row), np.int32))
         self._padding = padding
 
-    def _padded(self, _: Texts, positions: np.ndarray) -> Batch:
+    def _pad(self, _: Texts, positions: np.ndarray) -> Batch:
         lengths = self.lengths[positions]
         columns = torch.arange(int(lengths.max()))  # (L,)
-        places = (self._starts[positions, None] + columns).clamp_(max=len(self._tokens) - 1)  # (B, L)
-        return {"tokens": self._tokens[places].long().masked_fill_(columns >= lengths[:, None], self._padding)}
+        indices = (self._starts[positions, None] + columns).clamp_(max=len(self._tokens) - 1)  # (B, L)
+        return {"tokens": self._tokens[indices].long().masked_fill_(columns >= lengths[:, None], self._padding)}
 
 
-class TextData(DataOfSets):
-    """Texts of tab-separated files in `data.root`, with a class for each. A data module of your own subclasses it and
-    says in `read` which texts there are.
+class TextData(SplitData):
+    """Texts in tab-separated files in `data.root`, each with a class. Your own data module subclasses it and returns
+    its texts from `read`.
 
-    Validation has a file of its own, or is fold `data.fold` of `data.num_splits` of the training file; with neither
-    there is none. It is never the test set. Batches are padded to their longest text, and order and splits depend on
-    `seed` alone. Each process holds all tokens in its memory, so there is no work for `data.num_workers`. With
+    Validation has its own file, or is fold `data.fold` of `data.num_splits` of the training file; with neither there is
+    none. It is never the test set. Batches are padded to their longest text, and order and splits depend on `seed`
+    alone. Each process keeps all tokens in its memory, so `data.num_workers` is not used. With
     `data.sampler: {type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 8, sort_key:
-    lengths}}` texts of like length come together, and there is less padding.
+    lengths}}`, batches have texts of similar length and less padding.
 
-    `deeplightning.text_spec.vocabulary` makes the vocabulary of the training texts without the fold that validates,
-    unless a file is given: `vocabulary` or `tokenizer`.
+    `deeplightning.text_spec.vocabulary` makes the vocabulary from the training texts, without the validation fold,
+    unless `vocabulary` or `tokenizer` names a file.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
-        train: name of the training file; it may be missing only where a subclass reads something else.
+        train: name of the training file; required unless a subclass overrides `read`.
         validation: name of the validation file; None: there is none.
-        test: name of the test file; its labels may be missing, and it can be predicted then and not tested.
+        test: name of the test file; without labels it can be used for prediction, but not for tests.
         class_names: the name of each label, in order; None: the labels 0 to the highest in the training file.
-        vocabulary: name of a file of words, one a line, in the order of their numbers; None: made of the training
+        vocabulary: name of a file of words, one per line, in the order of their numbers; None: made from the training
             texts.
-        min_count: words that are rarer among the training texts are left out of the vocabulary.
-        max_size: how many tokens the vocabulary has at most, the three special ones included.
-        lower: whether words are brought to lower case.
-        tokenizer: name of a `tokenizer.json` of Hugging Face, or of its folder, in the place of all this.
-        max_length: longer training texts are cut to so many tokens, of which the last stays the end; None: no cut.
-        cut_always: other texts are cut too, in evaluation and when the run is served.
-        limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
+        min_count: words that occur less often in the training texts are not in the vocabulary.
+        max_size: maximum number of tokens in the vocabulary, including the three special ones.
+        lower: whether to convert words to lower case.
+        tokenizer: name of a `tokenizer.json` of Hugging Face, or of its folder, instead of a vocabulary.
+        max_length: truncate training texts to this number of tokens, keeping the end token; None: do not truncate.
+        cut_always: also truncate other texts, in evaluation and when the run is served.
+        limit: use at most this many training samples (validation included), and test samples, chosen by the seed.
 
     Attributes:
-        text_spec: how texts are prepared; there after `setup`.
-        class_names: the name of each label, in order; there after `setup`, or from the start where they are given.
+        text_spec: how texts are prepared; set by `setup`.
+        class_names: the name of each label, in order; set by `setup` unless given.
     """
 
     holds_out = False
@@ -177,7 +177,7 @@ class TextData(DataOfSets):
         if train is None and type(self).read is TextData.read:
             raise DataConfigError("data.module.params.train must name the training file; it is null.")
         self.name_files(train=train, val=validation, test=test, vocabulary=vocabulary, tokenizer=tokenizer)
-        self.vocabulary, self.tokenizer = self._named.get("vocabulary"), self._named.get("tokenizer")
+        self.vocabulary, self.tokenizer = self._required_paths.get("vocabulary"), self._required_paths.get("tokenizer")
         require_whole("min_count", min_count)
         require_whole("max_size", max_size, 4)
         if max_length is not None:
@@ -194,18 +194,18 @@ class TextData(DataOfSets):
     # ---- reading
 
     def read(self) -> dict[str, Texts]:
-        """Return the texts of each set; raise DataError if a file is not as it should be."""
+        """Return the texts of each set; raise DataError if a file is invalid."""
         return {split: read_tsv(path, labelled=split != "test") for split, path in self.files.items()}
 
-    def _found(self) -> dict[str, Any]:
-        found: dict[str, Texts] = super()._found()
+    def _read_checked(self) -> dict[str, Any]:
+        found: dict[str, Texts] = super()._read_checked()
         train = found["train"]
         for split in ("train", "val"):
             if split in found and found[split].labels is None:
                 raise DataError(f"{found[split].path} has no labels; only a test file may lack them.")
         assert train.labels is not None
         if not self.class_names:
-            self.class_names = [str(number) for number in range(min(int(train.labels.max()), MOST_CLASSES) + 1)]
+            self.class_names = [str(number) for number in range(min(int(train.labels.max()), MAX_CLASSES) + 1)]
         classes = len(self.class_names)
         for texts in found.values():
             if texts.labels is not None and (texts.labels >= classes).any():
@@ -221,11 +221,11 @@ class TextData(DataOfSets):
         self.text_spec = replace(self._spec(train), column=train.column, encoding=train.encoding)
 
     def _spec(self, train: Texts) -> TextSpec:
-        most = self.max_length if self.cut_always else None
+        max_length = self.max_length if self.cut_always else None
         if self.tokenizer is not None:
             path = self.tokenizer / "tokenizer.json" if self.tokenizer.is_dir() else self.tokenizer
             try:
-                return TextSpec("hugging_face", _text_of(path), max_length=most)
+                return TextSpec("hugging_face", _read_text(path), max_length=max_length)
             except ImportError as error:
                 raise DataError(
                     f"{path} needs the package tokenizers, which is not installed ({error}): "
@@ -235,9 +235,9 @@ class TextData(DataOfSets):
                 raise DataError(f"{path}: {error}.") from error
         if self.vocabulary is None:
             content = vocabulary(train.texts, self.lower, self.min_count, self.max_size)
-            return TextSpec("words", content, self.lower, most)
+            return TextSpec("words", content, self.lower, max_length)
         try:
-            return TextSpec("words", from_lines(_text_of(self.vocabulary)), self.lower, most)
+            return TextSpec("words", from_lines(_read_text(self.vocabulary)), self.lower, max_length)
         except VocabularyError as error:
             raise DataError(f"{self.vocabulary}: {error}.") from error
 
@@ -247,27 +247,27 @@ class TextData(DataOfSets):
         return TokenSet(samples, rows, self.text_spec.padding)
 
     def sample(self, split: str, position: int) -> dict[str, str]:
-        """Return the text, and the file and line that it comes from."""
+        """Return the text, and its file and line as `name`."""
         texts = self._samples[split]
         return {"text": texts.texts[position], "name": f"{texts.path.name}, line {texts.lines[position]}"}
 
     def example_batch(self, size: int) -> Batch:
-        """Make up a batch to try out whether the parts of a config fit; read no data and need no `setup`.
+        """Make up a batch to test whether the parts of a config fit together, without data and `setup`.
 
         Returns:
-            What a loader gives: texts of one to eight tokens, each the unknown word, and labels from the first class
-            to the last. While `class_names` is empty, each label is 0.
+            A batch like those of a loader: texts of one to eight tokens, each the unknown word, and labels from the
+            first class to the last, or 0 as long as `class_names` is empty.
         """
         last, lengths = max(0, len(self.class_names) - 1), torch.arange(size) % 8 + 1
         tokens = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
         return {"tokens": tokens, "label": torch.linspace(0, last, size).round().long(), "index": torch.arange(size)}
 
     def longest_batch(self, size: int) -> Batch:
-        """Return the training text with the most tokens, `size` times: what the memory of a training is planned by.
-        Reads the data; where they are not on this machine, texts of `max_length` tokens.
+        """Return the longest training text, `size` times, to plan the memory of a training. Reads the data; if that is
+        missing, use texts of `max_length` tokens.
 
         Raises:
-            DataError: the data cannot be read, and there is no `max_length`.
+            DataError: the data cannot be read, and `max_length` is not set.
         """
         try:
             self.setup("fit")
@@ -280,20 +280,20 @@ class TextData(DataOfSets):
         return found[np.full(size, int(found.lengths.argmax()))]
 
     def example_texts(self, size: int) -> list[str]:
-        """Return some validation texts, or training texts where there is no validation; call `setup` first."""
+        """Return some validation texts, or training texts if there is no validation set; call `setup` first."""
         return list(self._samples["val" if "val" in self._samples else "train"].texts[:size])
 
     def test_dataloader(self) -> DataLoader:
-        """Return the loader of the tests; raise DataError if there is no test set, or it has no labels."""
-        self._expect("test")
+        """Return the loader of the test set; raise DataError if there is none, or it has no labels."""
+        self._require_split("test")
         if self._samples["test"].labels is None:
             raise DataError(
-                f"{self._samples['test'].path} has no labels to test with; stages=[predict] answers each of its texts."
+                f"{self._samples['test'].path} has no labels to test with; stages=[predict] predicts its labels."
             )
         return self._loader("test")
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

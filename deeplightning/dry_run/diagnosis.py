@@ -1,4 +1,4 @@
-"""One attempt at a config, and the faults behind its exception: the objects on the stack show which part raised it."""
+"""Diagnose an exception of a dry run: find the part of the config that raised it from the objects on the stack."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from deeplightning.batches import structure
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import find, needs
 from deeplightning.faults import Fault, UserError
-from deeplightning.private.messages import Sentence, says
+from deeplightning.private.messages import ErrorText, matches
 from deeplightning.words import first_line
 
 
 class DeviceError(RuntimeError):
-    """Raised, with torch's message, where another device would refuse what the CPU accepts."""
+    """Raised, with torch's message, if another device would refuse what the CPU accepts."""
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Attempt:
     """One pass through a config, up to the first error.
 
     Attributes:
-        cfg: as it is tried.
-        asked: as the user wrote it.
-        folder: for what is written beside a run; it is removed.
-        stage: which step is tried, in words.
-        saved: the name of the checkpoint of the training.
-        logged: the names of metrics that are there at the end of an epoch; None: there was no training.
+        cfg: the config as it is tried.
+        asked: the config as the user wrote it.
+        folder: temporary folder for files that a run would write.
+        stage: the current step, in words for messages.
+        saved: path of the checkpoint of the training, if any.
+        logged: names of the metrics at the end of an epoch, or None if there was no training.
     """
 
     cfg: Config
@@ -58,56 +58,56 @@ class Attempt:
 
     @property
     def loss_key(self) -> str:
-        """The key of a fault in the loss."""
+        """Config key for faults of the loss."""
         return "model.loss" if self.cfg.model.loss else "model.module"
 
 
 def faults_of(attempt: Attempt, error: BaseException, building: Target | None = None) -> list[Fault]:
-    """Return the faults behind an exception; `building`: the target that was being built."""
+    """Return the faults behind an exception; `building` is the target that was being built, if any."""
     if isinstance(error, UserError):
         return error.faults
-    if isinstance(error.__cause__, DeviceError):  # a metric's in other words
+    if isinstance(error.__cause__, DeviceError):  # raised by a metric that wraps it
         error = error.__cause__
     if hasattr(error, "exit_code"):
         # A message may begin with its config key.
         match = re.match(r"((?:data|model|train|engine)\.[\w.]*\w):? (.*)", str(error), re.DOTALL)
         key, message = match.groups() if match else (None, str(error))
-        line = own_code.line_of(error.__cause__) if error.__cause__ is not None else ""
+        line = own_code.user_location(error.__cause__) if error.__cause__ is not None else ""
         message += line if line not in message else ""
         known = getattr(error, "key", None) or key
         where = known or (building.name if building else "model.module")
         return [Fault(message, where, exit_code=getattr(error, "exit_code", 2))]
     if isinstance(error, MisconfigurationException):
-        return [_misconfigured(attempt, error, building)]
+        return [_lightning_fault(attempt, error, building)]
     lacks = needs(error)
-    reason = lacks or f"{error_in_words(error)}{own_code.line_of(error)}"
+    reason = lacks or f"{error_in_words(error)}{own_code.user_location(error)}"
     code = 3 if lacks else 2
     if isinstance(error, KeyError) and isinstance(attempt.batch, Mapping) and error.args[0] not in attempt.batch:
         reason += f"; a batch has {', '.join(map(str, attempt.batch))}"
-    if building is not None:  # a slip of ours, or what `build` did not translate
+    if building is not None:  # a bug of ours, or an error that `build` did not translate
         return [Fault(f"{building.type} cannot be built: {reason}", building.name, exit_code=code)]
-    owner, taken = _owner(attempt, error)
-    if code == 2 and own_code.lines_of(error) and (owner is None or _is_own(owner)):
-        code = 5  # as a training ends, with its traceback
+    owner, inputs = _owner(attempt, error)
+    if code == 2 and own_code.user_frames(error) and (owner is None or _is_user_code(owner)):
+        code = 5  # as in a training, which shows the traceback
     if owner is None:
-        if says(error, Sentence.NO_GRADIENT):
-            return [Fault(UNCONNECTED, attempt.loss_key)]
-        line = "" if own_code.lines_of(error) else _line_of_step(attempt)
+        if matches(error, ErrorText.NO_GRADIENT):
+            return [Fault(NO_GRADIENT_MESSAGE, attempt.loss_key)]
+        line = "" if own_code.user_frames(error) else _line_of_step(attempt)
         message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}{line}"
         fault = Fault(message, "model.module", exit_code=code)
-        if attempt.batch is None:  # it may need what the data module says when it has its data
+        if attempt.batch is None:  # it may need values that the data module has only after reading its data
             attempt.untried.append(fault)
             return []
         return [fault]
     key = str(owner.name)
-    if key == "data.module" and "augment" in owner.params and taken == "augment":
-        key, taken = "data.module.params.augment", ""
-    given = f" given {taken}" if taken else ""
+    if key == "data.module" and "augment" in owner.params and inputs == "augment":
+        key, inputs = "data.module.params.augment", ""
+    given = f" given {inputs}" if inputs else ""
     return [Fault(f"{owner.type}{given} fails {attempt.stage}: {reason}.", key, exit_code=code)]
 
 
-def _misconfigured(attempt: Attempt, error: BaseException, building: Target | None) -> Fault:
-    """Return Lightning's own message as a fault of the part that it is about."""
+def _lightning_fault(attempt: Attempt, error: BaseException, building: Target | None) -> Fault:
+    """Return Lightning's message as a fault of the part that it is about."""
     words = " ".join(str(error).split())
     if building is None and attempt.trainer is None and attempt.callbacks:
         return Fault(f"Lightning refuses them: {words}", "train.callbacks")
@@ -116,18 +116,18 @@ def _misconfigured(attempt: Attempt, error: BaseException, building: Target | No
 
 
 def _owner(attempt: Attempt, error: BaseException) -> tuple[Target | None, str]:
-    """Return the innermost part of the config on the stack, and what it was given."""
-    within = False  # inside of Lightning, which an optimizer's step calls for the loss
+    """Return the innermost part of the config on the stack, and the tensors that it was called with."""
+    within = False  # inside Lightning, which an optimizer's step calls to compute the loss
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         value, code = frame.f_locals.get("self"), frame.f_code
         within = within or "pytorch_lightning" in code.co_filename
-        if code.co_name == "__getattr__":  # of a module, for whoever asked it for what it has not
+        if code.co_name == "__getattr__":  # a missing attribute of a module: the caller is at fault
             continue
         if value is not None and value is attempt.task:
             break
         if within and isinstance(value, torch.optim.Optimizer):
             continue
-        owner = _part(attempt, value)
+        owner = _target_of(attempt, value)
         if owner is not None:
             if owner is attempt.cfg.data.module:
                 return owner, "augment" if code.co_name == "on_after_batch_transfer" else ""
@@ -137,8 +137,8 @@ def _owner(attempt: Attempt, error: BaseException) -> tuple[Target | None, str]:
     return None, ""
 
 
-def _part(attempt: Attempt, value: object) -> Target | None:
-    """Return the target that an object was made from."""
+def _target_of(attempt: Attempt, value: object) -> Target | None:
+    """Return the target that an object was built from, if any."""
     model = attempt.cfg.model
     if value is not None and value is attempt.data:
         return attempt.cfg.data.module
@@ -146,26 +146,26 @@ def _part(attempt: Attempt, value: object) -> Target | None:
         return next((target for target, callback in attempt.callbacks if callback is value), None)
     if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
         targets = targets_of(model.optimizer if isinstance(value, torch.optim.Optimizer) else model.scheduler)
-        return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
+        return next((t for t in targets if _is_instance_of(value, t)), targets[0] if targets else None)
     if isinstance(value, nn.Module) and isinstance(attempt.task, nn.Module):
         sections = (model.metrics,) if isinstance(value, Metric) else (model.network, model.loss)
         targets = [target for section in sections for target in targets_of(section)]
         path = next((name for name, module in attempt.task.named_modules() if module is value), "")
-        of_class = [target for target in targets if _is_of(value, target)]
+        of_class = [target for target in targets if _is_instance_of(value, target)]
         named = [t for t in of_class or targets if str(t.name).endswith(f".{path.rpartition('.')[2]}")]
         return next(iter(named or of_class), None)
     return None
 
 
-UNCONNECTED = "the loss depends on no parameter that learns, so no gradient reaches the network; is it detached?"
+NO_GRADIENT_MESSAGE = "the loss depends on no trainable parameter, so no gradient reaches the network; is it detached?"
 
 
 def targets_of(section: object) -> list[Any]:
-    """Return the targets of a section that holds one, several by name, or none."""
+    """Return the targets of a section that has one, several by name, or none."""
     return [] if section is None else list(section.values()) if isinstance(section, dict) else [section]
 
 
-def _is_of(value: object, target: Target) -> bool:
+def _is_instance_of(value: object, target: Target) -> bool:
     """Return whether an object is an instance of the class that a target names."""
     try:
         found = find(target.type)
@@ -174,17 +174,17 @@ def _is_of(value: object, target: Target) -> bool:
     return isinstance(found, type) and isinstance(value, found)
 
 
-def _is_own(target: Target) -> bool:
+def _is_user_code(target: Target) -> bool:
     """Return whether the class or function that a target names is the user's own."""
     module = sys.modules.get(find(target.type).__module__)
-    return own_code.is_theirs(getattr(module, "__file__", None) or "<")
+    return own_code.is_user_file(getattr(module, "__file__", None) or "<")
 
 
 def _line_of_step(attempt: Attempt) -> str:
-    """Return ` (file:line)` of the user's own step of a task in this stage; empty: it is not theirs."""
+    """Return ` (file:line)` of the task's step in this stage if it is the user's code, else ""."""
     match = re.match(r"in the (training|validation|test|predict) step", attempt.stage)
     code: Any = getattr(getattr(type(attempt.task), f"{match[1]}_step", None), "__code__", None) if match else None
-    if code is None or not own_code.is_theirs(code.co_filename):
+    if code is None or not own_code.is_user_file(code.co_filename):
         return ""
     return f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
 

@@ -1,4 +1,4 @@
-"""Isolate a dry run from the machine: one CPU process, no network, no messages, no files that stay."""
+"""Isolate a dry run from the machine: one CPU process, no network, no messages, no permanent files."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import targets_of
 
 
-class _Offline(OSError):
-    """Something wanted the network."""
+class _NetworkError(OSError):
+    """Raised if code uses the network."""
 
 
-OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
-"""Settings of a loader's processes, of which a dry run has none."""
+WORKER_SETTINGS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+"""Loader settings that need worker processes, which a dry run does not have."""
 
 
 def on_one_cpu(cfg: Config) -> Config:
-    """Return a copy of a config that runs in this process, on the CPU."""
+    """Return a copy of a config that runs in this process on the CPU."""
     mine = copy.deepcopy(cfg)
     engine = mine.engine
-    if engine.gpus is not None:  # half precision on CPU is bf16, see `deeplightning.config.machine.settle`
+    if engine.gpus is not None:  # half precision on CPU is bf16, see `config.machine.resolve_engine`
         words = {16: "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
         engine.precision = words.get(engine.precision, engine.precision)  # type: ignore[arg-type, assignment]
     engine.gpus, engine.backend, engine.params, engine.profiler = None, None, {}, None
@@ -41,14 +41,14 @@ def on_one_cpu(cfg: Config) -> Config:
     engine.compile = engine.sync_batchnorm = engine.deterministic = engine.keep_memory = False
     engine.threads = None
     mine.data.num_workers = 0
-    for name in OF_WORKERS:
+    for name in WORKER_SETTINGS:
         mine.data.loader.pop(name, None)
     mine.model.init_from = mine.train.resume_ckpt = None
     return mine
 
 
 def drop_weights(cfg: Config) -> list[str]:
-    """Replace the weights that networks would download by random ones.
+    """Replace weights that networks would download with random ones.
 
     Returns:
         The keys of the params that were changed.
@@ -62,8 +62,8 @@ def drop_weights(cfg: Config) -> list[str]:
     return changed
 
 
-class Nowhere(DummyLogger):
-    """Keep nothing; files that a callback puts beside a run's go to a folder that is removed."""
+class DiscardingLogger(DummyLogger):
+    """Discards all metrics; files that callbacks write go to a temporary folder."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -77,14 +77,14 @@ class Nowhere(DummyLogger):
 
 
 _WEIGHTS = ("state_dict", "optimizer_states")
-"""Keys of a checkpoint whose tensors are large, and are copied when they are loaded."""
+"""Checkpoint keys with large tensors, which are copied anyway when they are loaded."""
 
 
 class InMemory(CheckpointIO):
-    """Keep the last checkpoint in memory, and load it as from a file: values that the user added are on the CPU.
+    """Keeps the last checkpoint in memory and loads it as if from a file: values that the user added are on the CPU.
 
     Attributes:
-        kept: the checkpoint; every rank has one, although Lightning saves on the first only.
+        kept: the checkpoint. Every rank has one, although Lightning saves on the first only.
     """
 
     def __init__(self) -> None:
@@ -104,12 +104,12 @@ class InMemory(CheckpointIO):
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Print nothing but the result: no messages of Lightning, no warnings; what others print goes to stderr."""
+def silenced() -> Iterator[None]:
+    """Silence warnings and messages of Lightning, and redirect stdout to stderr, so that only the result is printed."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
-        # torch only warns where it spreads labels (B,) against answers (B, 1) to (B, B): a loss of something else.
+        # torch only warns if it broadcasts labels (B,) and outputs (B, 1) to (B, B), which gives a wrong loss.
         warnings.filterwarnings("error", message="Using a target size")
         logging.disable(logging.CRITICAL)
         try:
@@ -120,22 +120,22 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Raise `_Offline` in any code that looks up a host."""
-    known = socket.getaddrinfo
+    """Raise `_NetworkError` in all code that resolves a host name."""
+    original = socket.getaddrinfo
 
     def refuse(*_: object, **__: object) -> Any:
-        raise _Offline("a dry run uses no network")
+        raise _NetworkError("a dry run uses no network")
 
     socket.getaddrinfo = refuse
     try:
         yield
     finally:
-        socket.getaddrinfo = known
+        socket.getaddrinfo = original
 
 
 def wants_network(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, _Offline) or isinstance(getattr(error, "reason", None), _Offline):
+        if isinstance(error, _NetworkError) or isinstance(getattr(error, "reason", None), _NetworkError):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,5 +1,5 @@
-"""Build what a config describes, pass one made-up batch through its steps, and check what each step gives: loss,
-gradients, weights, logged values."""
+"""Build the parts of a config, pass one made-up batch through its steps, and check the results: loss, gradients,
+weights, logged values."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from deeplightning.callbacks.steps import LogSteps
 from deeplightning.config.auto_values import WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build, needs
-from deeplightning.dry_run.diagnosis import UNCONNECTED, Attempt, error_in_words, faults_of, targets_of
-from deeplightning.dry_run.isolation import InMemory, Nowhere, wants_network
+from deeplightning.dry_run.diagnosis import NO_GRADIENT_MESSAGE, Attempt, error_in_words, faults_of, targets_of
+from deeplightning.dry_run.isolation import DiscardingLogger, InMemory, wants_network
 from deeplightning.engine.trainer_arguments import clip_arguments, trainer_arguments
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.kinds import KINDS, has_spec
 from deeplightning.run.assemble import init_module
 
 SAMPLES = 5
-"""Of the made-up batch: enough for batch norm, few enough for a large network; odd, so that shapes are rarely equal by
-chance."""
+"""Size of the made-up batch: enough for batch norm, few enough for a large network, and odd, so that shapes are rarely
+equal by chance."""
 
 
-STEPS = 1000  # the length of a training whose data are not looked at
+ASSUMED_STEPS = 1000  # length of a training, which is unknown without its data
 
 
 def take_steps(attempt: Attempt) -> None:
     """Try the stages of a config, and collect the faults in `attempt`.
 
     Raises:
-        Exception: whatever a part raises; `faults_of` makes faults of it.
+        Exception: any error of a part; `faults_of` converts it to faults.
     """
     attempt.batch = example(attempt)
     for key, params, name in [*unfilled(attempt.cfg)]:
         if name in WEIGHTS:
             del params[name]
-            attempt.untried.append(Fault("the weights follow from the data; the loss was tried without them", key))
-    if left := [key for key, _, _ in unfilled(attempt.cfg)]:
-        attempt.untried += [Fault("is known only after the data are read, so no step was tried", key) for key in left]
+            attempt.untried.append(Fault("the weights depend on the data; the loss was tried without them", key))
+    if absent := [key for key, _, _ in unfilled(attempt.cfg)]:
+        attempt.untried += [Fault("is known only after the data are read, so no step was tried", key) for key in absent]
         return
     try:
         task = attempt.task = init_module(attempt.cfg, "model")
@@ -63,13 +63,13 @@ def take_steps(attempt: Attempt) -> None:
             attempt.faults += faults_of(attempt, error, target)
     if attempt.faults:
         return
-    look = Observer(attempt)
+    observer = Observer(attempt)
     stages, epochs = attempt.cfg.stages, attempt.cfg.train.num_epochs
-    trainer = attempt.trainer = make_trainer(attempt, look)
+    trainer = attempt.trainer = make_trainer(attempt, observer)
     if "train" in stages and epochs != 0:
         trainer.fit(task, datamodule=attempt.data)
         attempt.logged = set(trainer.callback_metrics)
-        _judge(attempt, look)
+        _check_training(attempt, observer)
     if attempt.batch is None:
         return
     saved = attempt.saved
@@ -86,12 +86,12 @@ def take_steps(attempt: Attempt) -> None:
 
 
 def example(attempt: Attempt, longest: bool = False) -> object:
-    """Return a batch of the data module, which from here on gives that and nothing else; None where there is none.
+    """Return a batch of the data module, or None if it has none. Its loaders then return only this batch.
 
-    It comes from `example_batch`, or from the training loader of a module that has nothing to prepare or set up.
+    It comes from `example_batch`, or from the training loader of a module that does not override `setup` and the like.
 
     Args:
-        longest: of samples of several lengths, those that need the most memory.
+        longest: if samples differ in length, use those that need the most memory.
     """
     target, name = attempt.cfg.data.module, ""
     try:
@@ -103,11 +103,11 @@ def example(attempt: Attempt, longest: bool = False) -> object:
         name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
         make = getattr(data, name, None)
         hooks = ("prepare_data", "setup", "train_dataloader")
-        holds = [h for h in hooks if is_overridden(h, data, pl.LightningDataModule)] == ["train_dataloader"]
-        batch = make(SAMPLES) if make is not None else next(iter(data.train_dataloader()), None) if holds else None
+        is_simple = [h for h in hooks if is_overridden(h, data, pl.LightningDataModule)] == ["train_dataloader"]
+        batch = make(SAMPLES) if make is not None else next(iter(data.train_dataloader()), None) if is_simple else None
     except Exception as error:
         lacks = needs(error)
-        reason = f"{target.type}.{name} {lacks or f'fails: {error_in_words(error)}{own_code.line_of(error)}'}"
+        reason = f"{target.type}.{name} {lacks or f'fails: {error_in_words(error)}{own_code.user_location(error)}'}"
         code = 3 if lacks else getattr(error, "exit_code", 2)
         attempt.faults.append(Fault(reason, "data.module", exit_code=code))
         batch = None
@@ -117,7 +117,7 @@ def example(attempt: Attempt, longest: bool = False) -> object:
         message += "`deeplightning train … train.fast=true` runs one batch of its own loaders"
         attempt.untried.append(Fault(message, "data.module"))
     elif getattr(data, "image_spec", None) is not None and not getattr(data, "class_names", None):
-        message = "its classes are not known yet; whether the network has an output for each was not tried"
+        message = "its classes are known only after the data are read, so the number of outputs was not checked"
         attempt.untried.append(Fault(message, "data.module"))
     loader = _loader(batch)
     for hook in ("prepare_data", "setup", "teardown"):
@@ -128,47 +128,47 @@ def example(attempt: Attempt, longest: bool = False) -> object:
 
 
 def quiet_arguments(cfg: Config) -> dict[str, Any]:
-    """Return the arguments of a Trainer that steps as a config says, and saves and shows nothing."""
+    """Return the arguments of a Trainer that takes the steps of a config without saving or printing anything."""
     shown = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     more = {"accumulate_grad_batches": cfg.train.accumulator_factor, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
     return {**trainer_arguments(cfg), **clip_arguments(cfg), **more, **dict.fromkeys(shown, False)}
 
 
-def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
+def make_trainer(attempt: Attempt, observer: pl.Callback) -> pl.Trainer:
     train = attempt.cfg.train
     assert attempt.cfg.seed is not None, "load_config draws one"
-    kept: list[pl.Callback] = [random_state.Seeds(attempt.cfg.seed), LogSteps(1)]
+    callbacks: list[pl.Callback] = [random_state.Seeds(attempt.cfg.seed), LogSteps(1)]
     if attempt.cfg.engine.activation_checkpointing:
-        kept.append(start.Recompute(attempt.cfg.engine.activation_checkpointing))
-    skipped = Checkpoint | EarlyStopping  # they write, and end what misses a name
-    kept += [callback for _, callback in attempt.callbacks if not isinstance(callback, skipped)]
+        callbacks.append(start.Recompute(attempt.cfg.engine.activation_checkpointing))
+    skipped = Checkpoint | EarlyStopping  # they write files, or end the run if their metric is missing
+    callbacks += [callback for _, callback in attempt.callbacks if not isinstance(callback, skipped)]
     trainer = _Trainer(
         **quiet_arguments(attempt.cfg),
         max_epochs=-1 if train.num_epochs is None else train.num_epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
         limit_val_batches=0 if train.limit_batches and train.limit_batches.val == 0 else 1.0,
-        callbacks=[*kept, look],
-        plugins=[LightningEnvironment(), InMemory()],  # also under Slurm and torchrun there is this process only
-        logger=Nowhere(attempt.folder),
+        callbacks=[*callbacks, observer],
+        plugins=[LightningEnvironment(), InMemory()],  # a single process, also under Slurm and torchrun
+        logger=DiscardingLogger(attempt.folder),
         default_root_dir=attempt.folder,
     )
-    # How long an epoch is, only the data know: a schedule of a fixed length is taken to fit.
+    # The length of an epoch is unknown without the data: assume that a scheduler of fixed length fits.
     lengths = [target.params.get("total_steps") for target in targets_of(attempt.cfg.model.scheduler)]
-    trainer.length = min([STEPS, *(n for n in lengths if isinstance(n, int)), train.max_steps or STEPS])
+    trainer.length = min([ASSUMED_STEPS, *(n for n in lengths if isinstance(n, int)), train.max_steps or ASSUMED_STEPS])
     return trainer
 
 
-def _judge(attempt: Attempt, look: Observer) -> None:
-    """Report what a complete training shows: no loss, parameters without gradients."""
+def _check_training(attempt: Attempt, seen: Observer) -> None:
+    """Report faults that only a complete training shows: no loss, parameters without gradients."""
     if attempt.batch is None or not attempt.task.automatic_optimization:
         return
-    if not look.learned:
+    if not seen.learned:
         message = f"{attempt.cfg.model.module.type}.training_step returned no loss, so there was no optimizer step"
         attempt.faults.append(Fault(message, "model.module"))
     engine = attempt.asked.engine
     waits = engine.backend == "ddp" and not any(map(engine.params.get, ("find_unused_parameters", "static_graph")))
-    if waits and look.unused:
-        names = ", ".join(look.unused[:3]) + (f" and {len(look.unused) - 3} more" if len(look.unused) > 3 else "")
+    if waits and seen.unused:
+        names = ", ".join(seen.unused[:3]) + (f" and {len(seen.unused) - 3} more" if len(seen.unused) > 3 else "")
         message = f"{names} got no gradient, and ddp waits for one of each parameter; set this to true"
         attempt.faults.append(Fault(message, "engine.params.find_unused_parameters"))
 
@@ -193,9 +193,9 @@ def _export(attempt: Attempt) -> None:
 
 
 class _Trainer(pl.Trainer):
-    """A Trainer of one batch an epoch that gives schedules a usual length."""
+    """Trainer with one batch per epoch that reports an assumed length to schedulers."""
 
-    length = STEPS
+    length = ASSUMED_STEPS
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -203,13 +203,13 @@ class _Trainer(pl.Trainer):
 
 
 def _loader(batch: object) -> DataLoader:
-    """Return a loader of one batch, or of none."""
+    """Return a loader with this batch, or an empty one."""
     batches: Any = [] if batch is None else [batch]
     return DataLoader(batches, batch_size=None)
 
 
 class Observer(pl.Callback):
-    """Check a training step, and end the training after it."""
+    """Checks a training step, and ends the training after it."""
 
     def __init__(self, attempt: Attempt):
         self.attempt = attempt
@@ -224,13 +224,13 @@ class Observer(pl.Callback):
             raise ConfigError(Fault(message, "model.module"))
         self.attempt.stage = "in the training step"
         for config in trainer.lr_scheduler_configs:
-            config.frequency, config.strict = 1, False  # each schedule steps; a missing metric is reported later
+            config.frequency, config.strict = 1, False  # each scheduler steps; a missing metric is reported later
         self._weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         self.learned = True
         if loss.numel() != 1:
-            message = f"the loss is {structure(loss)}, not one number; a loss's `reduction` is mostly mean"
+            message = f"the loss is {structure(loss)}, not one number; losses usually have `reduction: mean`"
             raise ConfigError(Fault(message, self.attempt.loss_key))
         if trainer.global_step == 0 and not torch.isfinite(loss).all():
             message = f"the loss of the first training step is {float(loss.detach())}"
@@ -240,12 +240,12 @@ class Observer(pl.Callback):
         learning = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         self.unused = [name for name, p in learning.items() if p.grad is None]
         if len(self.unused) == len(learning):
-            raise ConfigError(Fault(UNCONNECTED, self.attempt.loss_key))
+            raise ConfigError(Fault(NO_GRADIENT_MESSAGE, self.attempt.loss_key))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         self.attempt.stage = "in the validation step"
         trainer.should_stop = True
-        # How far a step goes is the learning rate's business: the network is judged as it was built.
+        # Undo the step, whose size depends on the learning rate: later checks use the network as it was built.
         parameters = dict(pl_module.named_parameters())
         with torch.no_grad():
             for name, value in self._weights.items():
@@ -256,12 +256,12 @@ class Observer(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         attempt = self.attempt
-        if attempt.batch is not None and not attempt.faults:  # a run saves while the task is on its device
+        if attempt.batch is not None and not attempt.faults:  # as in a run, save while the task is on its device
             attempt.stage, attempt.saved = "while a checkpoint is saved", str(attempt.folder / "last.ckpt")
             trainer.save_checkpoint(attempt.saved)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        keep = trainer.strategy.checkpoint_io.save_checkpoint
-        keep(checkpoint, "")  # Lightning asks the first rank alone
+        save = trainer.strategy.checkpoint_io.save_checkpoint
+        save(checkpoint, "")  # Lightning saves on the first rank only

@@ -1,6 +1,6 @@
 """Try a config out: pass a made-up batch through its steps in one CPU process, and report what does not fit.
 
-Nothing is read, opened or written: no data, no run, no checkpoint, no network connection. An entry point of the group
+It reads no data, opens no run or network connection, and writes no checkpoint. An entry point of the group
 `deeplightning.dry_run` may repeat it on other devices and in several processes.
 """
 
@@ -18,29 +18,29 @@ from deeplightning.config.machine import world_size
 from deeplightning.config.plugins import DRY_RUN, load
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import Attempt, faults_of, targets_of
-from deeplightning.dry_run.isolation import drop_weights, offline, on_one_cpu, undisturbed, wants_network
+from deeplightning.dry_run.isolation import drop_weights, offline, on_one_cpu, silenced, wants_network
 from deeplightning.dry_run.one_batch import take_steps
 from deeplightning.faults import Fault, nearest, not_installed
-from deeplightning.private.messages import Sentence
+from deeplightning.private.messages import ErrorText
 
 
 def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
-    """Build what a config describes as training would, and pass one batch through its steps.
+    """Build the parts of a config as training does, and pass one batch through its steps.
 
     The batch is the data module's `example_batch(size)`. Hooks of the user's own callbacks run; loggers are not built.
-    One CPU process does this. For a config of GPUs or several processes the plug-in repeats it on those devices.
+    Everything runs in one CPU process. For GPUs or several processes the plug-in `plan` repeats it on those devices.
 
     Args:
         cfg: a config from `load_config`; it is not changed.
 
     Returns:
-        The faults, and what could not be tried.
+        The faults, and notes on what could not be tried.
     """
     several = world_size(cfg.engine) > 1
     on_gpu = cfg.engine.gpus is not None or (cfg.asked or {}).get("engine.gpus") == "auto"
     devices = load(DRY_RUN, "plan") if several or on_gpu else None
-    there = devices(cfg, on_gpu) if devices is not None else contextlib.nullcontext()
-    with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder, there as compare:
+    on_devices = devices(cfg, on_gpu) if devices is not None else contextlib.nullcontext()
+    with silenced(), offline(), tempfile.TemporaryDirectory() as folder, on_devices as compare:
         attempt = try_out(cfg, on_one_cpu(cfg), Path(folder))
         if _needs_devices(attempt.faults, several, on_gpu):
             attempt.faults, attempt.untried = [], []
@@ -58,9 +58,9 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
 
 
 def _needs_devices(faults: list[Fault], several: bool, on_gpu: bool) -> bool:
-    """Return whether the user's own code failed for lack of a GPU, a process group or the variables of a rank."""
-    wanted = [Sentence.NO_CUDA.value] if on_gpu else []
-    wanted += [Sentence.NO_GROUP.value, r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'"] if several else []
+    """Return whether the user's own code failed because there is no GPU, process group or rank variable."""
+    wanted = [ErrorText.NO_CUDA.value] if on_gpu else []
+    wanted += [ErrorText.NO_GROUP.value, r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'"] if several else []
     return any(re.search("|".join(wanted), fault.message) for fault in faults) if wanted else False
 
 
@@ -68,9 +68,9 @@ def try_out(asked: Config, cfg: Config, folder: Path) -> Attempt:
     """Pass one batch through the steps of a config, up to the first that fails.
 
     Args:
-        asked: as the user wrote it.
-        cfg: as it is tried here; weights that are not on this machine are removed from it.
-        folder: for what is written beside a run.
+        asked: the config as the user wrote it.
+        cfg: the config as it is tried; weights that are not on this machine are removed from it.
+        folder: temporary folder for files that a run would write.
     """
     attempt = Attempt(cfg, asked, folder)
     if cfg.engine.precision != asked.engine.precision:
@@ -83,7 +83,7 @@ def try_out(asked: Config, cfg: Config, folder: Path) -> Attempt:
     try:
         take_steps(attempt)
     except (Exception, SystemExit) as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes a SystemExit of it
+        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning converts it to SystemExit
             raise KeyboardInterrupt from None
         if wants_network(error):
             if keys := drop_weights(cfg):
@@ -91,11 +91,11 @@ def try_out(asked: Config, cfg: Config, folder: Path) -> Attempt:
                 message = "these weights are not on this machine yet; random ones were tried"
                 again.untried += [Fault(message, key) for key in keys]
                 return again
-            message = "wants a network connection, which a dry run does not use; nothing behind it was tried"
-            attempt.untried.append(Fault(message + own_code.line_of(error), "model.module"))
+            message = "needs a network connection, which a dry run does not allow; later steps were not tried"
+            attempt.untried.append(Fault(message + own_code.user_location(error), "model.module"))
             return attempt
         if asked.engine.gpus is not None and re.search(r"not implemented for '(BFloat16|Half)'", str(error)):
-            message = f"the CPU cannot compute this network in {cfg.engine.precision}; nothing behind it was tried"
+            message = f"the CPU cannot compute this network in {cfg.engine.precision}; later steps were not tried"
             attempt.untried.append(Fault(message, "engine.precision"))
             return attempt
         attempt.faults += faults_of(attempt, error)
@@ -107,7 +107,7 @@ def try_out(asked: Config, cfg: Config, folder: Path) -> Attempt:
 
 
 def _unlogged(attempt: Attempt) -> list[Fault]:
-    """Return faults for monitored metrics that nothing has logged in a training epoch."""
+    """Return faults for monitored metrics that were not logged in a training epoch."""
     known = attempt.logged
     if known is None or attempt.batch is None:
         return []  # no step was taken
@@ -120,7 +120,7 @@ def _unlogged(attempt: Attempt) -> list[Fault]:
 
 
 def _monitors(attempt: Attempt) -> Iterator[tuple[str, str]]:
-    """Yield key and name of each metric that something waits for."""
+    """Yield key and name of each monitored metric."""
     train = attempt.asked.train
     if train.checkpoint.monitor is not None:
         yield "train.checkpoint.monitor", train.checkpoint.monitor
@@ -136,7 +136,7 @@ def _monitors(attempt: Attempt) -> Iterator[tuple[str, str]]:
 
 
 def _place(cfg: Config, key: str | None) -> str | None:
-    """Return where the target that a key names is written."""
+    """Return the place in the config files of the target with this key, or None if there is none."""
     model = cfg.model
     sections = (model.network, model.loss, model.metrics, model.optimizer, model.scheduler)
     targets = [cfg.data.module, model.module, *cfg.train.callbacks, *(t for s in sections for t in targets_of(s))]

@@ -1,6 +1,6 @@
-"""Write checkpoints: complete or not at all, with nothing in them that reading would execute.
+"""Write checkpoints, completely or not at all, with nothing in them that reading would execute.
 
-A checkpoint is one file. If processes share the tensors, each writes its shards into its own file next to it
+A checkpoint is one file. If its tensors are sharded, each process writes its shards to its own file next to it
 (`last.pieces/TOKEN-RANK.pt` for `last.ckpt`); the checkpoint, which names them, is written when all of them exist.
 """
 
@@ -16,51 +16,51 @@ import numpy as np
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, no_room
+from deeplightning.faults import FREE_SPACE_HINT, CheckpointError, SetupError, free_space, is_full
 from deeplightning.runfolder import shards_folder, sync_names, whole
 from deeplightning.words import first_line
 
 log = logging.getLogger("deeplightning")
 
-_SHARD = "deeplightning.engine.shards.Shard"  # which is taken out before a checkpoint is written
+_SHARD = "deeplightning.engine.shards.Shard"  # removed before a checkpoint is written
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
     """Write to a temporary file, sync, rename; read plain types only.
 
-    Writing in place lost 40 of 40 checkpoints to kills, this way none of 100 (November 2026).
+    Kills destroyed 40 of 40 checkpoints written in place, and none of 100 written this way (November 2026).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.trainer: Any = None  # set when there is one: of the modules that `refill` asks
-        self._unsafe: dict[tuple[str, object], bool] = {}  # by place
+        self.trainer: Any = None  # set later: the trainer whose modules `restore_left_out` reads
+        self._unsafe: dict[tuple[str, object], bool] = {}  # by entry
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Save atomically what `readable` returns.
+        """Save the result of `without_unsafe` atomically.
 
         Raises:
-            SetupError: the folder cannot be written, or the disk is full; an older file at `path` stays.
+            SetupError: the folder cannot be written, or the disk is full; an older file at `path` is kept.
         """
-        write_file(self.readable(checkpoint), Path(path))
+        write_file(self.without_unsafe(checkpoint), Path(path))
 
-    def readable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint without what hooks have added that would not be read again; the first time, warn of it.
+    def without_unsafe(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint without entries from hooks that could not be loaded again; warn about each once.
 
-        Its key `left_out` has the places, a key and a key of the dict that lies there or None, for `refill`.
+        Its key `left_out` lists the entries for `restore_left_out`, each as a key, and a key of the dict there or None.
         """
-        places = _added(checkpoint)
-        new = {place: _is_unsafe(*place, checkpoint) for place in places if place not in self._unsafe}
+        entries = _user_entries(checkpoint)
+        new = {entry: _is_unsafe(*entry, checkpoint) for entry in entries if entry not in self._unsafe}
         self._unsafe |= new
         if any(new.values()):
             log.warning(
                 "checkpoints of this run leave out %s: only plain values can be restored. In `on_save_checkpoint` "
-                "and `state_dict`, put numbers, texts, tensors, and lists and dicts of these instead. Otherwise a "
-                "resumed run has those of its newly built module",
+                "and `state_dict`, save numbers, texts, tensors, and lists and dicts of these instead. Otherwise a "
+                "resumed run uses the values of its newly built module",
                 ", ".join(key if name is None else f"{key}[{name!r}]" for (key, name), unsafe in new.items() if unsafe),
             )
-        left_out = [place for place in places if self._unsafe[place]]
-        named = [[*place] for place in left_out if type(place[1]) in (str, int, type(None))]
+        left_out = [entry for entry in entries if self._unsafe[entry]]
+        named = [[*entry] for entry in left_out if type(entry[1]) in (str, int, type(None))]
         checkpoint = checkpoint | ({"left_out": named} if named else {})
         for key, name in left_out:
             value = checkpoint.pop(key)
@@ -71,21 +71,21 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = True
     ) -> dict[str, object]:
-        """Load with `weights_only=True`, regardless of the argument."""
+        """Load plain types only, whatever `weights_only` is."""
         from deeplightning.engine.checkpoint_reading import read_checkpoint
 
-        return self.refilled(read_checkpoint(path))
+        return self.with_left_out(read_checkpoint(path))
 
-    def refilled(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint that was read with what `readable` left out, see `refill`."""
-        from deeplightning.engine.checkpoint_reading import refill
+    def with_left_out(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Add the entries that `without_unsafe` left out of a checkpoint that was read; see `restore_left_out`."""
+        from deeplightning.engine.checkpoint_reading import restore_left_out
 
         trainer = self.trainer
-        return refill(checkpoint, trainer and trainer.lightning_module, trainer and trainer.datamodule)
+        return restore_left_out(checkpoint, trainer and trainer.lightning_module, trainer and trainer.datamodule)
 
 
-def _added(checkpoint: dict[str, Any]) -> list[tuple[str, object]]:
-    """Return the places of what users' code may have added: a key, and a key of the dict that lies there or None."""
+def _user_entries(checkpoint: dict[str, Any]) -> list[tuple[str, object]]:
+    """Return the entries that users' code may have added, each as a key, and a key of the dict there or None."""
     from deeplightning.engine.checkpoint_reading import TYPES
 
     others = {key: value for key, value in checkpoint.items() if key not in TYPES or key == "callbacks"}
@@ -93,18 +93,18 @@ def _added(checkpoint: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _is_unsafe(key: str, name: object, checkpoint: dict[str, Any]) -> bool:
-    """Return whether the value at a place would not be read again, or cannot be saved."""
+    """Return whether an entry cannot be saved, or could not be loaded again."""
     stream = io.BytesIO()
     try:
         torch.save(_plain(checkpoint[key] if name is None else {name: checkpoint[key][name]}), stream)
-    except Exception:  # objects of users raise anything; a value that contains itself a RecursionError
+    except Exception:  # users' objects raise anything; a value that contains itself raises RecursionError
         return True
     stream.seek(0)
     return not {_SHARD}.issuperset(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
 
 
 def write_file(content: dict[str, object], target: Path) -> None:
-    beside = target.with_name(f".{target.name}.{os.getpid()}")  # the partial file of `whole`
+    partial = target.with_name(f".{target.name}.{os.getpid()}")  # the temporary file of `whole`
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole(target) as file:
@@ -115,23 +115,23 @@ def write_file(content: dict[str, object], target: Path) -> None:
             first = first.__context__
         reason = getattr(first, "strerror", None) or first_line(first)
         if isinstance(first, OSError) and is_full(first):
-            written = beside.stat().st_size if beside.exists() else 0
-            reason += f"; {no_room(target.parent, written)}; {FREE_SOME}"
+            written = partial.stat().st_size if partial.exists() else 0
+            reason += f"; {free_space(target.parent, written)}; {FREE_SPACE_HINT}"
         raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
     finally:
-        with contextlib.suppress(OSError):  # must not hide the error before
-            beside.unlink()
+        with contextlib.suppress(OSError):  # must not hide the original error
+            partial.unlink()
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's numbers and arrays, which `weights_only` refuses, as Python's numbers and as tensors; arrays of
-    texts as lists."""
+    """Convert NumPy's numbers and arrays, which `weights_only` refuses, to Python's numbers and tensors, and arrays of
+    texts to lists."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         try:
             return torch.from_numpy(value.copy())
-        except (TypeError, ValueError):  # texts, or another order of bytes
+        except (TypeError, ValueError):  # texts, or another byte order
             return value.tolist()
     if type(value) is dict:
         return {_plain(key): _plain(inner) for key, inner in value.items()}
@@ -155,15 +155,15 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
     try:
-        os.link(source, beside)
+        os.link(source, partial)
     except OSError:
-        shutil.copyfile(source, beside)
-    beside.replace(target)
+        shutil.copyfile(source, partial)
+    partial.replace(target)
     sync_names(target.parent)
-    beside.unlink(missing_ok=True)  # remains if both were already names of one file
+    partial.unlink(missing_ok=True)  # still exists if both were already names of one file
 
 
 def _token(path: Path) -> str | None:
@@ -184,5 +184,5 @@ def remove_shards(path: Path, but: str | None = None) -> None:
     for file in folder.glob("*"):
         if but is None or but not in file.name:
             file.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty, or not there
+    with contextlib.suppress(OSError):  # not empty, or missing
         folder.rmdir()

@@ -1,5 +1,5 @@
-"""How one process computes: threads, memory, memory formats and the compiler. Results do not change, except that
-`channels_last` and another number of threads round differently."""
+"""How one process computes: threads, memory, memory formats and the compiler. Results do not change, except for
+rounding with `channels_last` and with another number of threads."""
 
 import ctypes
 import logging
@@ -21,7 +21,7 @@ _MIB = 2**20
 
 
 def prepare(engine: Engine) -> None:
-    """Configure this process as `engine` requests."""
+    """Apply the settings of `engine` to this process."""
     if engine.matmul_precision is not None:
         torch.set_float32_matmul_precision(engine.matmul_precision)
     if engine.threads is not None:
@@ -34,22 +34,22 @@ def prepare(engine: Engine) -> None:
 def keep_memory() -> None:
     """Make glibc's malloc keep up to 1 GiB of freed memory for reuse; do nothing with other allocators.
 
-    A step frees its activations. Memory returned to the system comes back page by page, each with a page fault: 1,340
+    A step frees its activations. Memory that was returned to the system comes back with a page fault per page: 1,340
     per step of a small CNN, a quarter of its time (torch 2.15, glibc 2.36).
     """
     if not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, 1024 * _MIB)
         mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)  # glibc's maximum: larger blocks are still returned
         mallopt(_M_TOP_PAD, 64 * _MIB)
 
 
-def lay_channels_last(task: Any) -> None:
-    """Store the weights of a task's convolutions in channels-last format once it has built its networks.
+def use_channels_last(task: Any) -> None:
+    """Store the weights of a task's convolutions in channels-last format after the task has built its networks.
 
-    Convolutions propagate the format to their outputs, so images need not arrive in it.
+    Convolutions propagate the format to their outputs, so input images may have any format.
     """
     build, hooked = task.configure_model, weakref.WeakSet[torch.nn.Module]()
 
@@ -70,22 +70,22 @@ def _channels_last(module: torch.nn.Module, inputs: tuple[object, ...]) -> tuple
     With one channel both formats have the same bytes, and cuDNN would follow the strides: it would give the gradient
     the strides of the other format, which ddp's buckets do not expect.
     """
-    pictures, *rest = inputs
-    if isinstance(pictures, torch.Tensor) and pictures.ndim == 4 and pictures.shape[1] == 1:
-        pictures = pictures.reshape(*pictures.shape[:1], *pictures.shape[2:], 1).permute(0, 3, 1, 2)
-    return pictures, *rest
+    images, *rest = inputs
+    if isinstance(images, torch.Tensor) and images.ndim == 4 and images.shape[1] == 1:
+        images = images.reshape(*images.shape[:1], *images.shape[2:], 1).permute(0, 3, 1, 2)
+    return images, *rest
 
 
 def prepare_to_compile(engine: Engine) -> None:
-    """Find the compiler of `engine.compile`, where torch 2.15 (C++ for CPUs) and Triton 3.9 (C for GPUs) look for one.
+    """Check that `engine.compile` has a compiler where torch 2.15 (C++ for CPUs) or Triton 3.9 (C for GPUs) finds it.
 
     Raises:
-        SetupError: neither place has a compiler.
+        SetupError: there is no compiler.
     """
     on_gpu = engine.gpus is not None
-    if engine.compile == "graphs":  # by CUDA alone
+    if engine.compile == "graphs":  # needs only CUDA
         if not on_gpu:
-            log.info("engine.compile=graphs records what a GPU computes: this run has none, and trains eagerly")
+            log.info("engine.compile=graphs records GPU operations; this run uses no GPU, so it trains in eager mode")
         return
     if sys.platform == "win32":
         return
@@ -95,6 +95,6 @@ def prepare_to_compile(engine: Engine) -> None:
     wanted = named[:1] or usual
     if any(map(shutil.which, wanted)):
         return
-    why = f"{variable} names {named[0]}, which is not there" if named else f"the PATH has no {' and no '.join(usual)}"
+    why = f"{variable} names {named[0]}, which does not exist" if named else f"the PATH has no {' or '.join(usual)}"
     remedy = f"install one (Debian: apt-get install g++), set {variable} to its name, or set engine.compile=false"
     raise SetupError(Fault(f"no {language} compiler: {why}; {remedy}", "engine.compile"))

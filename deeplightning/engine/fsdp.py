@@ -1,7 +1,7 @@
 """Full sharding with torch's `fully_shard` (FSDP2).
 
-Each process holds a part of every parameter, of its gradient and of its optimizer state; a module's parameters are
-gathered while it computes.
+Each process holds a part of every parameter, gradient and optimizer state; a module's parameters are gathered while it
+computes.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from deeplightning.engine.sharded import Sharded, Share, places, replace
+from deeplightning.engine.sharded import Sharded, Share, holders_of, replace_parameter
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.torch import apply
 
@@ -29,7 +29,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
     """Shard every module of the task that has parameters, and inside it the modules that `wrap` selects as units.
 
     A unit is gathered at once: small units save memory, large ones time. A task that calls `fully_shard` in its own
-    `configure_model` is left as it is.
+    `configure_model` is not changed.
 
     Args:
         wrap: the units: classes or names of modules, or the minimum number of parameters of a unit.
@@ -44,7 +44,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
 
     Raises:
         ValueError: a dtype is unknown.
-        ConfigError: (when the run is set up) `wrap` names no module, or the task itself has parameters outside of its
+        ConfigError: (when the run is set up) `wrap` matches no module, or the task has parameters outside of its
             modules.
     """
 
@@ -70,7 +70,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
             self._options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
     def setup_environment(self) -> None:
-        # Lightning's "auto" is the processes of one machine.
+        # Lightning's "auto" counts only the processes of one machine.
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -95,27 +95,27 @@ class Fsdp(Sharded, ModelParallelStrategy):
     def _shard(self, task: nn.Module) -> None:
         loose = [name for name, _ in task.named_parameters(recurse=False)]
         if loose:
-            message = f"fsdp shards modules, and {', '.join(loose)} of {type(task).__name__} belong to none; put them "
-            message += "into a module of their own, or use `engine.backend=ddp`"
+            message = f"fsdp shards modules, but {', '.join(loose)} of {type(task).__name__} belong to none; put them "
+            message += "into a module, or use `engine.backend=ddp`"
             raise ConfigError(Fault(message, "engine.backend"))
-        whole = [parameter.detach() for parameter in places(task)]
-        for parameter, found in places(task).items():
-            replace(found, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+        full = [parameter.detach() for parameter in holders_of(task)]
+        for parameter, found in holders_of(task).items():
+            replace_parameter(found, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
         mesh = self.device_mesh["data_parallel"]
         for unit in (*_inner_units(task, self.wrap), *_roots(task)):
             fully_shard(unit, mesh=mesh, **self._options)
-        home = torch.device("cpu") if self._offloads else self.root_device
+        device = torch.device("cpu") if self._offloads else self.root_device
         for child in task.children():
-            apply(child, lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(self.root_device))
+            apply(child, lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(self.root_device))
         self.move_unsharded()  # the task itself may have buffers
         with torch.no_grad():
             shares = self.shares()
-            for values, parameter in zip(whole, places(task), strict=True):
-                arriving = values if self.global_rank == 0 else torch.empty(values.shape, dtype=values.dtype)
-                arriving = arriving.to(self.root_device)
-                distributed.broadcast(arriving, 0)
+            for values, parameter in zip(full, holders_of(task), strict=True):
+                received = values if self.global_rank == 0 else torch.empty(values.shape, dtype=values.dtype)
+                received = received.to(self.root_device)
+                distributed.broadcast(received, 0)
                 share = shares[parameter]
-                share.values.copy_(share.part(arriving))
+                share.values.copy_(share.part(received))
             for buffer in task.buffers():
                 distributed.broadcast(buffer, 0)
 
@@ -125,7 +125,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # it may still be gathered after a validation
-        parameters = places(self.lightning_module)
+        parameters = holders_of(self.lightning_module)
         return {parameter: _share(parameter) for parameter in parameters if isinstance(parameter.data, DTensor)}
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
@@ -135,7 +135,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         kept = optimizer.state.get(parameter, {})
         return {name: v.to_local().view(-1) if isinstance(v, DTensor) else v for name, v in kept.items()}
 
-    def take_state(
+    def set_optimizer_state(
         self, optimizer: Any, groups: list[dict[str, object]], states: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
         ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -150,7 +150,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
 
 
 def _inner_units(task: nn.Module, wrap: int | Sequence[str]) -> Iterator[nn.Module]:
-    """Yield the modules below the roots that are gathered by themselves, the innermost first."""
+    """Yield the modules below the roots that are units of their own, the innermost first."""
     roots = set(_roots(task))
     inner = {n: m for n, m in task.named_modules() if m is not task and m not in roots and _may_be_unit(m)}
     if isinstance(wrap, int):
@@ -160,10 +160,10 @@ def _inner_units(task: nn.Module, wrap: int | Sequence[str]) -> Iterator[nn.Modu
         chosen = [m for n, m in inner.items() if not names[n].isdisjoint(wrap)]
         if unknown := set(wrap).difference(*names.values()):
             some = ", ".join(sorted(set().union(*names.values()) - inner.keys() - {""})[:12])
-            message = f"no module inside the network is called, or is a, {min(unknown)}; there are {some or 'none'}"
+            message = f"no module inside the network has the name or class {min(unknown)}; there are {some or 'none'}"
             raise ConfigError(Fault(message, "engine.params.wrap"))
     # A parameter shared by modules of two units can belong to neither.
-    found = places(task)
+    found = holders_of(task)
     for module in reversed(chosen):
         own = set(module.modules())
         if all(holder in own for parameter in module.parameters() for holder, _ in found[parameter]):
@@ -171,10 +171,10 @@ def _inner_units(task: nn.Module, wrap: int | Sequence[str]) -> Iterator[nn.Modu
 
 
 def units_of(task: nn.Module, wrap: int | Sequence[str]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each unit that would be gathered by itself, for a network that is not sharded yet.
+    """Return the parameters of each unit of a network that is not sharded yet.
 
     Raises:
-        ConfigError: `wrap` names no module.
+        ConfigError: `wrap` matches no module.
     """
     taken, units = set[nn.Parameter](), list[list[nn.Parameter]]()
     for module in (*_inner_units(task, wrap), *_roots(task)):
@@ -184,7 +184,7 @@ def units_of(task: nn.Module, wrap: int | Sequence[str]) -> list[list[nn.Paramet
 
 
 def _roots(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules with parameters that can be sharded; of a list of modules, those in it."""
+    """Return the outermost modules with parameters that can be sharded; for a list of modules, its items."""
     found: list[nn.Module] = []
     for child in module.children():
         if _may_be_unit(child):
@@ -195,7 +195,7 @@ def _roots(module: nn.Module) -> list[nn.Module]:
 
 
 def _may_be_unit(module: nn.Module) -> bool:
-    """Return whether a module has parameters and a forward pass, as `fully_shard` requires; metrics do not count."""
+    """Return whether a module has parameters and a forward pass, as `fully_shard` requires, and is not a metric."""
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and next(module.parameters(), None) is not None and not isinstance(module, Metric)
 
@@ -210,7 +210,7 @@ def _share(parameter: Any) -> Share:
 
 
 def _like(parameter: Any, values: Any) -> Any:
-    """Return this process's values (n,) as a DTensor that is sharded like a parameter; any other value as it is."""
+    """Return values (n,) of this process as a DTensor that is sharded like a parameter; return others unchanged."""
     local = parameter.to_local()
     if not isinstance(values, torch.Tensor) or values.shape != (local.numel(),):
         return values
@@ -224,10 +224,10 @@ def _like(parameter: Any, values: Any) -> Any:
     )
 
 
-def _dtype(word: str | None) -> torch.dtype | None:
-    if word is None:
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
         return None
-    found = getattr(torch, word.removeprefix("torch."), None)
+    found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"{word!r} is not a dtype to compute in; bfloat16, float16 and float32 are")
+        raise ValueError(f"{name!r} is not a floating-point dtype; use bfloat16, float16 or float32")
     return found

@@ -1,4 +1,4 @@
-"""Process groups: Lightning's cluster environment, how data are split over processes, data parallelism, teardown."""
+"""Process groups: Lightning's cluster environment, the split of data over processes, data parallelism, teardown."""
 
 import atexit
 import logging
@@ -27,25 +27,25 @@ def cluster() -> ClusterEnvironment:
 
     Lightning 2.6 would use Slurm's variables even in a shell for which Slurm has only allocated a machine.
     """
-    # If Slurm is installed, Lightning suggests to use it.
+    # Lightning suggests srun if Slurm is installed.
     warnings.filterwarnings("ignore", "The `srun` command is available")
     found = identity()
-    return Own() if found is None or not found.is_binding else Cluster(found)
+    return OwnProcesses() if found is None or not found.is_binding else ExternalProcesses(found)
 
 
-class Own(LightningEnvironment):
+class OwnProcesses(LightningEnvironment):
     """The processes of a machine, started by the first of them."""
 
     def teardown(self) -> None:
         """Keep WORLD_SIZE, which Lightning's version deletes and later stages read."""
 
 
-class Cluster(ClusterEnvironment):
+class ExternalProcesses(ClusterEnvironment):
     """The processes of a launch that were all started externally; see `deeplightning.process.identity`."""
 
-    def __init__(self, place: Identity):
-        self.place = place
-        rank_zero_only.rank = place.rank  # type: ignore[attr-defined]
+    def __init__(self, process: Identity):
+        self.process = process
+        rank_zero_only.rank = process.rank  # type: ignore[attr-defined]
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -53,43 +53,43 @@ class Cluster(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return self.place.address or "127.0.0.1"
+        return self.process.address or "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT") or self.place.port or 29500)  # torch's own default
+        return int(os.environ.get("MASTER_PORT") or self.process.port or 29500)  # torch's own default
 
     @staticmethod
     def detect() -> bool:
         return identity() is not None
 
     def world_size(self) -> int:
-        return self.place.world
+        return self.process.world
 
     def set_world_size(self, size: int) -> None:
         """Ignore the size, which is fixed."""
 
     def global_rank(self) -> int:
-        return self.place.rank
+        return self.process.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Ignore the rank, which is fixed."""
 
     def local_rank(self) -> int:
-        return self.place.local_rank
+        return self.process.local_rank
 
     def node_rank(self) -> int:
-        return self.place.node
+        return self.process.node
 
 
 # ---- the data
 
 
 class EachOnce(BatchSampler):
-    """Batches of a process that count each sample once over all processes, with equally many batches on each.
+    """Batches of a process: each sample occurs once over all processes, which have equally many batches.
 
     A DistributedSampler repeats samples so that all processes have the same number. Here a process with one sample less
-    has one or two shorter batches.
+    has one or two shorter batches instead.
 
     Args:
         sampler: yields the samples of this process, a repeated one last.
@@ -97,10 +97,10 @@ class EachOnce(BatchSampler):
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool):
         super().__init__(sampler, batch_size, drop_last)
-        world, known = sampler.num_replicas, len(sampler.dataset)  # type: ignore[arg-type]
-        self.samples = len(range(sampler.rank, known, world))
-        self.batches = known // world // batch_size if drop_last else -(-known // (world * batch_size))
-        self.is_possible = known // world >= self.batches
+        world, total = sampler.num_replicas, len(sampler.dataset)  # type: ignore[arg-type]
+        self.samples = len(range(sampler.rank, total, world))
+        self.batches = total // world // batch_size if drop_last else -(-total // (world * batch_size))
+        self.is_possible = total // world >= self.batches
 
     def __iter__(self) -> Iterator[list[int]]:
         positions, begin = [*self.sampler][: self.samples], 0
@@ -119,27 +119,27 @@ class CountsOnce:
     lightning_module: Any
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Make a validation or test loader that is split over the processes repeat no sample."""
+        """Remove repeated samples from a validation or test loader that is split over the processes."""
         trainer: Any = self.lightning_module.trainer
         if not isinstance(dataloader, DataLoader) or type(dataloader.batch_sampler) is not BatchSampler:
             return dataloader
         sampler: Any = dataloader.sampler
-        known = (DistributedSampler, DistributedSamplerWrapper)
-        if trainer.training or type(sampler) not in known or sampler.drop_last:
+        splitting = (DistributedSampler, DistributedSamplerWrapper)
+        if trainer.training or type(sampler) not in splitting or sampler.drop_last:
             return dataloader
         once = EachOnce(sampler, dataloader.batch_sampler.batch_size, dataloader.batch_sampler.drop_last)
         if once.is_possible:
             vars(dataloader)["batch_sampler"] = once  # torch forbids assigning it to a constructed loader
         elif trainer.is_global_zero:
             log.warning(
-                "a set of %d samples cannot be split into as many batches of %d on each of %d processes: some samples "
-                "count twice. Take one process, or larger batches",
+                "a set of %d samples cannot be split into equally many batches of %d on each of %d processes, so some "
+                "samples count twice. Use one process or larger batches",
                 *(len(sampler.dataset), once.batch_size, sampler.num_replicas),
             )
         return dataloader
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather as Lightning does; where processes of an evaluation have different numbers of rows, fill up.
+        """Gather as Lightning does; in an evaluation, pad tensors of processes that have fewer rows.
 
         Raises:
             RunError: on every process, if one of them has no row to repeat.
@@ -149,7 +149,7 @@ class CountsOnce:
             rows = gather(torch.tensor(len(tensor), device=tensor.device), group)
             if rows.min() < rows.max():
                 if rows.min() == 0:
-                    raise RunError(f"`all_gather` got no row of some processes, and up to {int(rows.max())} of others")
+                    raise RunError(f"`all_gather` got no rows from some processes, up to {int(rows.max())} from others")
                 warnings.warn("`all_gather` repeats the last row of processes that have fewer rows", stacklevel=2)
                 tensor = tensor[torch.arange(int(rows.max())).clamp(max=len(tensor) - 1)]
         return gather(tensor, group, sync_grads)  # type: ignore[no-any-return]
@@ -164,9 +164,9 @@ class CountsOnce:
 class Ddp(CountsOnce, DDPStrategy):
     """Data parallelism with torch's `DistributedDataParallel`: each process has the network, gradients are averaged.
 
-    It computes on the stream on which gradients are reduced. Lightning 2.6.6 wraps the network on a side stream, as
-    torch requires for capturing a CUDA graph of the step. All else runs on the current stream, so autograd synchronises
-    the two at each parameter, and torch (2.11 and newer) warns.
+    The network is wrapped on the current stream. Lightning 2.6.6 wraps it on a side stream, as torch requires for
+    capturing a CUDA graph of the step. All else runs on the current stream, so autograd would synchronise the two at
+    each parameter, and torch (2.11 and newer) would warn.
     """
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -174,7 +174,7 @@ class Ddp(CountsOnce, DDPStrategy):
 
 
 def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:
-    """Multiply the gradients of an optimizer before its step; a strategy may store them in its own way."""
+    """Multiply the gradients of an optimizer before its step; a strategy may have its own method for it."""
     if hasattr(strategy, "scale_gradients"):
         strategy.scale_gradients(scale)
         return
@@ -184,15 +184,15 @@ def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:
                 parameter.grad.mul_(scale)
 
 
-def leave_at_exit() -> None:
+def destroy_group_at_exit() -> None:
     """Make this process destroy its process group at exit, even after a failed run.
 
-    Lightning 2.6 does so for groups that it creates itself; torch warns of an NCCL group that is left open.
+    Lightning 2.6 does so only for groups that it creates itself; torch warns about an NCCL group that is left open.
     """
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    atexit.unregister(_destroy_group)
+    atexit.register(_destroy_group)
 
 
-def _leave() -> None:
+def _destroy_group() -> None:
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

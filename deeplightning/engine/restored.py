@@ -1,7 +1,7 @@
-"""Whether a run can resume from a checkpoint's training state: its form, and errors while it is restored.
+"""Check whether a run can resume from a checkpoint's training state: its structure, and errors while it is restored.
 
-Lightning ignores some missing counters and raises an error of its own at others. Values are not checked: whoever could
-change a counter could have changed a weight.
+Lightning ignores some missing counters and raises unspecific errors for others. Values are not checked: whoever can
+change a counter can change a weight too.
 """
 
 import traceback
@@ -16,11 +16,11 @@ from deeplightning.engine.checkpoint_reading import described
 from deeplightning.faults import CheckpointError
 from deeplightning.words import first_line
 
-_RESTORES = "pytorch_lightning.trainer.connectors.checkpoint_connector"
+_RESTORING_MODULE = "pytorch_lightning.trainer.connectors.checkpoint_connector"
 _LIBRARIES = ("deeplightning.", "pytorch_lightning.", "lightning_fabric.", "torch.", "torchmetrics.")
-_USE = ("torch.optim.", "pytorch_lightning.loops.", "pytorch_lightning.core.", "pytorch_lightning.utilities.")
-_USE_LATER = ("torch.optim.lr_scheduler", "pytorch_lightning.callbacks.early_stopping")
-"""Modules that restore a state, that use it in the first step after, and that may use it later; Lightning 2.6 and
+_STEP_MODULES = ("torch.optim.", "pytorch_lightning.loops.", "pytorch_lightning.core.", "pytorch_lightning.utilities.")
+_LATER_MODULES = ("torch.optim.lr_scheduler", "pytorch_lightning.callbacks.early_stopping")
+"""Modules that restore a state, that use it in the first step after that, and that may use it later; Lightning 2.6 and
 torch 2.15 have no specific exceptions for a bad state."""
 
 
@@ -34,47 +34,47 @@ def check_counters(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         return
     loops = checkpoint.get("loops")
     theirs = loops.get("fit_loop") if isinstance(loops, Mapping) else None
-    for fault in _misfits(trainer.fit_loop.state_dict(), theirs, "loops.fit_loop"):
+    for fault in _counter_faults(trainer.fit_loop.state_dict(), theirs, "loops.fit_loop"):
         raise _refusal(trainer.ckpt_path, fault)
 
 
 def averages_at_end(trainer: Any) -> bool:
-    """Return whether a callback puts averages in place of the weights when training has ended."""
+    """Return whether a callback replaces the weights by averages when training ends."""
     return any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)
 
 
 def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> None:
     """Compare the numbers of optimizers and schedules of a checkpoint with those of a trainer that is set up.
 
-    StochasticWeightAveraging replaces the schedule while it trains, and keeps the state of its own.
+    StochasticWeightAveraging replaces the schedule during training and saves the state of its own schedule.
 
     Raises:
         CheckpointError: they differ.
     """
-    made: dict[str, list[Any]] = {"optimizer_states": trainer.optimizers}
+    expected: dict[str, list[Any]] = {"optimizer_states": trainer.optimizers}
     if not averages_at_end(trainer):
-        made["lr_schedulers"] = trainer.lr_scheduler_configs
-    for key, ours in made.items():
+        expected["lr_schedulers"] = trainer.lr_scheduler_configs
+    for key, ours in expected.items():
         saved = checkpoint.get(key)
         if not isinstance(saved, list) or len(saved) != len(ours):
             found = len(saved) if isinstance(saved, list) else described(saved)
-            raise _refusal(trainer.ckpt_path, f"`{key}` is {found}, and this run has {len(ours)}")
+            raise _refusal(trainer.ckpt_path, f"`{key}` is {found}, but this run has {len(ours)}")
 
 
-def of_checkpoint(error: Exception, trainer: pl.Trainer, resumed_at: int) -> CheckpointError | None:
+def checkpoint_error(error: Exception, trainer: pl.Trainer, resumed_at: int) -> CheckpointError | None:
     """Return the error for a failure that a checkpoint's training state caused; None if there is another cause.
 
     Args:
-        error: ended the training.
-        resumed_at: the optimizer steps of the checkpoint; negative before training has begun.
+        error: the error that ended the training.
+        resumed_at: the number of optimizer steps of the checkpoint; negative before training starts.
     """
     if hasattr(error, "exit_code") or isinstance(error, torch.OutOfMemoryError):
         return None
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not modules[-1].startswith(_LIBRARIES):  # in the user's code
         return None
-    at_once = modules[-1].startswith(_USE) and (resumed_at < 0 or trainer.global_step <= resumed_at + 1)
-    if not at_once and not modules[-1].startswith(_USE_LATER) and _RESTORES not in modules:
+    at_once = modules[-1].startswith(_STEP_MODULES) and (resumed_at < 0 or trainer.global_step <= resumed_at + 1)
+    if not at_once and not modules[-1].startswith(_LATER_MODULES) and _RESTORING_MODULE not in modules:
         return None
     return _refusal(trainer.ckpt_path, f"{type(error).__name__}: {first_line(error)}")
 
@@ -86,21 +86,21 @@ def _refusal(path: object, fault: str) -> CheckpointError:
     )
 
 
-def _misfits(ours: object, theirs: object, key: str) -> Iterator[str]:
-    """Yield what is missing in a tree of counters or is not a count."""
+def _counter_faults(ours: object, theirs: object, key: str) -> Iterator[str]:
+    """Yield a message for each counter that a tree lacks or that is not a count."""
     if isinstance(ours, Mapping):
         if not isinstance(theirs, Mapping):
-            yield f"`{key}` is {described(theirs)}, and has to be a dict"
+            yield f"`{key}` is {described(theirs)}, but must be a dict"
             return
         for name, value in ours.items():
             if name in theirs:
-                yield from _misfits(value, theirs[name], f"{key}.{name}")
+                yield from _counter_faults(value, theirs[name], f"{key}.{name}")
             else:
                 yield f"`{key}.{name}` is missing"
         if unknown := [name for name in theirs if name not in ours] if key.endswith((".total", ".current")) else []:
             yield f"`{key}` holds {unknown[0]}, which is not a counter"
     elif isinstance(ours, bool):
         if not isinstance(theirs, bool):
-            yield f"`{key}` is {described(theirs)}, and has to be true or false"
+            yield f"`{key}` is {described(theirs)}, but must be true or false"
     elif isinstance(ours, int) and (isinstance(theirs, bool) or not isinstance(theirs, int) or theirs < 0):
-        yield f"`{key}` is {described(theirs)}, and has to be a count"
+        yield f"`{key}` is {described(theirs)}, but must be a count"

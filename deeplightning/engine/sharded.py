@@ -1,8 +1,8 @@
-"""What engines that share tensors among processes have in common: networks are built on rank 0, and checkpoints are
+"""The common base of engines that shard tensors over processes: networks are built on rank 0, and checkpoints are
 independent of the engine.
 
 A checkpoint has weights and optimizer state as one process would save them, with full names and in full precision, each
-tensor in shards. So any engine with any number of processes can resume it.
+tensor in shards. So any engine can resume it with any number of processes.
 """
 
 import itertools
@@ -20,9 +20,9 @@ from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
 from deeplightning.engine.checkpoint_io import remove_shards, write_file
-from deeplightning.engine.checkpoint_reading import raise_for_misfits, read_checkpoint, whole_shapes
+from deeplightning.engine.checkpoint_reading import raise_for_differences, read_checkpoint, whole_shapes
 from deeplightning.engine.process_group import CountsOnce
-from deeplightning.engine.shards import Scattered, Shard, split, whole_of
+from deeplightning.engine.shards import Scattered, Shard, assembled, split_shards
 from deeplightning.faults import CheckpointError, ConfigError, Fault, SetupError
 from deeplightning.runfolder import shards_of
 
@@ -37,7 +37,7 @@ class Share:
 
     Attributes:
         shape: of the whole parameter.
-        start: where the part begins in the flattened parameter.
+        start: the position of the part in the flattened parameter.
         values: the part itself, (n,), in the optimizer's precision; writing to it changes the parameter.
     """
 
@@ -50,13 +50,13 @@ class Share:
         start, stop = self.start, self.start + self.values.numel()
         return tensor.part(start, stop) if isinstance(tensor, Scattered) else tensor.reshape(-1)[start:stop]
 
-    def piece(self, values: Tensor) -> Shard:
-        """Return values (n,) of a tensor that is split like the parameter as this process's shard."""
+    def shard(self, values: Tensor) -> Shard:
+        """Return values (n,) of a tensor that is sharded like the parameter as this process's shard."""
         return Shard(self.shape, self.start, values)
 
 
 class Sharded(CountsOnce, ABC):
-    """Mixin for Lightning's strategies; a strategy defines how it shards parameters in `shares` and `take_state`."""
+    """Mixin for Lightning's strategies; each defines how it shards parameters, see the abstract methods."""
 
     # Defined by the strategy.
     optimizers: list["Optimizer"]
@@ -79,24 +79,24 @@ class Sharded(CountsOnce, ABC):
 
     @abstractmethod
     def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, object]:
-        """Return an optimizer's state of a parameter: tensors like `Share.values`, and values for the whole."""
+        """Return an optimizer's state of a parameter: tensors like `Share.values`, and unsharded values."""
 
     @abstractmethod
-    def take_state(
+    def set_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
         groups: list[dict[str, object]],
         states: dict[nn.Parameter, dict[str, object]],
     ) -> None:
-        """Give an optimizer the settings of its groups, without `params`, and the state of each parameter."""
+        """Set the settings of an optimizer's groups, without `params`, and the state of each parameter."""
 
     # ---- set-up
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build the whole network on rank 0 only; others get shapes now and their part at sharding.
+        """Build the full network on rank 0 only; other ranks get shapes now, and their part when it is sharded.
 
-        A user's `configure_model` may load values or shard by itself, which every process has to do.
+        A user's `configure_model` may load values or shard by itself, which every process must do.
         """
         is_ours = type(self.lightning_module).configure_model.__module__.startswith("deeplightning.")
         with parameters_on_meta() if is_ours and self.shares_parameters and self.global_rank > 0 else nullcontext():
@@ -107,25 +107,25 @@ class Sharded(CountsOnce, ABC):
         yield
 
     def refuse_scalars(self) -> None:
-        """Raise a ConfigError that names the parameters without a dimension, which neither torch nor DeepSpeed shards,
-        if there are any."""
+        """Raise a ConfigError if there are parameters without a dimension, which neither torch nor DeepSpeed can
+        shard."""
         scalars = [name for name, parameter in self.lightning_module.named_parameters() if not parameter.ndim]
         if scalars:
-            message = "parameters without a dimension cannot be shared out"
-            remedy = "make them of shape (1,), or use `engine.backend=ddp`"
+            message = "parameters without a dimension cannot be sharded"
+            remedy = "give them the shape (1,), or use `engine.backend=ddp`"
             raise ConfigError(Fault(f"{message}: {', '.join(scalars[:3])}; {remedy}", "engine.backend"))
 
     def synchronise_batch_norm(self, trainer: "pl.Trainer") -> None:
         """Apply `engine.sync_batchnorm` before parameters are sharded."""
-        layers = self._layer_sync  # type: ignore[attr-defined]  # private in Lightning 2.6, which does it for ddp alone
+        layers = self._layer_sync  # type: ignore[attr-defined]  # private in Lightning 2.6, which does it only for ddp
         if layers is not None and trainer.state.fn == "fit":
             layers.apply(self.lightning_module)
 
     def move_unsharded(self) -> None:
         """Move buffers and the states of metrics to this process's device.
 
-        Parameters stay where the strategy put them. Lightning's teardown of a stage moves the task to the CPU, and
-        tasks add buffers when the next stage is set up.
+        Parameters stay on the strategy's device. Lightning's teardown of a stage moves the task to the CPU, and tasks
+        add buffers when the next stage is set up.
         """
         device = self.root_device  # type: ignore[attr-defined]
         for module in self.lightning_module.modules():
@@ -135,7 +135,7 @@ class Sharded(CountsOnce, ABC):
                 setattr(module, name, buffer.to(device))
 
     def teardown(self) -> None:
-        """Give values to meta parameters: Lightning's error about them would hide why the set-up failed."""
+        """Give values to meta parameters; otherwise Lightning's error about them hides why the set-up failed."""
         if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
             self.lightning_module.to_empty(device="cpu")
         super().teardown()  # type: ignore[misc]
@@ -147,7 +147,7 @@ class Sharded(CountsOnce, ABC):
         found = self.lightning_module.state_dict()
         for name in found.keys() & parameters.keys():
             if share := shares.get(parameters[name]):
-                found[name] = share.piece(share.values)
+                found[name] = share.shard(share.values)
         return found
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -158,26 +158,26 @@ class Sharded(CountsOnce, ABC):
             numbered = [(next(numbers), parameter) for parameter in group["params"]]
             groups.append({**group, "params": [number for number, _ in numbered]})
             for number, parameter in numbered:
-                if kept := self.state_of(optimizer, parameter):
-                    state[number] = {n: _piece(v, shares.get(parameter)) for n, v in kept.items()}
+                if values := self.state_of(optimizer, parameter):
+                    state[number] = {n: _shard(v, shares.get(parameter)) for n, v in values.items()}
         return {"state": state, "param_groups": groups}
 
     def save_checkpoint(self, checkpoint: dict[str, object], filepath: object, storage_options: object = None) -> None:
-        save_sharded(self.checkpoint_io.readable(checkpoint), self.broadcast(filepath))  # type: ignore[attr-defined]
+        save_sharded(self.checkpoint_io.without_unsafe(checkpoint), self.broadcast(filepath))  # type: ignore[attr-defined]
 
     def load_checkpoint(self, checkpoint_path: object, weights_only: bool | None = None) -> dict[str, object]:
         self.path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]
-        return self.checkpoint_io.refilled(read_checkpoint(self.path, whole=False))  # type: ignore[attr-defined, no-any-return]
+        return self.checkpoint_io.with_left_out(read_checkpoint(self.path, whole=False))  # type: ignore[attr-defined, no-any-return]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights and buffers.
 
         Raises:
-            CheckpointError: they are of another network; if not `strict`, those that exist are loaded instead.
+            CheckpointError: they belong to another network; if not `strict`, the entries that exist are loaded instead.
         """
         ours, theirs = whole_shapes(self.lightning_module), checkpoint["state_dict"]
         if strict:
-            raise_for_misfits(ours, theirs, getattr(self, "path", "the checkpoint"))
+            raise_for_differences(ours, theirs, getattr(self, "path", "the checkpoint"))
         shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
         plain = self.lightning_module.state_dict()
         with torch.no_grad():
@@ -186,17 +186,17 @@ class Sharded(CountsOnce, ABC):
                 if share is not None:
                     share.values.copy_(share.part(theirs[name]))
                 elif isinstance(plain[name], Tensor):
-                    plain[name].copy_(whole_of(theirs[name]))
+                    plain[name].copy_(assembled(theirs[name]))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states.
 
         Raises:
-            CheckpointError: they are of optimizers with other groups or settings.
+            CheckpointError: they belong to optimizers with other groups or settings.
         """
         trainer: Any = self.lightning_module.trainer
         for callback in trainer.callbacks:
-            if isinstance(callback, BaseFinetuning):  # Lightning calls it before the callback's state is loaded
+            if isinstance(callback, BaseFinetuning):  # Lightning calls this before the callback's state is loaded
                 BaseFinetuning.on_fit_start(callback, trainer, self.lightning_module)
         shares = self.shares()
         of_another = f"{getattr(self, 'path', 'the checkpoint')}: of another optimizer: it"
@@ -206,7 +206,7 @@ class Sharded(CountsOnce, ABC):
                 raise CheckpointError(f"{of_another} has other groups of parameters than the optimizer")
             lacks, has = ours[0].keys() - theirs[0].keys(), theirs[0].keys() - ours[0].keys()
             if lacks and has:  # newer versions of torch only add settings
-                settings = f"{', '.join(sorted(has))}, the optimizer {', '.join(sorted(lacks))}"
+                settings = f"{', '.join(sorted(has))}, the optimizer has {', '.join(sorted(lacks))}"
                 raise CheckpointError(f"{of_another} has the settings {settings}")
             states = {
                 parameter: {name: _part(value, shares.get(parameter)) for name, value in saved["state"][number].items()}
@@ -214,27 +214,27 @@ class Sharded(CountsOnce, ABC):
                 for parameter, number in zip(group["params"], saved_group["params"], strict=True)
                 if number in saved["state"]
             }
-            self.take_state(optimizer, [{n: v for n, v in g.items() if n != "params"} for g in theirs], states)
+            self.set_optimizer_state(optimizer, [{n: v for n, v in g.items() if n != "params"} for g in theirs], states)
 
 
-def _piece(value: Any, share: Share | None) -> object:
+def _shard(value: Any, share: Share | None) -> object:
     if share is None:  # complete on every process, as at stage 0
         return value
     if isinstance(value, Tensor) and value.shape == share.values.shape:  # (n,)
-        return share.piece(value)
+        return share.shard(value)
     # DeepSpeed has one step count for many parameters; if they shared it after loading, each would increment it.
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _part(value: object, share: Share | None) -> Any:
     if share is None or not share.shape or tuple(getattr(value, "shape", ())) != share.shape:
-        return whole_of(value)
+        return assembled(value)
     return share.part(value)  # type: ignore[arg-type]
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Create the parameters of modules in the block on the meta device, without values; buffers are real."""
+    """Create the parameters of modules in the block on the meta device, without values; buffers have values."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -249,8 +249,8 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Return each parameter with the modules that have it and its name there: several if it is shared."""
+def holders_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Return, for each parameter, the modules that have it and its name there: several if it is shared."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for holder in module.modules():
         for name, parameter in holder.named_parameters(recurse=False, remove_duplicate=False):
@@ -258,16 +258,16 @@ def places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return found
 
 
-def replace(of: list[tuple[nn.Module, str]], new: nn.Parameter) -> None:
+def replace_parameter(of: list[tuple[nn.Module, str]], new: nn.Parameter) -> None:
     """Replace a parameter in all modules that have it."""
     for holder, name in of:
         setattr(holder, name, new)
 
 
 def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
-    """Save a checkpoint that holds a `Shard` of each shared tensor. Call it on every process.
+    """Save a checkpoint that has a `Shard` of each sharded tensor. Call this on every process.
 
-    The former checkpoint of that name stays until the new one is complete.
+    A former checkpoint of that name is kept until the new one is complete.
 
     Raises:
         SetupError: on every process, if one of them cannot write.
@@ -275,15 +275,15 @@ def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
     path, rank, world = Path(path), distributed.get_rank(), distributed.get_world_size()
     token = [secrets.token_hex(4)]
     distributed.broadcast_object_list(token, 0)
-    index, own = split(checkpoint)
+    index, own = split_shards(checkpoint)
     index["pieces"] = {"token": token[0], "processes": world}
-    _on_all(lambda: write_file({"pieces": own}, shards_of(path, token[0], rank)))
-    _on_all(lambda: write_file(index, path) if rank == 0 else None)
+    _run_on_all_ranks(lambda: write_file({"pieces": own}, shards_of(path, token[0], rank)))
+    _run_on_all_ranks(lambda: write_file(index, path) if rank == 0 else None)
     if rank == 0:
         remove_shards(path, but=token[0])
 
 
-def _on_all(write: Callable[[], None]) -> None:
+def _run_on_all_ranks(write: Callable[[], None]) -> None:
     """Write on each process; fail on all if one fails."""
     failure: SetupError | None = None
     failures: list[Any] = [None] * distributed.get_world_size()

@@ -11,11 +11,11 @@ from deeplightning.faults import ConfigError, Fault
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import Strategy
 
-_WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
+_PRECISIONS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
 
 def trainer_arguments(cfg: Config) -> dict[str, Any]:
-    """Return keyword arguments of Lightning's Trainer for a resolved config."""
+    """Return the keyword arguments of Lightning's Trainer for a resolved config."""
     from torch import are_deterministic_algorithms_enabled
 
     engine = cfg.engine
@@ -25,8 +25,8 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
         "devices": engine.processes if engine.gpus is None else engine.gpus,
         "num_nodes": engine.num_nodes,
         "strategy": _strategy(engine),
-        "precision": _WORDS.get(engine.precision, engine.precision),
-        # Lightning passes False to torch, which imports its compiler for it (torch 2.15: 1.2 CPU seconds).
+        "precision": _PRECISIONS.get(engine.precision, engine.precision),
+        # Lightning would pass False to torch, which then imports its compiler (torch 2.15: 1.2 CPU seconds).
         "deterministic": engine.deterministic or (False if are_deterministic_algorithms_enabled() else None),
         "sync_batchnorm": engine.sync_batchnorm,
         "profiler": profiler and {"torch": "pytorch"}.get(profiler, profiler),
@@ -34,7 +34,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
 
 
 def clip_arguments(cfg: Config) -> dict[str, Any]:
-    """Return the Trainer's arguments for gradient clipping; `agc` is not one of Lightning's algorithms."""
+    """Return the Trainer's arguments for gradient clipping; none for `agc`, which Lightning does not have."""
     clip = cfg.train.gradient_clip
     if clip is None or clip.algorithm == "agc":
         return {}
@@ -58,13 +58,13 @@ def _strategy(engine: Engine) -> "str | Strategy":
 
             return Fsdp(**params)
         if engine.gpus is None:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for one and warns
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for one and warns
         from deeplightning.engine.zero import DeepSpeed
 
         stage, _, offload = engine.backend.removeprefix("deepspeed_stage_").partition("_")
-        moved: dict[str, object] = {"offload_optimizer": True, "offload_parameters": stage == "3"} if offload else {}
+        targets: dict[str, object] = {"offload_optimizer": True, "offload_parameters": stage == "3"} if offload else {}
         if offload == "offload_nvme":
-            moved |= {"offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
-        return DeepSpeed(**{"stage": int(stage), **moved, **params})
+            targets |= {"offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
+        return DeepSpeed(**{"stage": int(stage), **targets, **params})
     except (TypeError, ValueError) as error:
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error

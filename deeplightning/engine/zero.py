@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
-from deeplightning.engine.process_group import leave_at_exit, scale_gradients
-from deeplightning.engine.sharded import Sharded, Share, places, replace
-from deeplightning.engine.shards import whole_of
+from deeplightning.engine.process_group import destroy_group_at_exit, scale_gradients
+from deeplightning.engine.sharded import Sharded, Share, holders_of, replace_parameter
+from deeplightning.engine.shards import assembled
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.deepspeed import fragment_of, skip_shared_memory_sums
-from deeplightning.private.messages import Sentence, says
+from deeplightning.private.messages import ErrorText, matches
 from deeplightning.words import first_line
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -29,26 +29,26 @@ _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeed(Sharded, DeepSpeedStrategy):
-    """Lightning's DeepSpeedStrategy, also for CPU processes, with checkpoints that every engine reads.
+    """Lightning's DeepSpeedStrategy, also for CPU processes, with checkpoints that every engine can read.
 
-    Lightning counts the accumulation, not DeepSpeed, so that the last batches of an epoch make a step of their own.
+    Lightning counts accumulated batches, not DeepSpeed, so the last batches of an epoch make a step of their own.
 
     Args:
-        config: DeepSpeed's own settings, which override those from the other arguments.
+        config: DeepSpeed's own settings, which override those set by other arguments.
         params: arguments of Lightning's DeepSpeedStrategy.
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None, **params: Any):
-        # Stage 1 overlaps the sums only where DeepSpeed counts the accumulation (0.19).
+        # Stage 1 can overlap the sums only if DeepSpeed counts accumulated batches (0.19).
         super().__init__(**{"overlap_comm": params.get("stage", 2) > 1, **params})
         assert isinstance(self.config, dict)
         merged: Any = OmegaConf.to_container(OmegaConf.merge(self.config, config or {}))
         self.config.update(merged)
-        # A torch optimizer over offloaded parameters is slower than DeepSpeed's own, and does the same.
+        # Allow torch's optimizers over offloaded parameters: slower than DeepSpeed's own, with the same result.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config["managed_gradient_accumulation"] = False
         zero = (config or {}).get("zero_optimization") or {}
-        self._given = {name for name in sizes(0, 0, 3) if name in params or name in zero}
+        self._user_sizes = {name for name in sizes(0, 0, 3) if name in params or name in zero}
         self._groups: list[dict[str, object]] = []
         self.shares_parameters = self.stage == 3
 
@@ -73,10 +73,10 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         return self.root_device.type == "cpu"
 
     def setup_environment(self) -> None:
-        DDPStrategy.setup_environment(self)  # Lightning 2.6 refuses the CPU in between
+        DDPStrategy.setup_environment(self)  # skips Lightning 2.6's own version, which refuses the CPU
 
     def setup_distributed(self) -> None:
-        leave_at_exit()
+        destroy_group_at_exit()
         if not self._on_cpu:
             super().setup_distributed()
             return
@@ -94,15 +94,15 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         try:
             if self.stage == 3:
                 self.cast_parameters()
-                self._share_out(self.lightning_module)
+                self._partition_parameters(self.lightning_module)
             super().setup(trainer)
         except RuntimeError as error:
-            if not says(error, Sentence.CANNOT_BUILD):
+            if not matches(error, ErrorText.CANNOT_BUILD):
                 raise
-            message = f"DeepSpeed cannot build what it needs here: {first_line(error)}; `ds_report` shows what it lacks"
+            message = f"DeepSpeed cannot compile its operators: {first_line(error)}; `ds_report` shows what is missing"
             raise SetupError(Fault(f"{message} (libaio for nvme, ninja)", "engine.backend")) from error
         for module in self.lightning_module.modules():
-            # DeepSpeed 0.19 casts parameters and leaves buffers; torch's batch norm wants both alike.
+            # DeepSpeed 0.19 casts parameters but not buffers; torch's batch norm requires the same dtype of both.
             if isinstance(module, _BATCH_NORMS) and module.affine:
                 dtype = module.weight.dtype
                 for buffer in module.buffers():
@@ -113,12 +113,12 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                 module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
 
     def fit_sizes(self) -> None:
-        """Set sizes that neither `engine.params` nor its `config` sets, by the number of parameters."""
+        """Derive the sizes that neither `engine.params` nor its `config` sets from the number of parameters."""
         assert isinstance(self.config, dict)
         counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in self.lightning_module.parameters()]
         found = sizes(sum(n for n, _ in counts), sum(n for n, learns in counts if learns), self.stage)
         if self.stage:
-            self.config["zero_optimization"].update({n: v for n, v in found.items() if n not in self._given})
+            self.config["zero_optimization"].update({n: v for n, v in found.items() if n not in self._user_sizes})
 
     def cast_parameters(self) -> None:
         """Cast parameters to the precision that the network computes in, before they are partitioned.
@@ -127,28 +127,28 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         precision, and activations and weights take twice the memory.
         """
         assert isinstance(self.config, dict)
-        words = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        chosen = [dtype for word, dtype in words.items() if (self.config.get(word) or {}).get("enabled")]
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        chosen = [dtype for key, dtype in dtypes.items() if (self.config.get(key) or {}).get("enabled")]
         for parameter in self.lightning_module.parameters() if chosen else ():
             if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(chosen[0])
 
-    def _share_out(self, task: nn.Module) -> None:
-        """Give each process its part of every parameter, one after the other, from rank 0."""
+    def _partition_parameters(self, task: nn.Module) -> None:
+        """Send each process its part of every parameter from rank 0, one parameter after the other."""
         import deepspeed
 
         class Arriving(nn.Module):
-            """Parameters for DeepSpeed: memory for those on meta is allocated one by one."""
+            """Parameters for DeepSpeed; memory for those on the meta device is allocated one by one."""
 
             def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-                for parameter, found in places(task).items():
+                for parameter, found in holders_of(task).items():
                     if parameter.is_meta:
                         empty = torch.empty_like(parameter, device=strategy.root_device)
-                        replace(found, parameter := nn.Parameter(empty, parameter.requires_grad))
+                        replace_parameter(found, parameter := nn.Parameter(empty, parameter.requires_grad))
                     yield parameter
 
         strategy = self
-        _release(task)
+        _partition_again(task)
         deepspeed.zero.Init(module=Arriving(), config_dict_or_path=self.config, remote_device=self.remote_device)
         self.move_unsharded()
         for buffer in task.buffers():
@@ -183,7 +183,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         yield
 
     def scale_gradients(self, scale: float) -> None:
-        """Multiply the gradients of the next step, through the loss scale by which DeepSpeed divides them."""
+        """Multiply the gradients of the next step, by way of the loss scale by which DeepSpeed divides them."""
         if (zero := self._zero) is None:
             scale_gradients(None, self.optimizers[0], scale)  # stage 0
         else:
@@ -196,7 +196,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         return stepped
 
     def teardown(self) -> None:
-        """Restore torch's `linear`, which stage 3 replaces by one that does not keep gathered weights."""
+        """Restore torch's `linear`, which stage 3 replaces by a version that does not keep gathered weights."""
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 
         nn.functional.linear = getattr(Patched, "linear_bk", nn.functional.linear)  # not undone by DeepSpeed 0.19
@@ -221,12 +221,12 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         return {p: self._share_of_2(p) for group in zero.bit16_groups for p in group}
 
     def _share_of_2(self, parameter: Tensor) -> Share:
-        (flat, start, size), fragment = self._place(parameter), fragment_of(parameter)
+        (flat, start, size), fragment = self._flat_position(parameter), fragment_of(parameter)
         first = 0 if fragment is None else fragment.lp_fragment_address.start  # None: owned by another process
         return Share(tuple(parameter.shape), first, flat.detach()[start : start + size])
 
     def _share_of_3(self, parameter: Any, zero: Any) -> Share:
-        part = parameter.ds_tensor  # (m,), the last ones of all processes filled up
+        part = parameter.ds_tensor  # (m,), padded on the last processes
         start = min(parameter.ds_numel, part.ds_numel * self.global_rank)
         size = min(part.ds_numel, parameter.ds_numel - start)
         # A parameter outside of the optimizer, such as a loss's, has no copy in full precision.
@@ -243,14 +243,14 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, object]:
         if not self.stage:
             return optimizer.state.get(parameter, {})
-        flat, start, size = self._place(parameter)
+        flat, start, size = self._flat_position(parameter)
         kept = self._zero.optimizer.state.get(flat, {})
         return {
             name: v[start : start + size] if getattr(v, "shape", None) == flat.shape else v for name, v in kept.items()
         }
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Add the loss scale of half precision and its counters; other engines ignore them."""
+        """Add the loss scaler's state of half precision, which other engines ignore."""
         found = super().optimizer_state(optimizer)
         if (scaler := self._scaler) is not None:
             found[_SCALE] = {name: getattr(scaler, name) for name in _SCALE_STATE if hasattr(scaler, name)}
@@ -271,7 +271,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
         return scaler if self.deepspeed_engine.fp16_enabled() else None
 
-    def take_state(
+    def set_optimizer_state(
         self, optimizer: Any, groups: list[dict[str, object]], states: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
         for now, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -281,15 +281,15 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             return
         kept = self._zero.optimizer.state
         for parameter, state in states.items():
-            flat, start, size = self._place(parameter)
+            flat, start, size = self._flat_position(parameter)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == (size,) and value.ndim == 1:
                     kept[flat].setdefault(name, torch.zeros_like(flat))[start : start + size] = value
                 else:
                     kept[flat][name] = value
 
-    def _place(self, parameter: object) -> tuple[Tensor, int, int]:
-        """Return this process's flat tensor that has a parameter's part, where the part begins, and its size."""
+    def _flat_position(self, parameter: object) -> tuple[Tensor, int, int]:
+        """Return the flat tensor with this process's part of a parameter, and the start and size of the part."""
         zero = self._zero
         if self.stage == 3:
             number, start, _ = zero.grad_position[zero.get_param_id(parameter)]
@@ -303,7 +303,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     @torch.no_grad()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights, also into the copies that the network computes with, in its precision."""
+        """Load weights, also into the copies in the run's precision that the network computes with."""
         super().load_model_state_dict(checkpoint, strict)
         weights, zero = checkpoint["state_dict"], self._zero
         for name, parameter in self.lightning_module.named_parameters():
@@ -312,12 +312,12 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             if self.stage == 3:
                 share = self._share_of_3(parameter, zero)
                 parameter.ds_tensor.view(-1)[: share.values.numel()].copy_(share.values)
-            if parameter.numel() == torch.Size(weights[name].shape).numel():  # whole on every process
-                parameter.copy_(whole_of(weights[name]))
+            if parameter.numel() == torch.Size(weights[name].shape).numel():  # complete on every process
+                parameter.copy_(assembled(weights[name]))
 
 
-def _release(task: nn.Module) -> None:
-    """Split parameters of an earlier stage again, so each process keeps only its part.
+def _partition_again(task: nn.Module) -> None:
+    """Split the parameters of an earlier stage again, so each process keeps only its part.
 
     DeepSpeed 0.19 keeps parameters below `stage3_param_persistence_threshold` complete on every process. Lightning's
     teardown moves these copies to the CPU, and DeepSpeed would treat them as available in the next stage.
@@ -332,19 +332,19 @@ def _release(task: nn.Module) -> None:
 def sizes(parameters: int, trainable: int, stage: int) -> dict[str, int]:
     """Return buffer sizes and limits of ZeRO for a network, as keys of DeepSpeed's `zero_optimization`, in elements.
 
-    DeepSpeed allocates whole buckets, twice with `overlap_comm`, and its and Lightning's defaults are for networks of
-    billions: 200,000,000 elements are 763 MiB in 32 bits, whatever the network's size. Small networks get the minimum
-    sizes, which cost little memory and save calls.
+    DeepSpeed allocates whole buckets, twice with `overlap_comm`. Its and Lightning's defaults suit networks with
+    billions of parameters: 200,000,000 elements take 763 MiB in 32 bits, whatever the network's size. Small networks
+    get the minimum sizes, which cost little memory and save calls.
 
     Args:
-        parameters: of the network.
-        trainable: those of them that are trained.
+        parameters: the number of parameters of the network.
+        trainable: the number of parameters that are trained.
         stage: 0 to 3.
     """
     bucket = min(200_000_000, max(5_000_000, trainable // 16), max(trainable, 1))
     if stage < 3:
         return {"reduce_bucket_size": bucket} if stage else {}
-    # By default DeepSpeed keeps 1,000,000,000 gathered: most networks would be complete on each process.
+    # By default DeepSpeed keeps 1,000,000,000 parameters gathered: most networks would be complete on each process.
     live = min(1_000_000_000, max(50_000_000, parameters // 4))
     return {
         "reduce_bucket_size": bucket,
@@ -357,6 +357,6 @@ def sizes(parameters: int, trainable: int, stage: int) -> dict[str, int]:
 
 
 def _cast_inputs(module: nn.Module, *inputs: object) -> object:
-    """Cast floating-point inputs of a network to its precision; DeepSpeed casts only what the task is given."""
+    """Cast floating-point inputs of a network to its precision; DeepSpeed casts only the inputs of the task."""
     dtype = next(module.parameters()).dtype
     return apply_to_collection(inputs, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)

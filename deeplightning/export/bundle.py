@@ -1,7 +1,7 @@
 """Export a trained task as a verified bundle: a folder with `model.onnx`, `weights.safetensors` and `bundle.json`.
 
-Serving a bundle needs no code of ours or the user's: the graph takes uint8 pixels, the tokens of texts, or prepared
-numbers of rows and arrays, and gives probabilities, numbers or pictures; `bundle.json` has the rest (see `export`).
+Serving a bundle needs neither our code nor the user's: the graph takes uint8 pixels, the tokens of texts, or prepared
+numbers of rows and arrays, and returns probabilities, numbers or pictures; `bundle.json` has the rest (see `export`).
 Letters: N samples, C channels, H height, W width, L tokens of the longest text, K classes or targets.
 """
 
@@ -34,7 +34,7 @@ from deeplightning.array_spec import ArraySpec
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind, labels_of, row_spec
-from deeplightning.private.messages import Sentence, says
+from deeplightning.private.messages import ErrorText, matches
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
 from deeplightning.table_spec import TableSpec
 from deeplightning.text_spec import TextSpec
@@ -96,7 +96,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     and `digest`, that of all the rest (`deeplightning.runfolder.card_digest`). `golden` contains samples: under
     `pictures`, each a PNG (base64) that decodes to exactly the model's input; under `texts`; under `rows`, each an
     object; or under `arrays`, each a .npy file (base64). `golden.fp32` contains ONNX Runtime's answers to them: float32
-    (N, K) or (N, C, H, W), little-endian, base64; of a segmentation each s-th pixel (`Kind.compared`). The vocabulary
+    (N, K) or (N, C, H, W), little-endian, base64; for segmentation every s-th pixel (`Kind.compared`). The vocabulary
     or tokenizer of texts is another file, which `input` names.
 
     Args:
@@ -104,7 +104,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         folder: the run's folder, which exists.
         samples: real images as the data module prepares them, uint8 (N, C, H, W); texts, an array of str (N,); rows of
             a table, each a JSON object, an array of str (N,); or arrays before they are prepared, (N, …). N ≥ 1. All
-            are compared, the first 16 kept.
+            are compared; the first 16 are kept.
         run: origin of the model, of JSON types: `id`, `name`, `folder_name`, `created`, `versions`.
 
     Returns:
@@ -118,7 +118,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         raise CheckpointError(f"Only {', '.join(KINDS)} can be exported; this task is {task.kind!r}.")
     kind, model = KINDS[task.kind], task.inference_model()
     spec: Any = getattr(task, kind.spec)
-    given, rows = _prepared(kind, spec, samples)
+    given, rows = _prepare_samples(kind, spec, samples)
     free = {0: torch.export.Dim("batch", min=1)}  # torch.export would treat a dimension of 1 as a constant
     tests, longer = [rows], max(map(len, rows)) + EXTRA_TOKENS
     if kind.takes == "text":
@@ -132,7 +132,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         example = np.resize(np.stack(rows[:2]), (2, *rows[0].shape))
     labels = labels_of(task)
     details: dict[str, object] = getattr(task, "answer_details", dict)()
-    _check(expected, kind, labels, rows[0].shape)
+    _check_answers(expected, kind, labels, rows[0].shape)
     graph = _trace(model, example, kind.input, free, kind.output)
     stack = spec.stack if kind.takes == "text" else np.stack
 
@@ -145,7 +145,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
             is_large = sum(weight.nbytes for weight in model.state_dict().values()) > LARGE_WEIGHTS_BYTES
             graph.save(file, external_data=is_large or None)
             save_model(model, str(weights))
-            weights.chmod(file.stat().st_mode)  # it was private
+            weights.chmod(file.stat().st_mode)  # it is created private
             if kind.takes == "text":
                 (new / spec.file).write_bytes(spec.content.encode())
             answers = kind.compared(_verified_answers(file, tests, stack, expected))
@@ -159,7 +159,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     return folder.bundle
 
 
-def _prepared(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[object], list[np.ndarray]]:
+def _prepare_samples(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[object], list[np.ndarray]]:
     """Return the samples as clients send them, of JSON types, and as the model takes them.
 
     Raises:
@@ -174,7 +174,7 @@ def _prepared(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[obje
             )
         return map(_png, samples), list(samples)
     if not len(samples):
-        raise CheckpointError("Export compares the network with its ONNX form on samples, and there are none.")
+        raise CheckpointError("Export compares the network with its ONNX form on samples, but there are none.")
     readers: dict[str, Callable[[Any], Any]] = {"table": json.loads, "text": str, "array": np.asarray}
     given = [readers[kind.takes](sample) for sample in samples]
     try:
@@ -191,15 +191,15 @@ def _npy(values: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:
+def _check_answers(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:
     """Check the network's answers to inputs of a shape.
 
     Raises:
-        CheckpointError: answers are not finite, do not match the labels, or are no pictures of the inputs' shape.
+        CheckpointError: answers are not finite, do not match the labels, or are not pictures of the inputs' shape.
     """
     if not kind.has_labels and expected.shape[1:] != shape:
         given = (len(expected), *shape)
-        raise CheckpointError(f"The network answers pictures of {given} with {expected.shape}, not the same.")
+        raise CheckpointError(f"The network maps pictures of {given} to {expected.shape}; the shapes must be equal.")
     if kind.has_labels and expected.shape[1:] != kind.answer(len(labels), shape):
         found = " x ".join(map(str, expected.shape[1:]))
         names = {"regression": "target", "multilabel": "label"}.get(kind.gives, "class")
@@ -211,7 +211,7 @@ def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int
         raise CheckpointError(f"The network's {kind.output} are not finite: weights are damaged, or training diverged.")
     if not kind.has_labels and not (expected.min() >= 0 and expected.max() <= 1):
         raise CheckpointError(
-            f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
+            f"The network's pictures range from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
             "end inference_model() with a sigmoid or a clamp."
         )
 
@@ -245,29 +245,29 @@ def _trace(
                 traced, input_names=[name], output_names=[output], dynamic_shapes=(free,), verbose=False
             )
     except Exception as error:  # whatever torch raises, the network cannot be exported
-        layer = _layer(model, error)
-        place = f" (in layer {layer})" if layer else ""
-        raise NotExpressible(f"The network cannot be exported to ONNX{place}: {reason(error)}") from error
-    assert graph is not None, "torch.onnx.export gives a program, unless it gets a file"
+        layer = _failing_layer(model, error)
+        where = f" (in layer {layer})" if layer else ""
+        raise NotExpressible(f"The network cannot be exported to ONNX{where}: {reason(error)}") from error
+    assert graph is not None, "torch.onnx.export returns a program, unless it gets a file"
     ClearMetadataAndDocStringPass()(graph.model)  # torch records source lines with this machine's paths
     return graph
 
 
 def program_of(model: nn.Module, example: torch.Tensor, free: dict[int, Any]) -> torch.export.ExportedProgram:
-    """Return the model as a program of `torch.export`, whose input may have any size in the dimensions `free`.
+    """Return the model as a `torch.export` program, whose input may have any size in the dimensions `free`.
 
-    By default torch runs the forward pass, where `len(x)` fixes the batch size. If that fails, it reads the bytecode:
-    it then understands `len(x)` and numpy, and less of other code.
+    By default torch runs the forward pass, where `len(x)` fixes the batch size. If that fails, it reads the bytecode,
+    which supports `len(x)` and numpy, and less of other code.
     """
     try:
         return torch.export.export(model, (example,), dynamic_shapes=(free,))
-    except Exception:  # whatever torch raises; the error of the first attempt is the clearer one
+    except Exception:  # whatever torch raises; the first error is the clearer one
         with contextlib.suppress(Exception):
             return torch.export.export(model, (example,), dynamic_shapes=(free,), strict=True)
         raise
 
 
-def _layer(model: nn.Module, error: BaseException) -> str | None:
+def _failing_layer(model: nn.Module, error: BaseException) -> str | None:
     """Return the dotted name of the innermost layer whose forward pass raised `error`, or None."""
     names = {layer: name for name, layer in model.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -280,8 +280,8 @@ def reason(error: BaseException) -> str:
     """Return the first line of the root cause of `error`."""
     while error.__cause__ is not None:
         error = error.__cause__
-    if says(error, Sentence.BATCH_SIZE_IS_FIXED):
-        return "it takes one number of images only; write x.flatten(1), say, not x.reshape(256, -1)."
+    if matches(error, ErrorText.BATCH_SIZE_IS_FIXED):
+        return "it works for one batch size only; write x.flatten(1), say, not x.reshape(256, -1)."
     return first_line(error)
 
 
@@ -291,8 +291,8 @@ def _verified_answers(
     """Return ONNX Runtime's answers to samples, float32, after comparing them with `expected` at several batch sizes.
 
     Args:
-        tests: the prepared samples; of texts also the same with more padding.
-        stack: makes a batch of some samples.
+        tests: the prepared samples; for texts, also the same with more padding.
+        stack: makes a batch of samples.
 
     Raises:
         CheckpointError: they differ by more than `TOLERANCE`.
@@ -309,7 +309,7 @@ def _verified_answers(
                 worst = float(np.maximum(worst, np.abs(given - expected[chosen]).max()))
                 answers[chosen] = given
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise NotExpressible(f"ONNX Runtime does not take the exported network: {reason(error)}") from error
+        raise NotExpressible(f"ONNX Runtime rejects the exported network: {reason(error)}") from error
     allowed = TOLERANCE * max(1.0, float(np.abs(expected).max()))
     if not worst <= allowed:  # so that nan is refused as well
         remedy = "a network must not draw random numbers or mix the inputs of a batch in eval mode"
@@ -345,7 +345,7 @@ def _png(pixels: np.ndarray) -> str:
 
 
 def _limit_samples(samples: Iterable[object], answers: np.ndarray) -> list[object]:
-    """Return the first samples, of JSON types, as many as fit into a card with their answers."""
+    """Return as many of the first samples, of JSON types, as fit into a card with their answers."""
     kept: list[object] = []
     size = 0
     for sample, answer in zip(samples, answers[:MAX_GOLDEN], strict=False):
@@ -402,21 +402,21 @@ def _sync(path: Path) -> None:
 
 def card_of(folder: RunFolder) -> Card:
     """Return the content of `bundle.json`, after checking its digests."""
-    again = "write it again with `deeplightning export RUN`"
+    remedy = "write it again with `deeplightning export RUN`"
     try:
         card = json.loads(folder.bundle_card.read_bytes())
-        whole = card["format"] == BUNDLE_FORMAT and card["digest"] == card_digest(card)
-        whole = whole and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
-        whole = whole and card["golden"]["digest"] == golden_digest(card)
+        intact = card["format"] == BUNDLE_FORMAT and card["digest"] == card_digest(card)
+        intact = intact and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
+        intact = intact and card["golden"]["digest"] == golden_digest(card)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {again}.") from error
-    if not whole:
-        raise CheckpointError(f"The bundle {folder.bundle} is damaged, or of another format; {again}.")
+        raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {remedy}.") from error
+    if not intact:
+        raise CheckpointError(f"The bundle {folder.bundle} is damaged, or has another format; {remedy}.")
     return card
 
 
 @contextlib.contextmanager
-def added(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
+def added_file(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
     """Yield the path of a new file, which becomes the file `name` of the bundle when the block succeeds. The block may
     change the card.
 
@@ -424,8 +424,8 @@ def added(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
         SetupError: the folder cannot be written.
     """
     try:
-        with tempfile.TemporaryDirectory() as place:
-            file = Path(place) / name
+        with tempfile.TemporaryDirectory() as temporary:
+            file = Path(temporary) / name
             yield file
             card["files"][name] = digest_of(file)
             with replacement_for(folder.bundle) as new:

@@ -14,7 +14,7 @@ import onnx
 from onnx import helper, shape_inference
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 
-from deeplightning.export.bundle import added, card_of, golden_inputs, session_of
+from deeplightning.export.bundle import added_file, card_of, golden_inputs, session_of
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder
 
@@ -37,7 +37,7 @@ def halve(folder: RunFolder) -> float:
         SetupError: the folder cannot be written.
     """
     card = card_of(folder)
-    with added(folder, card, folder.bundle_fp16.name) as model:
+    with added_file(folder, card, folder.bundle_fp16.name) as model:
         _write_fp16(folder.bundle_model, model)
         inputs = golden_inputs(folder, card)
         expected = session_of(folder.bundle_model).run(None, inputs)[0]
@@ -70,30 +70,30 @@ def _write_fp16(model: Path, file: Path) -> None:
 
 def _halve_between(model: onnx.ModelProto, first: int, last: int) -> None:
     """Convert the nodes from `first` to `last` to fp16: they become a graph with float32 inputs and outputs, which ONNX
-    Runtime converts. So nodes around them pass numbers to each other that fp16 cannot hold."""
+    Runtime converts. So the nodes around them can exchange numbers outside the range of fp16."""
     graph, nodes = model.graph, [*model.graph.node]
     inner, outer = nodes[first : last + 1], nodes[:first] + nodes[last + 1 :]
-    made = {name for node in inner for name in node.output}
+    produced = {name for node in inner for name in node.output}
     outside = {name for node in outer for name in node.input} | {value.name for value in graph.output}
     weights = {one.name: one for one in graph.initializer}
-    used = dict.fromkeys(name for node in inner for name in node.input if name and name not in made)
-    own = [weights[name] for name in used if name in weights and name not in outside]
-    kinds = {one.name: helper.make_tensor_value_info(one.name, one.data_type, one.dims) for one in graph.initializer}
-    kinds |= {value.name: value for value in [*graph.input, *graph.output, *graph.value_info]}
-    given = [kinds[name] for name in used if name not in weights or name in outside]
-    answers = [kinds[name] for node in inner for name in node.output if name in outside]
-    inside = [value for value in graph.value_info if value.name in made - outside]
-    middle = helper.make_graph(inner, "middle", given, answers, own, value_info=inside)
+    used = dict.fromkeys(name for node in inner for name in node.input if name and name not in produced)
+    inner_weights = [weights[name] for name in used if name in weights and name not in outside]
+    infos = {one.name: helper.make_tensor_value_info(one.name, one.data_type, one.dims) for one in graph.initializer}
+    infos |= {value.name: value for value in [*graph.input, *graph.output, *graph.value_info]}
+    inputs = [infos[name] for name in used if name not in weights or name in outside]
+    outputs = [infos[name] for node in inner for name in node.output if name in outside]
+    inner_infos = [value for value in graph.value_info if value.name in produced - outside]
+    middle = helper.make_graph(inner, "middle", inputs, outputs, inner_weights, value_info=inner_infos)
     part = helper.make_model(middle, opset_imports=model.opset_import, ir_version=model.ir_version)
     blocked = {*DEFAULT_OP_BLOCK_LIST} - {"Min", "Max"}
     half = convert_float_to_float16(part, keep_io_types=True, disable_shape_infer=True, op_block_list=blocked).graph
-    maker = {name: number for number, node in enumerate(half.node) for name in node.output}
-    needs = {n: [maker[name] for name in node.input if name in maker] for n, node in enumerate(half.node)}
-    ordered = [half.node[number] for number in TopologicalSorter(needs).static_order()]  # it appends its casts
-    kept = [one for one in graph.initializer if one.name in outside]
+    producer = {name: number for number, node in enumerate(half.node) for name in node.output}
+    needs = {n: [producer[name] for name in node.input if name in producer] for n, node in enumerate(half.node)}
+    ordered = [half.node[number] for number in TopologicalSorter(needs).static_order()]  # the conversion appends casts
+    outer_weights = [one for one in graph.initializer if one.name in outside]
     for field, values in (
         ("node", [*nodes[:first], *ordered, *nodes[last + 1 :]]),
-        ("initializer", [*kept, *half.initializer]),
+        ("initializer", [*outer_weights, *half.initializer]),
         ("value_info", []),
     ):
         graph.ClearField(field)
@@ -101,7 +101,7 @@ def _halve_between(model: onnx.ModelProto, first: int, last: int) -> None:
 
 
 def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
-    """Return the indices of the first and the last layer with weights, between pixel scaling and probabilities.
+    """Return the indices of the first and the last layer with weights.
 
     Raises:
         CheckpointError: no layer has weights.

@@ -2,7 +2,7 @@
 
 ONNX Runtime quantizes (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html): weights int8 per
 channel, activations uint8. Quantization is static, with activation ranges calibrated on the validation set; nodes
-before the first and after the last layer with weights, such as the scaling of pixels and the softmax, stay float. For
+before the first and after the last layer with weights, such as pixel scaling and softmax, stay float. For
 texts it is dynamic, as usual for transformers: only products with weights are int8, and each batch has its own ranges,
 so an answer depends slightly on the other texts in its batch.
 
@@ -29,7 +29,7 @@ import onnxruntime
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from deeplightning.export.bundle import added, answers_of, card_of, golden_inputs, packed, session_of
+from deeplightning.export.bundle import added_file, answers_of, card_of, golden_inputs, packed, session_of
 from deeplightning.export.fp16 import HAVE_WEIGHTS, SERVE_FP32, weighted_layers
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, Kind
@@ -65,13 +65,13 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
         SetupError: the folder cannot be written.
     """
     card = card_of(folder)
-    kind = judged_kind(folder, card)
+    kind = classification_kind(folder, card)
     noun = kind.nouns
     before, number = _accuracy(session_of(folder.bundle_model), validation)
     if not number:
         raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8; {SERVE_FP32}.")
     samples = None if kind.takes == "text" else _sample(validation, number)
-    with added(folder, card, folder.bundle_int8.name) as model:
+    with added_file(folder, card, folder.bundle_int8.name) as model:
         _write_int8(folder.bundle_model, samples, model, kind.input)
         session = session_of(model)
         after, _ = _accuracy(session, validation)
@@ -89,8 +89,8 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     return figures
 
 
-def judged_kind(folder: RunFolder, card: Card) -> Kind:
-    """Return the kind of a bundle's task; raise CheckpointError if it answers with something else than classes."""
+def classification_kind(folder: RunFolder, card: Card) -> Kind:
+    """Return the kind of a bundle's task; raise CheckpointError if it does not answer with classes."""
     kind = KINDS[card["task"]]
     if kind.gives != "classification":
         raise CheckpointError(
@@ -110,8 +110,8 @@ def _accuracy(session: onnxruntime.InferenceSession, validation: Labelled) -> tu
 def _sample(validation: Labelled, number: int) -> list[np.ndarray]:
     """Return at most `CALIBRATION_SAMPLES` of `number` samples, drawn uniformly with a fixed seed."""
     chosen = {*np.random.default_rng(0).permutation(number)[:CALIBRATION_SAMPLES].tolist()}
-    place = itertools.count()
-    return [one.copy() for inputs, _ in validation() for one in inputs if next(place) in chosen]
+    position = itertools.count()
+    return [one.copy() for inputs, _ in validation() for one in inputs if next(position) in chosen]
 
 
 def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, name: str) -> None:
@@ -127,16 +127,16 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
     prepared = quantized.with_name("prepared.onnx")
     try:
         with _quiet():
-            # It folds constants and infers shapes; symbolic shapes would need sympy.
+            # Folds constants and infers shapes; symbolic shapes would need sympy.
             quant_pre_process(model, prepared, skip_symbolic_shape=True)
             loaded = onnx.load(prepared)
             nodes = loaded.graph.node
             first, last = weighted_layers(model, nodes, "int8")
             weights = {one.name: one for one in loaded.graph.initializer}
-            # ONNX Runtime 1.24 quantizes a batch of matrices, and fails when it multiplies with it.
+            # ONNX Runtime 1.24 quantizes a batch of matrices, but cannot multiply by it.
             products = [node for node in nodes if node.op_type == "MatMul"]
             batched = [n.name for n in products if any(len(weights[i].dims) > 2 for i in n.input if i in weights)]
-            of_weights: Any = {"per_channel": True, "reduce_range": True, "weight_type": QuantType.QInt8}
+            weight_options: Any = {"per_channel": True, "reduce_range": True, "weight_type": QuantType.QInt8}
             if samples is None:
                 # A Gemm becomes a MatMul with a transposed weight, which would contradict the inferred shapes.
                 loaded.graph.ClearField("value_info")
@@ -146,7 +146,7 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
                     quantized,
                     op_types_to_quantize=sorted(HAVE_WEIGHTS & {"Gemm", "MatMul"}),
                     nodes_to_exclude=batched,
-                    **of_weights,
+                    **weight_options,
                 )
             else:
                 quantize_static(
@@ -158,7 +158,7 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
                     nodes_to_exclude=batched + [node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
                     # Their outputs stay float until the next layer or the end: logits of 8 bits are too coarse.
                     extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
-                    **of_weights,
+                    **weight_options,
                 )
             if not any(one.data_type == onnx.TensorProto.INT8 for one in onnx.load(quantized).graph.initializer):
                 raise CheckpointError(f"{model} has no layer that int8 would make faster; {SERVE_FP32}.")

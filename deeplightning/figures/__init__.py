@@ -1,1 +1,1 @@
-"""Pictures of a run in one style, for light and dark, as SVG and PNG. Imports numpy, and matplotlib where it draws."""
+"""Figures of a run in one style, for light and dark pages, as SVG and PNG. Imports matplotlib only to draw."""

@@ -1,4 +1,4 @@
-"""Curves of a run's metrics over its steps, and numbers against their truth. N samples, T targets."""
+"""Draw curves of metrics over steps, and predictions against true values. N samples, T targets."""
 
 import math
 import re
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""By the metric's name: (step, value), in the order of the steps."""
+"""Lists of (step, value), sorted by step, by the name of the metric."""
 
-POINTS = 600
-"""Points of a curve that are drawn; of more, every n-th and the last."""
+MAX_POINTS = 600
+"""Maximum number of points of a curve; of more, every n-th and the last are drawn."""
 
 _COLOUR = {"train": style.BLUE, "val": style.ORANGE}
-_WORD = {"train": "training", "val": "validation"}
+_STAGE_NAME = {"train": "training", "val": "validation"}
 
 
 @dataclass
 class Chart:
-    """What is drawn together: a metric of training and validation, or another series."""
+    """Curves in one plot: a metric of training and validation, or another series."""
 
     name: str  # of the metric, without its stage
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # by stage; "": of a series without one
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # by stage, or "" if it has none
 
 
 def charts(series: Series) -> list[Chart]:
-    """Group series into charts: losses first, then metrics, then learning rates and others by name. Training series
-    are means over epochs where a run has them; a series of one point is no curve."""
+    """Group series into charts: losses first, then metrics, then learning rates and others by name. Means over epochs
+    are preferred to values of steps; series of one point are left out."""
     found: dict[str, Chart] = {}
     for name, given in series.items():
         stage, metric = stage_of(name)
@@ -53,9 +53,9 @@ def _rank(chart: Chart) -> tuple[bool | str, ...]:
     return "" in chart.curves, chart.name != "loss", not chart.name.endswith("loss"), not is_rate, chart.name
 
 
-def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """Return at most `POINTS` points, including the last one."""
-    every = math.ceil(len(points) / POINTS)
+def _thin(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Return at most `MAX_POINTS` points, including the last one."""
+    every = math.ceil(len(points) / MAX_POINTS)
     return [*points[::every], *([points[-1]] if (len(points) - 1) % every else [])] if every > 1 else points
 
 
@@ -63,27 +63,27 @@ def curve(chart: Chart, best: int | None = None) -> style.Drawing:
     """Draw one chart.
 
     Args:
-        best: the step of the best checkpoint, whose validation is marked. None: no mark.
+        best: step of the best checkpoint, whose validation is marked; None: no mark.
     """
-    ends = ", ".join(f"{_WORD.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
+    ends = ", ".join(f"{_STAGE_NAME.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
     name = style.label(chart.name)
-    return style.Drawing(lambda: _drawn(chart, best), f"{name} over the steps: {ends} at the end")
+    return style.Drawing(lambda: _draw(chart, best), f"{name} over the steps: {ends} at the end")
 
 
-def _drawn(chart: Chart, best: int | None) -> "Figure":
+def _draw(chart: Chart, best: int | None) -> "Figure":
     made = style.figure(style.WIDTH, 2.55)
     axes = made.subplots()
     for stage, points in chart.curves.items():
-        steps, values = zip(*_thinned(points), strict=True)
+        steps, values = zip(*_thin(points), strict=True)
         marker = "o" if len(steps) <= 30 else None
         colour = _COLOUR.get(stage, style.COLOURS[3])
-        axes.plot(steps, values, color=colour, label=_WORD.get(stage), marker=marker, markersize=2.5)
+        axes.plot(steps, values, color=colour, label=_STAGE_NAME.get(stage), marker=marker, markersize=2.5)
     axes.set_title(style.label(chart.name, 40))
     _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
     axes.set_xlabel("step")
-    judged = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
-    if judged:  # a checkpoint counts the steps that are done, a series from 0
-        axes.axvline(max(judged), color=style.MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
+    validated = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
+    if validated:  # a checkpoint counts completed steps, a series starts at 0
+        axes.axvline(max(validated), color=style.MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
     if "" not in chart.curves:
         axes.legend(loc="best", handlelength=1.4)
     style.lines(axes)
@@ -98,19 +98,19 @@ def _scale(axes: Any, name: str, values: Sequence[float]) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
 
 
-MOST_DOTS = 3000
-"""Dots of a picture of truth against prediction; of more samples, as many that are evenly spread."""
+MAX_DOTS = 3000
+"""Maximum number of dots in a plot; of more samples, this many, evenly spaced, are drawn."""
 
 
 def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Sequence[str], of: str) -> style.Drawing:
-    """Draw a dot for each sample and target, float (N, T) each, for at most six targets."""
+    """Draw predictions against true values, float (N, T) each: a plot per target, for at most six targets."""
     truth, predicted = truth[:, :6], predicted[:, :6]
     spread, errors = truth - truth.mean(0), predicted - truth
-    with np.errstate(divide="ignore", invalid="ignore"):  # R² of a target that does not vary is nan
+    with np.errstate(divide="ignore", invalid="ignore"):  # R² of a constant target is NaN
         r2 = np.where((spread**2).sum(0) > 0, 1 - (errors**2).sum(0) / (spread**2).sum(0), np.nan)
     rmse = np.sqrt((errors**2).mean(0))
-    words = [f"RMSE {rmse[n]:.4g}, R² {r2[n]:.4g}" for n in range(truth.shape[1])]
-    parts = [f"{style.label(name)}: {word}" for name, word in zip(names, words, strict=False)]
+    scores = [f"RMSE {rmse[n]:.4g}, R² {r2[n]:.4g}" for n in range(truth.shape[1])]
+    parts = [f"{style.label(name)}: {score}" for name, score in zip(names, scores, strict=False)]
 
     def draw() -> "Figure":
         columns = min(2, len(parts))
@@ -119,14 +119,14 @@ def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Se
         grid = made.subplots(rows, columns, squeeze=False).flatten()
         for axes in grid[len(parts) :]:
             axes.set_axis_off()
-        some = np.linspace(0, len(truth) - 1, min(len(truth), MOST_DOTS)).astype(int)
+        some = np.linspace(0, len(truth) - 1, min(len(truth), MAX_DOTS)).astype(int)
         alpha, is_dense = 0.8 if len(some) < 300 else 0.4, len(some) > 500
-        for axes, name, word, x, y in zip(grid, names, words, truth[some].T, predicted[some].T, strict=False):
+        for axes, name, score, x, y in zip(grid, names, scores, truth[some].T, predicted[some].T, strict=False):
             low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
             axes.plot([low, high], [low, high], color=style.MUTED, linewidth=1, linestyle=(0, (4, 3)))
             axes.plot(x, y, "o", color=style.BLUE, markersize=3, alpha=alpha, markeredgewidth=0, rasterized=is_dense)
             axes.set_title(f"{style.label(name)}\n", color=style.INK)
-            note = f"{word}; {len(truth):,} {of} samples"
+            note = f"{score}; {len(truth):,} {of} samples"
             axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=7, color=style.MUTED)
             axes.set(xlabel="truth", ylabel="prediction")
             axes.set_aspect("equal", adjustable="datalim")

@@ -1,5 +1,5 @@
-"""Judge answers per class and by confidence, with numpy, which imports at once; `tests/unit/test_figures.py` compares
-the numbers with those of scikit-learn and torchmetrics.
+"""Compute metrics per class and by confidence with numpy, which imports fast; `tests/unit/test_figures.py` compares
+them with scikit-learn and torchmetrics.
 
 N samples, K classes, M bins.
 """
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 BINS = 15
-"""Bins of confidence, as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, and in torchmetrics."""
+"""Number of confidence bins, as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, and in torchmetrics."""
 
 
 class PerClass(NamedTuple):
-    """Of each class, float (K,) from 0 to 1, 0 where it is not defined; `support` is int (K,), the samples of it."""
+    """Metrics of each class, float (K,) from 0 to 1, 0 if undefined; `support`, int (K,), is its number of samples."""
 
     precision: np.ndarray
     recall: np.ndarray
@@ -22,12 +22,12 @@ class PerClass(NamedTuple):
 
 
 def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """Return the confusion matrix, int (K, K): rows are true, columns predicted classes; arguments int (N,)."""
+    """Return the confusion matrix, int (K, K): rows are true, columns predicted classes; both arguments int (N,)."""
     return np.bincount(labels * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
 def from_counts(right: np.ndarray, predicted: np.ndarray, true: np.ndarray) -> PerClass:
-    """Return precision, recall and F1 from the numbers of right, predicted and true samples by class, int (K,) each."""
+    """Compute precision, recall and F1 from numbers of right, predicted and true samples per class, int (K,) each."""
     return PerClass(_share(right, predicted), _share(right, true), _share(2 * right, predicted + true), true)
 
 
@@ -37,16 +37,16 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 class Reliability(NamedTuple):
-    """How often answers are right, by how sure they are."""
+    """Accuracy by confidence."""
 
-    confidence: np.ndarray  # the mean probability in each bin, float (M,); 0 where it is empty
-    accuracy: np.ndarray  # the share of right answers in each, float (M,)
-    samples: np.ndarray  # in each, int (M,)
-    error: float  # the expected calibration error (ECE), in [0, 1]: the mean distance of both, weighted by samples
+    confidence: np.ndarray  # mean probability in each bin, float (M,); 0 if the bin is empty
+    accuracy: np.ndarray  # share of right answers in each bin, float (M,)
+    samples: np.ndarray  # number of samples in each bin, int (M,)
+    error: float  # expected calibration error (ECE) in [0, 1]: mean difference of both, weighted by samples
 
 
 def reliability(probability: np.ndarray, is_right: np.ndarray, bins: int = BINS) -> Reliability:
-    """Compute the calibration from the probability of each answer, float (N,), and whether it is right, bool (N,)."""
+    """Compute the reliability from the probability of each answer, float (N,), and whether it is right, bool (N,)."""
     edges = np.linspace(0, 1, bins + 1)
     which = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, bins - 1)
     count = np.bincount(which, minlength=bins)

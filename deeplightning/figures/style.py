@@ -1,8 +1,8 @@
-"""The one style of all pictures, and how a picture becomes SVG or PNG.
+"""The style of all figures, and their conversion to SVG and PNG.
 
-A figure is drawn once, with the colours of a light page. In SVG the colours of text, lines and paper are CSS variables
-with a second value for `prefers-color-scheme: dark`; the other colours are readable on both. A PNG has the light paper.
-Text from outside, such as names of classes, is never read as mathematics.
+A figure is drawn once, in the colours of a light page. In an SVG, the colours of text, lines and background are CSS
+variables with a second value for `prefers-color-scheme: dark`; other colours are readable on both. A PNG has a light
+background. Text from users, such as class names, is never parsed as mathematics.
 """
 
 import io
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID, PAPER = "#1b1f25", "#59636f", "#d9dee5", "#fefefe"
 DARK = {INK: "#e6eaef", MUTED: "#9aa5b1", GRID: "#363d46", PAPER: "#15191e"}
-"""The colours that a dark page has instead."""
+"""Replacements of the colours on a dark page."""
 
 BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#2f7fc8", "#d2721a", "#2f9a63", "#d64545", "#8a6bd1", "#1c9aa6"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
-"""Of lines: each has a contrast of 3 or more on both papers."""
+"""Colours of lines. Each has a contrast of at least 3 on both backgrounds."""
 
 MAP, WHITE = "#2672b8", "#ffffff"
-"""The full colour of a map, and text on it: the same on both papers."""
+"""Full colour of a colour map and of text on it, the same on both backgrounds."""
 
 WIDTH = 4.0
-"""Inches of a picture of usual width: its text of 8 points is still read when a telephone shows it 330 pixels wide."""
+"""Default width in inches. Text of 8 points stays legible on a phone that shows the figure 330 pixels wide."""
 
 DPI = 144
-LONGEST = 24
-"""Characters that a label shows."""
+MAX_LABEL_CHARACTERS = 24
+"""Maximum length of a label."""
 
-_NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
+_CSS_NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -81,10 +81,10 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture that is not drawn yet: whoever needs it calls `draw`, which gives the figure."""
+    """A figure that is not drawn yet; `draw` returns it."""
 
     draw: "Callable[[], Figure]"
-    alt: str = ""  # what it shows, in a sentence, for people who do not see it
+    alt: str = ""  # alternative text: one sentence that describes the figure
 
 
 @contextmanager
@@ -106,20 +106,20 @@ def style() -> Iterator[None]:
 def figure(
     width: float = WIDTH, height: float = 3.2, layout: Literal["constrained"] | None = "constrained"
 ) -> "Figure":
-    """Create an empty figure, sizes in inches, without pyplot, so that nothing stays open.
+    """Create an empty figure, with sizes in inches, without pyplot, which would keep it open.
 
     Args:
-        layout: None: whoever draws places all things.
+        layout: None: the caller positions all elements.
     """
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout=layout)
 
 
-def title(figure: "Figure", words: str, note: str = "") -> None:
-    """Write a title at the top, and a line below it."""
+def title(figure: "Figure", text: str, note: str = "") -> None:
+    """Write a title at the top of a figure, and a note below it."""
     width, height = figure.get_size_inches()
-    figure.text(0.12 / width, 1 - 0.18 / height, words, weight="bold", fontsize=9, va="center")
+    figure.text(0.12 / width, 1 - 0.18 / height, text, weight="bold", fontsize=9, va="center")
     figure.text(0.12 / width, 1 - 0.37 / height, note, color=MUTED, fontsize=7, va="center")
     engine: Any = figure.get_layout_engine()
     if engine is not None:
@@ -132,8 +132,8 @@ def lines(axes: "Axes", which: str = "both") -> None:
     axes.tick_params(length=0)
 
 
-def label(text: object, longest: int = LONGEST) -> str:
-    """Format a name for a picture: one line, no control characters, and a shortened middle if it is too long."""
+def label(text: object, longest: int = MAX_LABEL_CHARACTERS) -> str:
+    """Format a name for a figure: one line, no control characters, and the middle shortened if it is too long."""
     name = printable(str(text))
     if len(name) <= longest:
         return name
@@ -142,23 +142,23 @@ def label(text: object, longest: int = LONGEST) -> str:
 
 
 def colour_map(least: float) -> "Colormap":
-    """Return the map of shares from 0 to 1 to one colour, of opacity `least` to 1; what is masked is transparent."""
+    """Return a colour map for shares from 0 to 1: one colour, opacity `least` to 1. Masked values are transparent."""
     from matplotlib.colors import ListedColormap, to_rgb
 
     return ListedColormap([(*to_rgb(MAP), opacity) for opacity in np.linspace(least, 1, 256)])
 
 
 def to_svg(figure: "Figure", alt: str = "") -> str:
-    """Render a figure as SVG that follows the colours of the page; equal figures give equal text."""
+    """Render a figure as SVG that adapts to light and dark pages. Equal figures give equal text."""
     stream = io.StringIO()
     with style():
         title = {"Title": label(alt, 200)} if alt else {}
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, **title})
     text = stream.getvalue()
-    for light, name in _NAMES.items():
+    for light, name in _CSS_NAMES.items():
         text = text.replace(light, f"var(--{name})")
-    light_values = "".join(f"--{name}:{value};" for value, name in _NAMES.items())
-    dark_values = "".join(f"--{name}:{DARK[value]};" for value, name in _NAMES.items())
+    light_values = "".join(f"--{name}:{value};" for value, name in _CSS_NAMES.items())
+    dark_values = "".join(f"--{name}:{DARK[value]};" for value, name in _CSS_NAMES.items())
     css = f"svg{{{light_values}}}@media(prefers-color-scheme:dark){{svg{{{dark_values}}}}}"
     text = text.replace("<defs>", f"<style>{css}</style>\n <defs>", 1)
     return text[text.index("<svg") :]
@@ -170,7 +170,7 @@ def drawn(drawing: Drawing) -> "Figure":
         figure = drawing.draw()
         if (engine := figure.get_layout_engine()) is not None:
             engine.execute(figure)
-            figure.set_layout_engine("none")  # not once more for each file
+            figure.set_layout_engine("none")  # not again for each file
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The interface of launchers: what they get, start and do inside the processes that they started."""
+"""The interface of launchers: the jobs they get, the commands they start, and their hooks in started processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Job:
     Attributes:
         cfg: the resolved config.
         config: the absolute path of the config file.
-        overrides: as given.
+        overrides: the overrides as the user wrote them.
     """
 
     cfg: Config
@@ -36,11 +36,11 @@ class Start:
     """A command that a launch starts.
 
     Attributes:
-        command: with its arguments.
-        times: how often, on each machine.
-        where: the machines, in words.
-        environment: variables that are added to those of the launching process; `*` stands for a number that differs.
-        script: text that is submitted to a queue, which starts the command later.
+        command: the program and its arguments.
+        times: how many times it is started on each machine.
+        where: a description of the machines.
+        environment: variables added to those of the launching process; `*` is a number that differs by process.
+        script: the text submitted to a queue, which starts the command later.
     """
 
     command: list[str]
@@ -53,11 +53,11 @@ class Start:
 class Launcher(Protocol):
     """Starts the processes of a run.
 
-    A class that an entry point of `deeplightning.launchers` names may have two methods more:
+    A class named by an entry point of `deeplightning.launchers` may have two more methods:
 
     - `trial_jobs(job, trials, note)` returns the `TrialJobs` of a search whose trials differ in no key of `engine`. The
-      file `note` keeps what the next command needs to end them if this one is killed.
-    - `hooks_here()`, static, returns the `ProcessHooks` of a process that the launcher has started, else None.
+      file `note` stores what the next command needs to end these jobs if this one is killed.
+    - `hooks_here()`, static, returns the `ProcessHooks` of a process that the launcher started, else None.
     """
 
     def plan(self, job: Job) -> list[Start]:
@@ -65,7 +65,7 @@ class Launcher(Protocol):
         ...
 
     def run(self, job: Job) -> int:
-        """Start a job and wait for its end; all its messages are on stderr when it returns.
+        """Start a job and wait for its end; before returning, print all its messages to stderr.
 
         Returns:
             The exit code.
@@ -77,13 +77,13 @@ class Launcher(Protocol):
 
 
 class TrialJobs(Protocol):
-    """The jobs of a queue that a launcher keeps for the trials of a search."""
+    """Jobs in a queue that a launcher reserves for the trials of a search."""
 
     def variables(self, environment: Mapping[str, str | None]) -> dict[str, str]:
-        """Give a trial a job; return variables for the process that starts the trial, or {} where it submits its own.
+        """Assign a job to a trial; return variables for the process that starts it, or {} if that submits its own job.
 
         Args:
-            environment: variables that the processes of the trial get; None: that they must not have.
+            environment: variables that the processes of the trial get; None for one that must be unset.
         """
         ...
 
@@ -96,8 +96,8 @@ class ProcessHooks:
     """Hooks of a launcher inside the processes that it started; these defaults do nothing.
 
     Attributes:
-        signals: numbers that save a checkpoint and end the run, besides SIGINT and SIGTERM.
-        copies_files: whether the launcher copies checkpoints for processes without a shared folder.
+        signals: the signals, besides SIGINT and SIGTERM, that save a checkpoint and end the run.
+        copies_files: whether the launcher copies checkpoints between processes that share no folder.
     """
 
     signals: Sequence[int] = ()
@@ -108,28 +108,28 @@ class ProcessHooks:
         return []
 
     def before_end(self, signal: int, batches: int) -> None:
-        """Prepare for the end of the run by a signal, on rank 0.
+        """Prepare, on rank 0, for the end of the run by a signal.
 
         Args:
-            batches: trained since the process was started.
+            batches: the number of batches trained since the process started.
         """
 
 
-def pauses(params: Mapping[str, float] | None = None) -> list[float]:
-    """Return the seconds to wait after each of `max_tries` tries but the last: `base_s`, then `factor` times as long
-    each time.
+def retry_delays(params: Mapping[str, float] | None = None) -> list[float]:
+    """Return the seconds to wait after each of `max_tries` tries except the last: `base_s`, then each time `factor`
+    times as long.
 
     Args:
-        params: these numbers; the defaults are 1 s, 2 and 10.
+        params: values of `base_s`, `factor` and `max_tries`; the defaults are 1 s, 2 and 10.
 
     Raises:
         ValueError: a number is out of range, or a name is unknown.
     """
-    usual: dict[str, float] = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
-    values = usual | dict(params or {})
-    if unknown := values.keys() - usual.keys():
-        raise ValueError(f"backoff takes {', '.join(usual)}, not {', '.join(sorted(unknown))}")
-    for name, low in zip(usual, (0, 1, 1), strict=True):
+    defaults: dict[str, float] = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
+    values = defaults | dict(params or {})
+    if unknown := values.keys() - defaults.keys():
+        raise ValueError(f"backoff takes {', '.join(defaults)}, not {', '.join(sorted(unknown))}")
+    for name, low in zip(defaults, (0, 1, 1), strict=True):
         if isinstance(values[name], bool) or not values[name] >= low:
             raise ValueError(f"backoff.{name} must be at least {low}, not {values[name]}")
     return [values["base_s"] * values["factor"] ** number for number in range(int(values["max_tries"]) - 1)]

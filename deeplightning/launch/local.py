@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 POLL_SECONDS = 0.1
-GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
+GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit after one failed
 
 
 class Local:
@@ -44,14 +44,14 @@ class Local:
     config, the data or the code would occur again, so it ends the run with its own exit code, as does a signal. Config
     and code are sealed at the start: later edits do not reach the processes.
 
-    With several machines, run the command on each: it starts the processes of its machine. A lost process is not
-    restarted there.
+    With several machines, run the command on each: it starts the processes of its machine. Lost processes are not
+    restarted then.
 
     Args:
-        master_port: the port of the rendezvous; null for any free port. Several machines must use the same.
-        master_addr: the address at which the other machines reach the first.
-        node_rank: the number of this machine, from 0. It, the address and the port may also be set as environment
-            variables, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+        master_port: the port of the rendezvous; null for any free port. Several machines must use the same port.
+        master_addr: the address at which the other machines reach the first one.
+        node_rank: the number of this machine, from 0. The environment variables NODE_RANK, MASTER_ADDR and MASTER_PORT
+            may set it, the address and the port instead.
 
     Raises:
         ValueError: a number is out of range.
@@ -65,21 +65,21 @@ class Local:
         self.master_port = None if master_port is None else int(master_port)
         self.master_addr, self.node_rank = master_addr, node_rank
         self._launch = f"local-{socket.gethostname()}-{secrets.token_hex(8)}"
-        self._forwarded: list[signal.Signals] = []
+        self._signals: list[signal.Signals] = []
         self._restarts = 0
-        self._run_folder: RunFolder | None = None  # if the run had begun before a process ended
+        self._run_folder: RunFolder | None = None  # set if the run had started before a process ended
         self._children: list[Popen[bytes]] = []
         self._folder = Path()
         self._store: TCPStore | None = None
-        self._until: float | None = None  # when processes that still run are killed
+        self._kill_time: float | None = None  # when to kill the processes that still run
 
     def plan(self, job: Job) -> list[Start]:
-        """Return what `run` would start."""
+        """Return the commands that `run` would start."""
         size, restarts = local_size(job.cfg.engine), job.cfg.engine.max_restarts
         variables = {"RANK": "*", "LOCAL_RANK": "*", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         port = str(self.master_port or "*")
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "*"}
-        again = f", again up to {restarts} times after a process was lost" if restarts else ""
+        again = f", restarted up to {restarts} times after a process was lost" if restarts else ""
         return [Start(_command(job), size, f"this machine{again}", variables)]
 
     def run(self, job: Job) -> int:
@@ -107,44 +107,44 @@ class Local:
         return code
 
     def _supervise(self, job: Job) -> int:
-        """Start the processes, again after one was lost, and wait for their end; return the exit code."""
+        """Start the processes, restart them if one is lost, and wait for their end; return the exit code."""
         before = {number: signal.signal(number, self._forward) for number in INTERRUPTED}
         try:
-            while not self._forwarded:
+            while not self._signals:
                 self._start(job)
                 if (code := self._wait(job)) is not None:
                     return code
-                self._clean()
-            return INTERRUPTED[self._forwarded[0]]
+                self._kill_all()
+            return INTERRUPTED[self._signals[0]]
         finally:
-            self._clean()
+            self._kill_all()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal. The processes do not share the terminal's process group, so each gets it once."""
-        self._forwarded.append(signal.Signals(number))
-        if len(self._forwarded) > 1:  # they end at once
-            self._until = time.monotonic() + GRACE_SECONDS
+        self._signals.append(signal.Signals(number))
+        if len(self._signals) > 1:  # a second signal ends them at once
+            self._kill_time = time.monotonic() + GRACE_SECONDS
         self._send(number)
 
     def _send(self, number: int) -> None:
         for child in self._children:
-            child.send_signal(number)  # which does nothing once it has ended
+            child.send_signal(number)  # does nothing if the child has ended
 
     def _start(self, job: Job) -> None:
         """Start all processes, with the variables of torchrun.
 
         Raises:
-            SetupError: the machine has no room for them, or the port is in use.
+            SetupError: the machine has too few resources for them, or the port is in use.
         """
         from torch.distributed import DistError, TCPStore
 
         size, command = str(local_size(job.cfg.engine)), _command(job)
-        self._until, self._store = None, None  # the former store has keys of lost processes, and maybe the port
+        self._kill_time, self._store = None, None  # a former store has keys of lost processes, and maybe the port
         try:
             self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
-            # The store stays here, so that no other program takes its port.
+            # This process keeps the store open, so no other program can take its port.
             self._store = TCPStore("127.0.0.1", self.master_port or 0, is_master=True, wait_for_workers=False)
             shared = {
                 "WORLD_SIZE": size,
@@ -168,76 +168,76 @@ class Local:
             raise SetupError(f"port {self.master_port}, for the rendezvous of the processes, is in use") from error
         except OSError as error:
             raise SetupError(f"engine.processes: the processes cannot be started: {error.strerror}") from error
-        for number in self._forwarded[:1]:  # that arrived during the start
+        for number in self._signals[:1]:  # arrived during the start
             self._send(number)
 
     def _wait(self, job: Job) -> int | None:
-        """Wait until all processes have ended; return the exit code of the launch, or None to restart them."""
+        """Wait for all processes to end; return the exit code of the launch, or None to restart them."""
         while True:
             codes = [child.poll() for child in self._children]
             lost = ((r, code) for r, code in enumerate(codes) if code and shared_folder.was_lost(self._folder, r, code))
-            failed = sorted((code > 0, rank, code) for rank, code in lost)  # first those killed
-            cause = failure.first_of(self._folder)
+            failed = sorted((code > 0, rank, code) for rank, code in lost)  # killed processes first
+            cause = failure.first_cause(self._folder)
             if cause is None and failed:
-                ended = failure.end_of(*failed[0][1:])
+                ended = failure.cause_of_exit(*failed[0][1:])
                 failure.record_cause(self._folder, ended)
-                cause = failure.first_of(self._folder) or ended
+                cause = failure.first_cause(self._folder) or ended
             if None not in codes:
                 break
             if cause is not None:
-                self._end_late_ones(cause)
+                self._kill_late_processes(cause)
             time.sleep(POLL_SECONDS)
         # Once rank 0 has succeeded, the run is complete; processes lost after that do not matter.
         if cause is None or not failed or (cause.lost and codes[0] == 0):
             return 0
         restarts = job.cfg.engine.max_restarts
-        if self._forwarded or not cause.lost or self._restarts == restarts:
+        if self._signals or not cause.lost or self._restarts == restarts:
             self._report(job, cause, rank_0_was_lost=(codes[0] or 0) < 0)
-            return INTERRUPTED[self._forwarded[0]] if self._forwarded else cause.exit_code
+            return INTERRUPTED[self._signals[0]] if self._signals else cause.exit_code
         self._restarts += 1
-        newest = failure.newest_of(self._note_run())
-        how = f"resumes from {newest}" if newest else "starts again, there is no checkpoint yet"
+        newest = failure.latest_checkpoint(self._find_run())
+        how = f"resumes from {newest}" if newest else "starts again, because there is no checkpoint yet"
         say(job.cfg.redact(f"restart {self._restarts} of {restarts}: {cause}; {how}"), err=True)
         return None
 
     def _report(self, job: Job, cause: failure.Cause, rank_0_was_lost: bool) -> None:
-        """Report why the launch has failed, unless one of the processes did."""
-        word, folder, redact = f"error [{cause.whose}]" if cause.whose else "error", self._note_run(), job.cfg.redact
-        if cause.lost and not self._forwarded:
+        """Report why the launch failed, unless one of the processes did."""
+        prefix, folder, redact = f"error [{cause.whose}]" if cause.whose else "error", self._find_run(), job.cfg.redact
+        if cause.lost and not self._signals:
             restarts = job.cfg.engine.max_restarts
             used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
-            hint = failure.resume_hint(failure.newest_of(folder))
-            say(redact(f"{word}: {cause.reason}{used}{hint}"), err=True)
+            hint = failure.resume_hint(failure.latest_checkpoint(folder))
+            say(redact(f"{prefix}: {cause.reason}{used}{hint}"), err=True)
         elif not (self._folder / failure.REPORTED).exists():
-            say(redact(f"{word}: {cause.reason}"), err=True)
-        if rank_0_was_lost and folder is not None:  # else rank 0 has marked the run
+            say(redact(f"{prefix}: {cause.reason}"), err=True)
+        if rank_0_was_lost and folder is not None:  # otherwise rank 0 has set the run's status
             tags = {"failure": redact(str(cause))[:1000]}
             tags |= {"restarts": str(self._restarts)} if self._restarts else {}
-            with contextlib.suppress(Exception):  # any error of a store: the mark is optional
+            with contextlib.suppress(Exception):  # any error of a store: the status is optional
                 end_run(locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name, tags)
 
-    def _end_late_ones(self, cause: failure.Cause) -> None:
-        """Kill processes that exceed the time limit, except while a run saves after a signal."""
-        if self._until is None and cause.exit_code not in INTERRUPTED.values():
-            self._until = time.monotonic() + GRACE_SECONDS
-        if self._until is not None and time.monotonic() > self._until:
+    def _kill_late_processes(self, cause: failure.Cause) -> None:
+        """Kill processes that exceed the time limit, except while a run saves a checkpoint after a signal."""
+        if self._kill_time is None and cause.exit_code not in INTERRUPTED.values():
+            self._kill_time = time.monotonic() + GRACE_SECONDS
+        if self._kill_time is not None and time.monotonic() > self._kill_time:
             self._send(signal.SIGKILL)
 
-    def _note_run(self) -> RunFolder | None:
-        """Return the run's folder, and keep it; None if the run has not begun."""
+    def _find_run(self) -> RunFolder | None:
+        """Read the path of the run's folder and return the folder; None if the run has not started."""
         with contextlib.suppress(OSError):
             self._run_folder = RunFolder((self._folder / "run").read_text())
         return self._run_folder
 
-    def _clean(self) -> None:
-        """Kill all that the processes started, which are in process groups of their own, and remove the folder."""
+    def _kill_all(self) -> None:
+        """Kill the processes with all that they started (each leads a process group), and remove the folder."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         self._children = []
         if self._folder.name:
-            self._note_run()
+            self._find_run()
             shutil.rmtree(self._folder, ignore_errors=True)
 
 

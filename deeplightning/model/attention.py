@@ -1,4 +1,4 @@
-"""The block of a transformer, which networks for pictures and for texts share.
+"""A transformer block, used by networks for pictures and for texts.
 
 B batch, T tokens, D width.
 """
@@ -14,7 +14,7 @@ class Block(nn.Module):
         heads: number of heads; divides `width`.
         mlp_width: width of the MLP's hidden layer.
         dropout: probability.
-        attention_dropout: probability with which attention leaves out a token.
+        attention_dropout: see `Attention`.
     """
 
     def __init__(self, width: int, heads: int, mlp_width: int, dropout: float, attention_dropout: float = 0.0):
@@ -27,9 +27,9 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Map tokens, float (B, T, D), to the same shape; `seen`, bool (B, 1, 1, T): those that attention takes."""
-        tokens = tokens + self.dropout(self.attention(self.norm1(tokens), seen))
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map tokens, float (B, T, D), to the same shape; `mask`, bool (B, 1, 1, T), is true for the attended ones."""
+        tokens = tokens + self.dropout(self.attention(self.norm1(tokens), mask))
         return tokens + self.dropout(self.mlp(self.norm2(tokens)))
 
 
@@ -39,20 +39,20 @@ class Attention(nn.Module):
     Args:
         width: D.
         heads: number of heads; divides `width`.
-        dropout: probability with which a token is left out in training.
+        dropout: probability with which attention ignores a token in training.
     """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()
-        self.head_width, self.share_left_out = width // heads, dropout
+        self.head_width, self.dropout_p = width // heads, dropout
         self.asked = nn.Linear(width, 3 * width)  # queries, keys and values, side by side
         self.out = nn.Linear(width, width)
 
-    def forward(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Map tokens, float (B, T, D), to the same shape; `seen` as in `Block`."""
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map tokens, float (B, T, D), to the same shape; `mask` as in `Block`."""
         # (B, T, 3, heads, D / heads)
-        asked = self.asked(tokens).unflatten(2, (3, -1, self.head_width))
-        queries, keys, values = asked.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
-        left_out = self.share_left_out if self.training else 0.0
-        found = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=left_out)
-        return self.out(found.transpose(1, 2).flatten(2))
+        projected = self.asked(tokens).unflatten(2, (3, -1, self.head_width))
+        queries, keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
+        dropout = self.dropout_p if self.training else 0.0
+        attended = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout)
+        return self.out(attended.transpose(1, 2).flatten(2))

@@ -33,7 +33,7 @@ class SignalNet(nn.Module):
         return self.last(self.layers(signals).mean(2))
 
 
-def _block(inner: int, outer: int, kernel: int) -> nn.Module:
+def _block(inputs: int, outputs: int, kernel: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv1d(inner, outer, kernel, padding=kernel // 2, bias=False), nn.BatchNorm1d(outer), nn.ReLU()
+        nn.Conv1d(inputs, outputs, kernel, padding=kernel // 2, bias=False), nn.BatchNorm1d(outputs), nn.ReLU()
     )

@@ -67,12 +67,12 @@ class TableNet(nn.Module):
         """Return outputs (B, O) for rows, float32 (B, F).
 
         Raises:
-            ValueError: the rows have another number of columns.
+            ValueError: the rows have the wrong number of columns.
         """
         expected = self.num_numbers + len(self.embeddings)
         if rows.shape[1] != expected:
             raise ValueError(
-                f"a row has {rows.shape[1]} columns, and the network takes {self.num_numbers} numbers and "
+                f"a row has {rows.shape[1]} columns, but the network takes {self.num_numbers} numbers and "
                 f"{len(self.embeddings)} categories"
             )
         parts = [rows[:, : self.num_numbers]]

@@ -1,4 +1,4 @@
-"""A small transformer that classifies short texts, without any download.
+"""A small transformer that classifies short texts, trained from scratch.
 
 B batch, L tokens, W width, H heads, K classes.
 """
@@ -16,7 +16,7 @@ from deeplightning.model.sizes import check_sizes
 class TextTransformer(nn.Module):
     """The encoder of Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762) with pre-norm (Xiong et al. 2020,
     https://arxiv.org/abs/2002.04745): embeddings, sinusoidal positions, layers of attention and feed-forward, and one
-    linear layer on the pooled states. Padding is masked, so more of it changes no answer.
+    linear layer on the pooled states. Padding is masked, so more of it does not change the output.
 
     Args:
         num_classes: K, at least 1.
@@ -60,7 +60,7 @@ class TextTransformer(nn.Module):
         self.vocabulary_size, self.max_length, self.padding = vocabulary_size, max_length, padding
         self.width, self.pooling = width, pooling
         self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=padding)
-        with torch.no_grad():  # so that scaled embeddings have the magnitude of the positions, as in the paper
+        with torch.no_grad():  # scaled embeddings then have the magnitude of the positions, as in the paper
             self.embedding.weight.mul_(width**-0.5)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(Block(width, num_heads, hidden, dropout, dropout) for _ in range(num_layers))

@@ -62,15 +62,15 @@ class UNet(nn.Module):
             images: float (B, C, H, W).
 
         Raises:
-            ValueError: H or W is no multiple of 2**depth.
+            ValueError: H or W is not a multiple of 2**depth.
         """
         self._check_size(images.shape[2], images.shape[3])
-        found = [self.start(images)]  # (B, width, H, W)
+        skips = [self.start(images)]  # (B, width, H, W)
         for down in self.down:
-            found.append(down(found[-1]))  # (B, 2 width, H / 2, W / 2) …
-        pixels = found.pop()
+            skips.append(down(skips[-1]))  # (B, 2 width, H / 2, W / 2) …
+        pixels = skips.pop()
         for enlarge, up in zip(self.enlarge, self.up, strict=True):
-            pixels = up(torch.cat([found.pop(), enlarge(pixels)], dim=1))
+            pixels = up(torch.cat([skips.pop(), enlarge(pixels)], dim=1))
         return self.head(pixels)
 
     def _check_size(self, height: int, width: int) -> None:
@@ -79,13 +79,13 @@ class UNet(nn.Module):
             near = [max(step, round(side / step) * step) for side in (height, width)]
             raise ValueError(
                 f"pictures of {height}x{width} pixels cannot be halved {self.depth} times: this UNet of depth "
-                f"{self.depth} takes sizes that {step} divides, such as {near[0]}x{near[1]}"
+                f"{self.depth} takes multiples of {step}, such as {near[0]}x{near[1]}"
             )
 
 
-def _double_convolution(given: int, made: int) -> nn.Sequential:
-    """Return two 3x3 convolutions, each with batch norm and ReLU: (B, given, H, W) → (B, made, H, W)."""
+def _double_convolution(inputs: int, outputs: int) -> nn.Sequential:
+    """Return two 3x3 convolutions, each with batch norm and ReLU: (B, inputs, H, W) → (B, outputs, H, W)."""
     layers: list[nn.Module] = []
-    for channels in (given, made):
-        layers += [nn.Conv2d(channels, made, 3, padding=1, bias=False), nn.BatchNorm2d(made), nn.ReLU()]
+    for channels in (inputs, outputs):
+        layers += [nn.Conv2d(channels, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
     return nn.Sequential(*layers)

@@ -1,9 +1,9 @@
-"""Import lazily what torch and Lightning import but most runs do not use.
+"""Import lazily the modules that torch and Lightning import but most runs do not use.
 
 Importing Lightning imports all of torchmetrics, with SciPy, matplotlib and torchvision, `torch._dynamo`, the front end
-of the compiler, and Triton; a run in eager mode uses none of these. Stand-ins replace them in `sys.modules`. On the
-first access that a stand-in does not cover, the real module is loaded and takes its place. If a library differs from
-the known version (torch 2.15, torchmetrics 1.9, Lightning 2.6), it is imported as usual.
+of the compiler, and Triton; a run in eager mode uses none of these. Stand-ins replace them in `sys.modules`. The first
+access that a stand-in does not cover loads the real module, which replaces the stand-in. If a library differs from the
+supported version (torch 2.15, torchmetrics 1.9, Lightning 2.6), it is imported as usual.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _LIGHTNING = ("pytorch_lightning", "lightning_fabric")
 
 
 def import_lazily() -> None:
-    """Install the stand-ins when Lightning is imported. Does nothing if it has been imported already."""
+    """Install the stand-ins when Lightning is imported; do nothing if it is imported already."""
     if _before_lightning not in sys.meta_path and not any(name in sys.modules for name in _LIGHTNING):
         sys.meta_path.insert(0, _before_lightning)
 
@@ -48,7 +48,7 @@ _before_lightning = _BeforeLightning()
 
 
 class _Package(ModuleType):
-    """A package whose `__init__` runs at the first access to a missing name, or to all names; its submodules can be
+    """A package whose `__init__` runs at the first access to a missing name, or to all names. Its submodules can be
     imported before that."""
 
     def __getattr__(self, name: str) -> object:
@@ -92,7 +92,7 @@ def _load_torchmetrics_partly() -> None:
 
 
 def _unexecuted_package(name: str) -> ModuleType:
-    """Put a package into `sys.modules` without executing it."""
+    """Add a package to `sys.modules` without executing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         raise ImportError(name)
@@ -132,9 +132,9 @@ class _OptimizedModule(metaclass=_IsCompiled):
 class _SubmoduleStandIn:
     """Stands in for a submodule of `torch._dynamo`: has the given attributes, and loads the module for any other."""
 
-    def __init__(self, name: str, **answers: object):
+    def __init__(self, name: str, **attributes: object):
         self._name = name
-        self.__dict__ |= answers
+        self.__dict__ |= attributes
 
     def __getattr__(self, name: str) -> object:
         return getattr(getattr(_load_dynamo(), self._name), name)
@@ -164,7 +164,7 @@ class _Dynamo(ModuleType):
 
     @staticmethod
     def disable(fn: object = None, recursive: bool = True, **options: Any) -> object:
-        """Return a function that calls `fn` directly until `torch._dynamo` is loaded, and then with it disabled."""
+        """Return a function that calls `fn`: directly until `torch._dynamo` is loaded, then with it disabled."""
         if fn is not None and not isinstance(fn, FunctionType):
             return _load_dynamo().disable(fn, recursive, **options)  # type: ignore[attr-defined]
         return functools.partial(_disabled, recursive=recursive, **options) if fn is None else _disabled(fn, recursive)
@@ -199,7 +199,7 @@ class _Submodules(MetaPathFinder, Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the import of the package has executed the module."""
+        """Do nothing: importing the package executed the module."""
 
 
 _submodules = _Submodules()
@@ -242,8 +242,8 @@ class _JITFunction(metaclass=_IsKernel):
 
 
 def _load_flop_counter_without_triton() -> None:
-    """Import torch's FLOP counter, which Lightning imports, without Triton: 70 MiB (3.9) for the one class by which the
-    counter recognizes a kernel."""
+    """Import torch's FLOP counter, which Lightning imports, without Triton: 70 MiB (3.9) for the one class that the
+    counter needs to recognise a kernel."""
     if importlib.util.find_spec(_TRITON) is None:
         return
     names = [_TRITON, f"{_TRITON}.runtime", f"{_TRITON}.runtime.jit"]

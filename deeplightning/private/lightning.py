@@ -7,13 +7,13 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 INHERITED = {
-    # They set up the model that DDP wraps. If a name moves, `Ddp` fails when a stage begins.
+    # They set up the model that DDP wraps. If a name moves, `Ddp` fails when a stage starts.
     "pytorch_lightning.strategies.DDPStrategy": ("_ddp_kwargs", "_setup_model"),
     # Lightning sets the size in its constructor, before the number of processes is known. If it moves, FSDP trains
     # without sharding.
     "pytorch_lightning.strategies.ModelParallelStrategy": ("_data_parallel_size",),
     # The public methods around these refuse the CPU and add warnings. If one moves, `DeepSpeed` fails when a stage
-    # begins.
+    # starts.
     "pytorch_lightning.strategies.DeepSpeedStrategy": (
         "_format_batch_size_and_grad_accum_config",
         "_init_config_if_needed",
@@ -22,21 +22,21 @@ INHERITED = {
         "_initialize_deepspeed_inference",
         "_initialize_deepspeed_train",
     ),
-    # It starts this command once per process. If it moves, a run of several processes fails at start.
+    # It starts this command again for each further process. If it moves, a run of several processes fails at start.
     "pytorch_lightning.strategies.launchers.subprocess_script._SubprocessScriptLauncher": ("_call_children_scripts",),
 }
 
 
 def forget_train_loader(trainer: "pl.Trainer") -> None:
-    """Make Lightning create the training loader again. If the name moves, a run that resumes with a schedule of `auto`
-    length repeats the first batches of its epoch, without an error."""
+    """Make Lightning create the training loader again. If the name moves, a run that resumes with a schedule of length
+    `auto` repeats the first batches of its epoch, without an error."""
     trainer.fit_loop._combined_loader = None
 
 
 def read_ahead(trainer: "pl.Trainer") -> bool:
     """Make Lightning find the end of the training data by reading one batch ahead, as for data without a length. Call
-    this before the first batch. Return False if the task reads its batches itself. If a name moves, a training on a
-    stream with a length fails at its start."""
+    this before the first batch. Return False if the task reads its batches itself. If a name moves, training on a
+    stream with a length fails at start."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     if not hasattr(fetcher, "batches"):
         return False
@@ -52,44 +52,44 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
 
 
 def resume_by_epochs(trainer: "pl.Trainer") -> None:
-    """Let a run with `max_steps` resume like one without: Lightning 2.6 would go once more through an epoch that is
-    over, without a batch. Call this before counters are restored. If the name moves, that epoch is counted twice."""
+    """Make a run with `max_steps` resume like one without: Lightning 2.6 would repeat a completed epoch, without any
+    batch. Call this before counters are restored. If the name moves, that epoch is counted twice."""
     loop: Any = trainer.fit_loop
     loop._iteration_based_training = lambda: False
 
 
 def before_batches(
-    trainer: "pl.Trainer", of_training: Callable[[Any], None], of_validation: Callable[[Any], None] = lambda _: None
+    trainer: "pl.Trainer", on_epoch: Callable[[Any], None], on_validation: Callable[[Any], None] = lambda _: None
 ) -> None:
-    """Call a function in each epoch of a training after all hooks of its start, before Lightning iterates the training
-    data, and one before each validation. If a name moves, a run that resumes draws other random numbers.
+    """Call a function in each training epoch after all hooks of its start, before Lightning iterates the training data,
+    and another one before each validation. If a name moves, a resumed run draws other random numbers.
 
-    Lightning iterates the first epoch before, and that of a run that resumes: this is the last chance to do it again.
+    Lightning creates the iterator of the first epoch, and of a resumed one, earlier: recreate it here at the latest.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     validation = loop.val_loop
 
     def on_run_start(fetcher: Any) -> None:
-        of_training(trainer)
+        on_epoch(trainer)
         type(loop).on_run_start(loop, fetcher)
 
     def run() -> Any:
-        of_validation(trainer)
+        on_validation(trainer)
         return type(validation).run(validation)
 
     loop.on_run_start, validation.run = on_run_start, run
 
 
-def before_cycles(trainer: "pl.Trainer", of_loader: Callable[[int, int], None]) -> None:
-    """Call a function before a loader begins again inside this epoch of a training, with the numbers of the loader and
-    the batch. If a name moves, a run that resumes inside an epoch draws other random numbers."""
+def before_cycles(trainer: "pl.Trainer", on_restart: Callable[[int, int], None]) -> None:
+    """Call a function before a loader restarts within this training epoch, with the numbers of the loader and the
+    batch. If a name moves, a run that resumes within an epoch draws other random numbers."""
     combined: Any = trainer.fit_loop._combined_loader
 
     class Loaders(list[Any]):
-        """Lightning takes one by its number only to iterate it again."""
+        """Lightning reads an item by its number only to iterate over it again."""
 
         def __getitem__(self, number: Any) -> Any:
-            of_loader(number, combined._iterator._idx)
+            on_restart(number, combined._iterator._idx)
             return super().__getitem__(number)
 
     combined._flattened = combined._iterator.iterables = Loaders(combined.flattened)
@@ -100,8 +100,8 @@ def restart_epoch(trainer: "pl.Trainer", skip: Iterable[object], new_iterator: b
     user's own loaders fails when training starts.
 
     Args:
-        skip: gives something before each batch that is read and dropped.
-        new_iterator: replace the iterator that Lightning has created.
+        skip: yields one item before each batch that is read and dropped.
+        new_iterator: replace the iterator that Lightning created.
     """
     from lightning_fabric.utilities.data import _set_sampler_epoch
 
@@ -110,7 +110,7 @@ def restart_epoch(trainer: "pl.Trainer", skip: Iterable[object], new_iterator: b
         for loader in training_loaders(trainer):
             _set_sampler_epoch(loader, trainer.current_epoch)  # Lightning does so after `on_train_start`
         iter(fetcher)
-    # Where the task takes `dataloader_iter`, the fetcher reads nothing itself.
+    # If the task takes `dataloader_iter`, the fetcher reads nothing itself.
     source = fetcher if getattr(fetcher, "batches", None) else fetcher.iterator
     for _ in skip:
         next(source, None)
@@ -119,14 +119,14 @@ def restart_epoch(trainer: "pl.Trainer", skip: Iterable[object], new_iterator: b
 
 
 def training_loaders(trainer: "pl.Trainer") -> list[Any]:
-    """Return the training loaders, each one of a collection."""
+    """Return the training loaders as a list, also if they are in a collection."""
     loader: Any = trainer.fit_loop._combined_loader
     return list(loader.flattened) if loader is not None else []
 
 
 def batches_ahead(trainer: "pl.Trainer") -> list[Any] | None:
-    """Return the training batches that were read ahead, or None if the data have a length or the task reads them. If a
-    name moves, a run of several processes fails when training starts."""
+    """Return the training batches that were read ahead, or None if the data have a length or the task reads batches
+    itself. If a name moves, a run of several processes fails when training starts."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "batches", None) if fetcher.length is None else None
 
@@ -140,13 +140,13 @@ def restart_validation(trainer: "pl.Trainer") -> None:
 
 
 def validated_batches(trainer: "pl.Trainer") -> dict[int, int]:
-    """Return the number of batches that validations of a training have read, by loader: the steps under which Lightning
-    logs their values. If the name moves, the first validation fails."""
+    """Return the number of batches that the validations of a training run have read, by loader; Lightning logs their
+    values at these steps. If the name moves, the first validation fails."""
     return trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader
 
 
 def logged_steps(trainer: "pl.Trainer") -> int:
-    """Return the step under which Lightning logs the next values of a training."""
+    """Return the step at which Lightning logs the next training values."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
@@ -156,17 +156,17 @@ def add_logged_steps(trainer: "pl.Trainer", number: int) -> None:
 
 
 def values_to_log(trainer: "pl.Trainer", now: bool) -> dict[str, Any] | None:
-    """Return the values that Lightning is about to log in a training, or None if logging is not due.
+    """Return the values that Lightning is about to log in training, or None if logging is not due.
 
     Args:
-        now: whether it is due at any step.
+        now: whether logging is due regardless of the step.
     """
     connector = trainer._logger_connector
     return connector.metrics["log"] if now or connector.should_update_logs else None
 
 
 def logged_means(trainer: "pl.Trainer") -> dict[str, dict[str, Any]]:
-    """Return the state of Lightning's means of `self.log(on_epoch=True)` since the epoch began, by its keys; values
+    """Return the state of Lightning's means of `self.log(on_epoch=True)` since the epoch started, by its keys; values
     with `sync_dist` are reduced over the processes. If the name moves, saving a checkpoint within an epoch fails."""
     found: dict[str, dict[str, Any]] = {}
     for key, result in sorted(trainer.fit_loop.epoch_loop._results.items()):
@@ -181,7 +181,7 @@ def logged_means(trainer: "pl.Trainer") -> dict[str, dict[str, Any]]:
 
 
 def add_to_logged_means(trainer: "pl.Trainer", saved: dict[str, dict[str, Any]]) -> None:
-    """Merge the result of `logged_means` into what has been logged since; remove the merged keys from `saved`."""
+    """Merge a saved result of `logged_means` into the values logged since; remove the merged keys from `saved`."""
     results = trainer.fit_loop.epoch_loop._results
     for key in [key for key in saved if key in results and not results[key].has_reset]:
         result, before = results[key], saved.pop(key)
@@ -198,14 +198,14 @@ def set_logged_hyperparameters(module: Any, values: dict[str, Any]) -> None:
 
 
 def keep_signals(trainer: Any) -> None:
-    """Keep Lightning from replacing our signal handlers when a stage begins. If the name moves, setting up a stage
+    """Keep Lightning from replacing our signal handlers when a stage starts. If the name moves, setting up a stage
     fails; if only the method moves, SIGTERM saves no checkpoint, without an error."""
     trainer._signal_connector.register_signal_handlers = lambda: None
 
 
 def set_launcher(strategy: Any, launcher: object) -> None:
-    """Replace the launcher of a strategy, which the trainer's constructor has chosen. If the name moves, Lightning's
-    own observer ends a run of several processes before the failure is reported."""
+    """Replace the launcher of a strategy, which the trainer's constructor chose. If the name moves, Lightning's own
+    observer ends a run of several processes before the failure is reported."""
     strategy._launcher = launcher
 
 

@@ -1,18 +1,18 @@
-"""Messages that distinguish exceptions of other libraries whose type does not.
+"""Texts of other libraries' exceptions, where the type of an exception is not specific enough.
 
-Only `says` compares them. If a library changes a message, its exception counts as unexpected: exit code 1 and a
-traceback. `tests/runs/test_messages.py` makes each library raise it.
+Only `matches` compares them. If a library changes a message, its exception is treated as unexpected: exit code 1 and a
+traceback. `tests/runs/test_messages.py` makes each library raise each exception.
 """
 
 import re
 from enum import Enum
 
 
-class Sentence(Enum):
+class ErrorText(Enum):
     """Parts of messages, as regular expressions, with the library and its version."""
 
     ADDRESS_IN_USE = "EADDRINUSE"  # torch 2.15, torch.distributed.TCPStore
-    ARGUMENT_BY_POSITION = r"can be passed to its parent's `(\w+)="  # Lightning 2.6, which makes a loader again
+    ARGUMENT_BY_POSITION = r"can be passed to its parent's `(\w+)="  # Lightning 2.6, when it re-creates a loader
     BATCH_SIZE_IS_FIXED = "specialized it to be a constant"  # torch 2.15, torch.export
     CANNOT_BUILD = "JIT load"  # DeepSpeed 0.19, op_builder
     HOOK_IS_REMOVED = "has been removed in"  # Lightning 2.6, configuration_validator
@@ -27,7 +27,7 @@ class Sentence(Enum):
     TABLE_EXISTS = "already exists"  # SQLite 3
 
 
-def says(error: BaseException, *sentences: Sentence) -> re.Match[str] | None:
-    """Return the first match of one of the sentences in the message of an exception, or None."""
-    found = (re.search(sentence.value, str(error)) for sentence in sentences)
+def matches(error: BaseException, *texts: ErrorText) -> re.Match[str] | None:
+    """Return the first match of one of the texts in the message of an exception, or None."""
+    found = (re.search(text.value, str(error)) for text in texts)
     return next((match for match in found if match), None)

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def register_store(scheme: str, build: Callable[..., object]) -> None:
-    """Make MLflow in this process open the stores of a scheme with `build`. The public way, an entry point for a new
-    scheme, would keep other tools from opening the same store. If the name moves, a run fails when it opens its
+    """Make MLflow in this process open stores of a URI scheme with `build`. The public interface, an entry point for a
+    new scheme, would prevent other tools from opening the same store. If the name moves, a run fails when it opens its
     store."""
     from mlflow.tracking._tracking_service import utils
 
@@ -16,9 +16,9 @@ def register_store(scheme: str, build: Callable[..., object]) -> None:
 
 
 def add_run(store: Any, run: Any) -> None:
-    """Add a run, with its id, to MLflow's SQL store, if it is not there; the client's `create_run` draws another id,
-    and the id is part of the path of the run's folder, which is there before MLflow is imported. If a column moves,
-    runs stay unsent, with a warning."""
+    """Add a run with its id to MLflow's SQL store, if it is missing. The client's `create_run` draws another id, and
+    the id is part of the path of the run's folder, which exists before MLflow is imported. If a column moves, runs
+    remain unsent, with a warning."""
     from mlflow.store.tracking.dbmodels.models import SqlRun, SqlTag
 
     make = store.ManagedSessionMaker
@@ -34,7 +34,7 @@ def add_run(store: Any, run: Any) -> None:
 
 
 def autologs() -> bool:
-    """Return whether `mlflow.autolog` logs Lightning's training. If the name moves, its values go to a separate run,
+    """Return whether `mlflow.autolog` is on for Lightning. If the name moves, its values are logged to a separate run,
     without an error."""
     autologging = sys.modules.get("mlflow.utils.autologging_utils")
     is_disabled = getattr(autologging, "autologging_is_disabled", None)
@@ -42,7 +42,7 @@ def autologs() -> bool:
 
 
 def latest_schema() -> str:
-    """Return the schema revision of this MLflow's databases; only its command line offers that publicly."""
+    """Return the schema revision of this MLflow's databases, which publicly only its command line offers."""
     from mlflow.store.db import utils
 
     return str(utils._get_latest_schema_revision())

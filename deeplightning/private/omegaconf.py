@@ -17,10 +17,10 @@ class Malformed(ValueError):
 
 
 def parse(text: str, argument: bool = False) -> object:
-    """Parse a value of a config; `\\${` means a plain `${`.
+    """Parse a value of a config; `\\${` means a literal `${`.
 
     Args:
-        argument: parse it as an argument of a resolver: a word, number, quoted text, list, mapping or reference.
+        argument: parse an argument of a resolver: a word, number, quoted text, list, mapping or reference.
 
     Raises:
         Malformed: a `${` opens no reference.
@@ -54,7 +54,7 @@ class Evaluation(GrammarVisitor):
         """Return the value of a tree.
 
         Raises:
-            Malformed: a reference inside a key or a name is neither a text nor a whole number, or a number has too many
+            Malformed: a reference in a key or name is neither a text nor a whole number, or a number has too many
                 digits.
         """
         try:
@@ -67,16 +67,16 @@ class Evaluation(GrammarVisitor):
         return self.visit(ctx.getChild(0))
 
     def visitSequence(self, ctx: Any) -> Any:
-        """Yield arguments and functions that return their source. Nothing between two commas is an empty text, as in
-        OmegaConf, which also warns of each with the whole sequence, in quadratic time."""
-        is_open = True
+        """Yield arguments and functions that return their source. An item missing between two commas is an empty text,
+        as in OmegaConf, which also warns about each with the whole sequence, in quadratic time."""
+        item_is_missing = True
         for child in ctx.getChildren():
             if isinstance(child, OmegaConfGrammarParser.ElementContext):
                 yield self.visitElement(child), child.getText
-                is_open = False
-            elif is_open:
+                item_is_missing = False
+            elif item_is_missing:
                 yield "", str
             else:
-                is_open = True
-        if is_open:
+                item_is_missing = True
+        if item_is_missing:
             yield "", str

@@ -1,4 +1,4 @@
-"""Private names of the standard library (3.11 to 3.14): the exit of a forked process, the start of a spawned one."""
+"""Private names of Python's standard library (3.11 to 3.14): exit of a forked process, start of a spawned one."""
 
 import atexit
 import multiprocessing
@@ -16,6 +16,6 @@ def run_exit_functions() -> None:
 
 
 def import_in_spawned(function: Callable[..., object]) -> None:
-    """Make each process that `multiprocessing` spawns from this one import the module of `function` before it unpickles
-    its arguments. If the name moves, a run fails at start."""
+    """Make processes that `multiprocessing` spawns from this one import the module of `function` before they unpickle
+    their arguments. If the name moves, a run fails at start."""
     multiprocessing.current_process()._config["deeplightning"] = function  # type: ignore[attr-defined]

@@ -23,16 +23,16 @@ def watch(
     command: list[str], environment: Mapping[str, str], marker: str, hide: str | None = None, shown: str = ""
 ) -> str | None:
     """Run a command, print its output until it ends, and return the rest of the stdout line that begins with `marker`,
-    or None if there was none.
+    or None if there is no such line.
 
-    The command is in a session of its own, so that Ctrl-C reaches it once, through this process, and it ends when this
-    process ends (`deeplightning.process.die_with_parent`).
+    The command runs in its own session, so Ctrl-C reaches it only once, through this process. It ends when this process
+    ends (`deeplightning.process.die_with_parent`).
 
     Args:
         environment: variables to add to those of this process.
-        marker: the beginning of the line that is not printed.
-        hide: the path of a temporary file. Output shows `shown` instead of it, without line and column.
-        shown: a name that the user knows.
+        marker: the beginning of the line to return, which is not printed.
+        hide: the path of a temporary file. The output shows `shown` instead, without line and column.
+        shown: a name that the user recognises.
 
     Raises:
         UserError: the command failed.
@@ -58,20 +58,20 @@ def watch(
 
     for name in ("stdout", "stderr"):
         threading.Thread(target=read, args=(name, getattr(process, name)), daemon=True).start()
-    found, last, streams, code, interrupted = None, list[str](), 2, None, False
+    found, last, open_streams, code, interrupted = None, list[str](), 2, None, False
     errors: TextIO = sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr  # stderr is red in a notebook
     try:
         while code is None:
             try:
-                while streams:
+                while open_streams:
                     if (item := lines.get()) is None:
-                        streams -= 1
+                        open_streams -= 1
                         continue
                     name, line = item
                     last = [*last[-LAST_LINES + 1 :], line] if name == "stderr" else last
                     if name == "stdout" and line.startswith(marker):
                         found = line.removeprefix(marker)
-                    elif name == "stdout" or not line.startswith("error: "):  # which is raised at the end
+                    elif name == "stdout" or not line.startswith("error: "):  # errors are raised at the end
                         print(line, file=sys.stdout if name == "stdout" else errors, flush=True)
                 code = process.wait()
             except KeyboardInterrupt:
@@ -86,6 +86,6 @@ def watch(
         raise KeyboardInterrupt
     if code != 0:
         notes = [Fault(line.removeprefix("error: ")) for line in last if line.startswith("error")]
-        ended = "; its last line: ".join([f"the command ended with exit code {code}", *last[-1:]])
-        raise ERRORS.get(code, RunError)(notes or ended)
+        reason = "; its last line: ".join([f"the command ended with exit code {code}", *last[-1:]])
+        raise ERRORS.get(code, RunError)(notes or reason)
     return found

@@ -1,4 +1,4 @@
-"""Run a command that ends when the program that started it ends; and end this process with its parent (`end_with`).
+"""Run a command that ends when the program that started it ends; or end this process with its parent (`end_with`).
 
 `python -m deeplightning.process.die_with_parent COMMAND …` starts the command. The program holds the other end of its
 standard input open while it lives. When the program ends for any reason, even SIGKILL, standard input ends and the
@@ -42,14 +42,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Let this process be killed when its parent ends."""
+    """Kill this process when its parent ends."""
     import ctypes
 
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (AttributeError, OSError):  # not Linux
         threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
-    if os.getppid() != parent:  # it ended before that took effect
+    if os.getppid() != parent:  # the parent ended before this took effect
         os._exit(5)
 
 

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 from deeplightning.faults import UserError
-from deeplightning.own_code import INSTALLED, OURS, is_theirs, short
+from deeplightning.own_code import INSTALLED, OURS, is_user_file, short
 from deeplightning.process.streams import INTERRUPTED
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
@@ -36,15 +36,15 @@ _LIGHTNING = re.compile(r"[\\/](pytorch_lightning|lightning_fabric)[\\/]")
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """The first error of a launch, in whichever process it occurred.
+    """The first error of a launch, in any of its processes.
 
     Attributes:
         rank: of the process.
         reason: the error, with file and line of the code.
         exit_code: of the whole launch.
-        lost: whether neither code nor data caused it: a process was killed, hangs or is unreachable. A restart may
+        lost: whether a process was killed, hangs or is unreachable; code and data are not the cause, so a restart may
             succeed.
-        hangs: whether a process did not answer; each then prints where it is in its code.
+        hangs: whether a process did not respond; each process then prints its position in the code.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class Cause:
 
 
 class RankError(UserError):
-    """Another process failed, so this one ends too."""
+    """Raised in a process that ends because another one failed."""
 
     def __init__(self, cause: Cause):
         super().__init__(str(cause))
@@ -71,19 +71,19 @@ class RankError(UserError):
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether an error only reports that another process is gone or does not answer."""
-    return isinstance(error, RuntimeError) and says_lost(str(error))
+    """Return whether an error only reports that another process is gone or does not respond."""
+    return isinstance(error, RuntimeError) and is_lost_message(str(error))
 
 
-def says_lost(message: str) -> bool:
-    """Return whether a message of gloo, NCCL or torch's store only reports that another process is gone or silent."""
+def is_lost_message(message: str) -> bool:
+    """Return whether a message of gloo, NCCL or torch's store only reports a process that is gone or unresponsive."""
     return _LOST.search(message) is not None
 
 
-def place_in(frames: Iterable[tuple[str, int]]) -> str | None:
-    """Return `file:line` of the innermost frame in the user's code, or of the innermost frame."""
-    known = [(name, line) for name, line in frames if name != "<string>"]
-    theirs = [frame for frame in known if is_theirs(frame[0])] or known
+def location_in(frames: Iterable[tuple[str, int]]) -> str | None:
+    """Return `file:line` of the innermost frame in the user's code, else of the innermost frame of a file."""
+    in_files = [(name, line) for name, line in frames if name != "<string>"]
+    theirs = [frame for frame in in_files if is_user_file(frame[0])] or in_files
     return f"{short(theirs[-1][0])}:{theirs[-1][1]}" if theirs else None
 
 
@@ -98,9 +98,9 @@ def _frames_of(error: BaseException) -> list[tuple[str, int]]:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of an error: its own, else 5 if the user's code raised it and 1 if ours did.
 
-    An error raised in a library counts for the code that called the library, but in one that Deep Lightning does not
-    need for the user, whose config names it. A lost worker of a loader is 5, and so is an error that Lightning raises
-    about the user's modules and settings.
+    An error raised in a library is attributed to the code that called the library. If Deep Lightning does not require
+    the library, the config named it, so the code is 5. A lost DataLoader worker is 5 too, and so is an error that
+    Lightning raises about the user's modules and settings.
     """
     if isinstance(code := getattr(error, "exit_code", None), int):
         return code
@@ -110,73 +110,73 @@ def exit_code_of(error: BaseException) -> int:
     is_from_lightning = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
     if is_from_lightning and frames and _LIGHTNING.search(frames[-1]):
         return 5
-    of_user = [is_theirs(name) for name in frames if is_theirs(name) or name.startswith(OURS)]
-    return 5 if (of_user and of_user[-1]) or _is_in_a_chosen_library(frames) else 1
+    of_user = [is_user_file(name) for name in frames if is_user_file(name) or name.startswith(OURS)]
+    return 5 if (of_user and of_user[-1]) or _is_in_optional_library(frames) else 1
 
 
-def _is_in_a_chosen_library(frames: Sequence[str]) -> bool:
-    """Return whether what our code called last, through torch and Lightning too, is a library that we do not need."""
+def _is_in_optional_library(frames: Sequence[str]) -> bool:
+    """Return whether our code last called, perhaps through torch or Lightning, a library that we do not require."""
     last = max((number for number, name in enumerate(frames) if name.startswith(OURS)), default=-1)
-    places = INSTALLED[2:]  # those of the standard library come before
-    inside = [name.removeprefix(place) for name in frames[last + 1 :] for place in places if name.startswith(place)]
+    folders = INSTALLED[2:]  # the first two are of the standard library
+    inside = [name.removeprefix(top) for name in frames[last + 1 :] for top in folders if name.startswith(top)]
     tops = [Path(name).parts[0].removesuffix(".py") for name in inside]
     called = next((top for top in tops if top not in ("torch", "pytorch_lightning", "lightning_fabric")), None)
     if called is None:
         return False
     try:
-        needed = {re.split(r"[^\w-]", text)[0].lower() for text in requires("deeplightning") or ()}
-    except PackageNotFoundError:  # a copy of the code alone
+        required = {re.split(r"[^\w-]", text)[0].lower() for text in requires("deeplightning") or ()}
+    except PackageNotFoundError:  # the code is not installed as a package
         return False
-    return needed.isdisjoint(name.lower() for name in packages_distributions().get(called, [called]))
+    return required.isdisjoint(name.lower() for name in packages_distributions().get(called, [called]))
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error in one line: its message if the user can correct it, else place, type and message."""
+    """Format an error as one line: its message if the user can correct it, else `file:line`, type and message."""
     if getattr(error, "exit_code", None) is not None:
         return str(error).replace("\n", "; ")
     kind, text = type(error).__name__, str(error)
     if _IN_WORKER.match(text):
-        words = text.rstrip().rpartition("\n")[2]
+        message = text.rstrip().rpartition("\n")[2]
     else:
-        words = f"{kind}: {first_line(error)}" if text.strip() else kind
-    return f"{found}: {words}" if (found := place_in(_frames_of(error))) else words
+        message = f"{kind}: {first_line(error)}" if text.strip() else kind
+    return f"{found}: {message}" if (found := location_in(_frames_of(error))) else message
 
 
-def how_it_ended(code: int) -> str:
-    """Return what the exit code of a process means that exited without a message."""
+def describe_exit(code: int) -> str:
+    """Describe the exit code of a process that exited without a message."""
     if code >= 0:
         return f"the process ended with exit code {code} without a message"
     number = -code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = {
-        int(signal.SIGKILL): "; where nobody did that by hand, the memory was short: the system log says so",
+        int(signal.SIGKILL): "; if nobody did that by hand, memory ran out: see the system log",
         int(signal.SIGBUS): "; shared memory (/dev/shm) may be too small for the loader's workers",
     }.get(number, "")
     return f"a worker was lost: the process was killed by {name}{hint}"
 
 
-def newest_of(run: RunFolder | None) -> Path | None:
+def latest_checkpoint(run: RunFolder | None) -> Path | None:
     """Return the latest complete checkpoint of a run."""
     return next((path for path in run.checkpoints() if zipfile.is_zipfile(path)), None) if run is not None else None
 
 
 def resume_hint(newest: Path | None) -> str:
-    """Return the end of an error message: the checkpoint from which a run that lost a process resumes."""
+    """Return the end of an error message, which names the checkpoint from which the run can resume."""
     if newest is None:
         return "; there is no checkpoint yet"
     return f"; the last checkpoint is {newest}, and train.resume_ckpt=auto resumes from it"
 
 
-def end_of(rank: int, code: int) -> Cause:
+def cause_of_exit(rank: int, code: int) -> Cause:
     """Return the cause for a process that exited without a report; a negative code is a signal, as in `subprocess`."""
     if code < 0 and -code in INTERRUPTED:
         number = signal.Signals(-code)
         return Cause(rank, f"interrupted by {number.name}", INTERRUPTED[number])
-    return Cause(rank, how_it_ended(code), code if 0 < code <= 5 else 5, lost=code < 0)
+    return Cause(rank, describe_exit(code), code if 0 < code <= 5 else 5, lost=code < 0)
 
 
-def first_of(folder: Path) -> Cause | None:
-    """Return the first cause of the processes that share a folder; None if nothing failed."""
+def first_cause(folder: Path) -> Cause | None:
+    """Return the failure cause recorded in a launch folder; None if nothing failed."""
     try:
         return Cause(**json.loads((folder / "first").read_text()))
     except (OSError, ValueError):
@@ -193,16 +193,16 @@ def record_cause(folder: Path, cause: Cause, by: int | None = None) -> bool:
         # Each write goes to a new file, so readers always see a complete one.
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".words", delete=False) as file:
             file.write(json.dumps(dataclasses.asdict(cause)))
-        beside = Path(file.name)
+        new = Path(file.name)
         try:
-            os.link(beside, folder / "first")
+            os.link(new, folder / "first")
         except FileExistsError:
-            if (first := first_of(folder)) is None or first.rank == by:
-                beside.replace(folder / "first")  # the same cause, with more detail
+            if (first := first_cause(folder)) is None or first.rank == by:
+                new.replace(folder / "first")  # the same cause, with more detail
                 return True
             return False
         finally:
-            beside.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
     except OSError:  # the folder is gone, and so are the others
         pass
     return True

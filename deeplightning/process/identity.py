@@ -1,6 +1,6 @@
 """The identity of a process: its rank in the launch, read from environment variables, and the decisions of rank 0.
 
-Only the standard library is imported, because every process reads its identity before anything else.
+Imports only the standard library, because every process reads its identity before anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from deeplightning.faults import SetupError
 
 LAUNCH, ATTEMPT = "DEEPLIGHTNING_LAUNCH", "DEEPLIGHTNING_ATTEMPT"
-"""Variables in which our launchers give their processes the name of the launch and its number of restarts."""
+"""Variables in which our launchers pass the name of the launch and its number of restarts to their processes."""
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
 """A process without any of these has no identity."""
@@ -34,9 +34,9 @@ class Identity:
         local_rank, local_world: the same on its machine.
         node, nodes: the rank of its machine and the number of machines.
         address, port: where rank 0 listens; None if unknown.
-        launch: the name of the launch, the same for all processes and after a restart; None if it has none.
+        launch: the name of the launch, the same for all processes and after a restart; None if it has no name.
         may_resume: whether the launch may already have a run, which it then continues.
-        is_of_launcher: whether one of our launchers started it, with the number of processes that the config asks for.
+        is_of_launcher: whether one of our launchers started it, with the number of processes that the config sets.
     """
 
     by: str
@@ -64,8 +64,8 @@ class Identity:
 
 
 def identity(environment: Mapping[str, str] | None = None) -> Identity | None:
-    """Return the identity that an environment, by default this process's, defines; None if no launcher started the
-    process.
+    """Return the identity that an environment defines, by default that of this process; None if no launcher started
+    the process.
 
     torchrun's variables come first, then RANK, then mpirun's, then Slurm's: processes that torchrun or mpirun start
     inside a Slurm job inherit Slurm's variables.
@@ -107,16 +107,16 @@ def own_rank() -> int:
     with contextlib.suppress(SetupError):
         if (found := identity()) is not None:
             return found.rank
-    words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
-    return next((int(word) for word in words if word.isdecimal()), 0)
+    values = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
+    return next((int(value) for value in values if value.isdecimal()), 0)
 
 
-def refuse_several(command: str) -> None:
-    """Raise SetupError if a launcher has started this command, which starts processes itself, as one of several."""
+def require_single_process(command: str) -> None:
+    """Raise SetupError if a launcher started several processes of this command, which itself starts processes."""
     if (here := identity()) is not None and here.world > 1:
         raise SetupError(
-            f"{here.by} has started this as one of {here.world} processes; {command} is one process, which starts "
-            "those of its runs itself. Start it once"
+            f"{here.by} started this as one of {here.world} processes; start {command} only once: it starts the "
+            "processes of its runs itself"
         )
 
 
@@ -142,7 +142,7 @@ class _Variables:
         if name is None:
             if default is not None:
                 return default
-            raise SetupError(f"{names[0]} is not set, and other variables of a launcher are; set it, or unset these")
+            raise SetupError(f"{names[0]} is not set, but other variables of a launcher are; set it, or unset them")
         if not re.fullmatch(r"[0-9]{1,9}", value := self.environment[name].strip()):
             raise SetupError(f"{name}={self.environment[name]!r} is not a whole number of at least 0")
         return int(value)
@@ -194,7 +194,7 @@ def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:
 
 
 def _of_lightning(variables: _Variables) -> Identity:
-    """Return the identity of a process that Lightning starts, or of one started with the same variables."""
+    """Return the identity of a process that Lightning or something else started with Lightning's variables."""
     world, local_rank = variables.number("WORLD_SIZE"), variables.number("LOCAL_RANK")
     node, local_world = variables.number("NODE_RANK", default=0), variables.number("LOCAL_WORLD_SIZE", default=world)
     rank, nodes = node * local_world + local_rank, max(1, world // max(1, local_world))
@@ -207,7 +207,7 @@ FIRST_RESERVED_STEP = 0xFFFFFF00  # Slurm reserves steps from here on, for batch
 
 
 def slurm_step(environment: Mapping[str, str]) -> str | None:
-    """Return `slurm-JOB.STEP` for a task of a job step and the processes that it starts; None outside a step.
+    """Return `slurm-JOB.STEP` in a task of a job step and in the processes that it starts; None outside a step.
 
     With Slurm 22.05 a batch script has SLURM_PROCID but no step, and a shell of salloc has neither; with
     `use_interactive_step` that shell has one of Slurm's reserved steps.
@@ -238,7 +238,7 @@ def _of_slurm(variables: _Variables) -> Identity:
 
 
 # Variables of rank, size, local rank and local size, then those that identify a launch. MPICH and Intel MPI, which
-# Hydra starts, have none that does; on one machine their processes have the same parent.
+# Hydra starts, have no variable that identifies it; on one machine their processes have the same parent.
 _OPEN_MPI = (
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
@@ -257,8 +257,8 @@ def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Identity:
     missing += ["MASTER_PORT"] if port is None and job is None else []
     if missing and nodes > 1:
         raise SetupError(
-            f"{' and '.join(missing)} not set; {world} processes of MPI on {nodes} machines need the address of rank 0 "
-            "and a port that is free there: `mpirun -x MASTER_ADDR=…`, or `-env MASTER_ADDR …` where Hydra starts them"
+            f"{' and '.join(missing)} not set; {world} MPI processes on {nodes} machines need the address of rank 0 "
+            "and a port that is free there: `mpirun -x MASTER_ADDR=…`, or `-env MASTER_ADDR …` with Hydra"
         )
     port = port or port_of(job or str(os.getppid()))
     node = _node(rank, local_rank, world, local_world)
@@ -276,7 +276,7 @@ def _launch(variables: _Variables) -> tuple[str | None, bool]:
 
 
 def port_of(launch: str) -> str:
-    """Derive a port from the launch's name, 20000 to 29999, which all its processes compute alike."""
+    """Derive a port from 20000 to 29999 from the launch's name, the same in all its processes."""
     return str(20000 + int(hashlib.sha256(launch.encode()).hexdigest(), 16) % 10000)
 
 
@@ -297,7 +297,7 @@ def first_host(text: str) -> str | None:
 def restarts() -> int:
     """Return how often the processes of this launch were started before."""
     names = ("TORCHELASTIC_RESTART_COUNT", ATTEMPT, "SLURM_RESTART_COUNT")
-    return max((int(word) for name in names if (word := os.environ.get(name, "")).isdecimal()), default=0)
+    return max((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), default=0)
 
 
 # ---- values that one process chooses for the whole launch, and passes to the processes that it starts
@@ -306,28 +306,28 @@ DECIDED = "DEEPLIGHTNING_DECIDED"
 """The environment variable in which rank 0 passes its decisions, as JSON, to the processes that Lightning starts."""
 
 
-def decision(what: str) -> Any:
+def decision_of_rank_0(what: str) -> Any:
     """Return the value that rank 0 passed to this process, or None; rank 0 itself always gets None."""
-    return None if own_rank() == 0 else _known().get(what)
+    return None if own_rank() == 0 else _decisions().get(what)
 
 
-def decided(what: str, decide: Callable[[], object]) -> Any:
-    """Return a plain value that rank 0 chooses for all processes by calling `decide`; those that it starts read its
+def decide_on_rank_0(what: str, decide: Callable[[], object]) -> Any:
+    """Return a plain value that rank 0 chooses for all processes by calling `decide`; processes that it starts read the
     result.
 
-    Processes started by something else (torchrun, Slurm) each call `decide`; a run whose processes disagree does not
-    start (see `deeplightning.callbacks.record.Record`).
+    Processes started otherwise (torchrun, Slurm) each call `decide`; a run whose processes disagree does not start (see
+    `deeplightning.callbacks.record.Record`).
     """
-    if own_rank() == 0 or what not in _known():
-        hand_on(what, decide())
-    return _known()[what]
+    if own_rank() == 0 or what not in _decisions():
+        pass_on(what, decide())
+    return _decisions()[what]
 
 
-def hand_on(what: str, value: object) -> None:
+def pass_on(what: str, value: object) -> None:
     """Pass a plain value to the processes that this one starts."""
-    os.environ[DECIDED] = json.dumps(_known() | {what: value})
+    os.environ[DECIDED] = json.dumps(_decisions() | {what: value})
 
 
-def _known() -> dict[str, object]:
+def _decisions() -> dict[str, object]:
     found: dict[str, object] = json.loads(os.environ.get(DECIDED, "{}"))
     return found

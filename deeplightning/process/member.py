@@ -1,4 +1,4 @@
-"""This process as a member of its launch: alone, or one of several that supervise each other."""
+"""This process as a member of its launch, which may have several processes that supervise each other."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from deeplightning.process.identity import identity
 if TYPE_CHECKING:
     from deeplightning.process.ranks import Ranks
 
-FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # set for the processes that a launch starts
+FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # set for processes started by a launch
 AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # set instead of PARENT by a process that starts all others and does not train
 
-_here: Ranks | None = None
+_current: Ranks | None = None
 _run: dict[str, object] = {}  # what supervision needs to know of the run
 
 
 def is_supervised() -> bool:
-    """Return whether `deeplightning.launch.Local` started this process; it may restart it and reports the end."""
-    return _here is not None and _here.parent_reports and "TORCHELASTIC_RESTART_COUNT" in os.environ
+    """Return whether `deeplightning.launch.Local` started this process; it reports a lost process and may restart."""
+    return _current is not None and _current.parent_reports and "TORCHELASTIC_RESTART_COUNT" in os.environ
 
 
 def prepare(redact: Callable[[str], str], end_run: Callable[[BaseException], None]) -> None:
-    """Set how secrets are removed from messages, and how a run is ended if its main thread is blocked."""
+    """Set the functions that remove secrets from messages and that end the run while its main thread is blocked."""
     _run.update(redact=redact, end_run=end_run)
-    if _here is not None:
-        vars(_here).update(_run)
+    if _current is not None:
+        vars(_current).update(_run)
 
 
-def here() -> Ranks | None:
-    """Return this process's supervision; None if it is not one of several."""
-    return _here if _here is not None and _here.pid == os.getpid() else None
+def current() -> Ranks | None:
+    """Return the supervision of this process; None if its launch has no other process."""
+    return _current if _current is not None and _current.pid == os.getpid() else None
 
 
-def all_ended() -> None:
-    """Wait for the processes that this one started, once its own work is done.
+def wait_for_children() -> None:
+    """Wait for the processes that this one started, after its own work is done.
 
     Raises:
-        RankError: one of them failed after its last message.
+        RankError: one of them failed after it last communicated with this process.
     """
-    if (group := here()) is not None and group.children:
+    if (group := current()) is not None and group.children:
         from deeplightning.process.failure import RankError
 
         group.end_children()
@@ -53,9 +53,9 @@ def all_ended() -> None:
             raise RankError(group.first() or cause)
 
 
-def follow() -> None:
-    """Take part in the supervision if this process is one of several, and end with the launch that started it. Every
-    process calls it first."""
+def join_launch() -> None:
+    """Start supervision if this process is one of several, and end with the launch that started it. Every process calls
+    this first."""
     from deeplightning.process.shared_folder import enter, is_alive
 
     parent, agent = int(os.environ.get(PARENT, 0)), int(os.environ.get(AGENT, 0))
@@ -74,11 +74,11 @@ def follow() -> None:
         _supervise(found.rank, enter(found.rank), expected=found.local_world)
 
 
-def begin(rank: int, starts_others: bool) -> Ranks:
-    """Take part with this rank, in processes that this one will start or that were started elsewhere."""
+def supervise(rank: int, starts_others: bool) -> Ranks:
+    """Start supervision with this rank; the other processes are started by this one or elsewhere."""
     from deeplightning.process.shared_folder import PREFIX, enter
 
-    if (found := here()) is not None:
+    if (found := current()) is not None:
         found.rank = rank
         return found
     if not starts_others:
@@ -91,9 +91,9 @@ def begin(rank: int, starts_others: bool) -> Ranks:
 def _supervise(
     rank: int, folder: Path, parent: int | None = None, parent_reports: bool = False, expected: int = 0
 ) -> Ranks:
-    global _here
+    global _current
     from deeplightning.process.ranks import Ranks
 
-    _here = Ranks(rank, folder, parent, parent_reports, expected)
-    vars(_here).update(_run)
-    return _here
+    _current = Ranks(rank, folder, parent, parent_reports, expected)
+    vars(_current).update(_run)
+    return _current

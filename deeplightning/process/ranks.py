@@ -1,4 +1,4 @@
-"""Supervision of the processes of a launch: which failed first, which is gone, where each is when one hangs.
+"""Supervision of the processes of a launch: which failed first, which is gone, and where each one hangs.
 
 The processes of a machine share a folder. The first process that fails records its cause there; errors that follow
 from it (closed connections, timeouts) are not reported. A thread in each process polls, because the main thread may be
@@ -24,22 +24,22 @@ from types import FrameType
 
 from deeplightning.process import failure
 from deeplightning.process.failure import Cause, RankError, is_lost
-from deeplightning.process.shared_folder import is_there, lock_folder, members, was_lost
-from deeplightning.process.streams import INTERRUPTED, Interrupted, is_early
+from deeplightning.process.shared_folder import is_rank_alive, lock_folder, members, was_lost
+from deeplightning.process.streams import INTERRUPTED, Interrupted, is_unhandled
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
 POLL_SECONDS = 0.25
-EXIT_SECONDS = 3.0  # in which a process exits by itself after it lost another
-SHUTDOWN_SECONDS = 30.0  # that the end of a run may take, including the tracker's last writes
+EXIT_SECONDS = 3.0  # in which a process exits by itself after another one failed
+SHUTDOWN_SECONDS = 30.0  # for the end of a run, including the tracker's last writes
 BATCH_SECONDS = 30.0  # from a signal to the end of the batch
 _TIMED_OUT = re.compile(r"[Tt]im(?:ed out|eout)\D{0,40}?(\d+) ?(?:ms|milliseconds)")
-_CLOSED = "Application timeout caused pair closure"  # gloo's message for operations beside the timed-out one
+_CLOSED = "Application timeout caused pair closure"  # gloo's message for other operations than the timed-out one
 
 
 class Ranks:
-    """Supervise this process as one of its launch.
+    """Supervises this process as one of the processes of its launch.
 
     Args:
         rank: of this process.
@@ -63,8 +63,8 @@ class Ranks:
         self.redact: Callable[[str], str] = str
         self.end_run: Callable[[BaseException], None] | None = None
         self._main = threading.main_thread().ident
-        self._until: float | None = None  # when this process ends, unless its main thread ended it before
-        self._ends = False  # whether the main thread is ending the process
+        self._deadline: float | None = None  # when to end this process, if its main thread has not done so
+        self._is_ending = False  # whether the main thread is ending the process
         self._signal: int | None = None
         self._signalled = 0.0
         self._pipe: tuple[int, int] | None = None
@@ -80,49 +80,49 @@ class Ranks:
     @rank.setter
     def rank(self, rank: int) -> None:
         former, self._rank = getattr(self, "_rank", rank), rank
-        with contextlib.suppress(OSError):  # the folder is gone already, which the watching thread notices
+        with contextlib.suppress(OSError):  # the folder is gone, which the watching thread notices
             (self.folder / f"{former}.pid").unlink(missing_ok=True)
             (self.folder / f"{rank}.pid").write_text(str(self.pid))
 
     # ---- causes
 
     def first(self) -> Cause | None:
-        """Return the first cause; None if nothing failed."""
-        return failure.first_of(self.folder)
+        """Return the failure cause of the launch; None if nothing failed."""
+        return failure.first_cause(self.folder)
 
     def record_cause(self, cause: Cause) -> bool:
-        """Record a failure cause as the first one, unless another process recorded one before."""
+        """Record a failure cause as the first one, unless another process has recorded one."""
         return failure.record_cause(
             self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank
         )
 
-    def note_run(self, run: Path) -> None:
-        """Write the run's folder for the process that started this one."""
+    def write_run_folder(self, run: Path) -> None:
+        """Write the path of the run's folder for the process that started this one."""
         with contextlib.suppress(OSError):
             (self.folder / "run").write_text(str(run))
 
     def resume_hint(self) -> str:
-        """Return the end of an error message: what a resumed run starts from."""
+        """Return the end of an error message, which names the checkpoint from which the run can resume."""
         try:
             run = RunFolder((self.folder / "run").read_text())
         except OSError:
             return ""
-        return failure.resume_hint(failure.newest_of(run))
+        return failure.resume_hint(failure.latest_checkpoint(run))
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error to report: the given one if it is the first cause, else a RankError with that cause."""
-        self._ends, self._until = True, time.monotonic() + SHUTDOWN_SECONDS
+        self._is_ending, self._deadline = True, time.monotonic() + SHUTDOWN_SECONDS
         if is_lost(error):
-            return RankError(self._why_lost(error))
+            return RankError(self._cause_of_loss(error))
         code = failure.exit_code_of(error)
         if code in INTERRUPTED.values():
-            self._until = None  # the checkpoint may take long to save; a second signal ends it
+            self._deadline = None  # saving the checkpoint may take long; a second signal ends it
         mine = self.record_cause(Cause(self.rank, failure.reason_of(error), code))
         first = None if mine or code in INTERRUPTED.values() else self.first()
         return error if first is None else RankError(first)
 
-    def verdict(self, error: BaseException, reason: str, exit_code: int) -> tuple[Cause, bool]:
-        """Return the first cause as known at the end of this process, and whether this process is to report it."""
+    def final_cause(self, error: BaseException, reason: str, exit_code: int) -> tuple[Cause, bool]:
+        """Return the first cause at the end of this process, and whether this process should report it."""
         if is_lost(error):
             error = self.cause_of(error)
         cause = error.cause if isinstance(error, RankError) else Cause(self.rank, reason, exit_code)
@@ -133,12 +133,12 @@ class Ranks:
         return cause, self._may_report(cause)
 
     def _may_report(self, cause: Cause) -> bool:
-        """Return whether this process is to report the cause: its own, or one that its process did not report."""
+        """Return whether this process should report the cause: its own, or one that its process did not report."""
         if self.parent_reports and cause.lost:
             return False
         reported, until = self.folder / failure.REPORTED, time.monotonic() + EXIT_SECONDS
         waits = cause.rank != self.rank
-        while waits and is_there(self.folder, cause.rank) and not reported.exists() and time.monotonic() < until:
+        while waits and is_rank_alive(self.folder, cause.rank) and not reported.exists() and time.monotonic() < until:
             time.sleep(POLL_SECONDS / 5)
         try:
             os.close(os.open(reported, os.O_CREAT | os.O_EXCL))
@@ -159,14 +159,14 @@ class Ranks:
         return first
 
     def failed_child(self) -> Cause | None:
-        """Return the cause for the first child that failed without a message."""
+        """Return the failure cause of the first child that exited without a report."""
         for number, child in enumerate(self.children, start=self.rank + 1):
             if (code := child.poll()) and was_lost(self.folder, number, code):
-                return Cause(number, failure.how_it_ended(code), 5, lost=code < 0)
+                return Cause(number, failure.describe_exit(code), 5, lost=code < 0)
         return None
 
-    def _why_lost(self, error: BaseException) -> Cause:
-        """Return the cause of failure of a collective operation that raised `error`."""
+    def _cause_of_loss(self, error: BaseException) -> Cause:
+        """Return the failure cause of a collective operation that raised `error`."""
         line = first_line(error).split(". ")[0]  # the rest of gloo's message is advice
         limit = _TIMED_OUT.search(str(error))
         if limit is None and _CLOSED not in str(error):
@@ -178,7 +178,7 @@ class Ranks:
         return cause if self.record_cause(cause) else self.first() or cause
 
     def report_no_progress(self, seconds: float) -> None:
-        """Record that no process made progress, so that all say where they are and end."""
+        """Record that no process made progress, so that all print their position in the code and end."""
         self.record_cause(Cause(self.rank, f"no progress for {seconds:g} s", 5, lost=True, hangs=True))
 
     # ---- the watching thread
@@ -188,63 +188,63 @@ class Ranks:
             if self._pipe is None:
                 time.sleep(POLL_SECONDS)
             elif select.select([self._pipe[0]], [], [], POLL_SECONDS)[0]:
-                self._note_signals(os.read(self._pipe[0], 512))
+                self._handle_signals(os.read(self._pipe[0], 512))
             is_orphan = self.parent is not None and os.getppid() != self.parent
-            if is_orphan or (self.parent_reports and not self.folder.exists()):  # the parent could not start them all
+            if is_orphan or (self.parent_reports and not self.folder.exists()):  # the parent failed to start them all
                 self._exit(5)
-            if not self._ends:
-                self._look()
-            if self._until is not None and time.monotonic() > self._until:
-                self._end_now()
+            if not self._is_ending:
+                self._check_others()
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self._force_exit()
 
-    def _look(self) -> None:
-        if self._until is not None:
+    def _check_others(self) -> None:
+        if self._deadline is not None:
             return
         first = self.first()
         if first is None and (first := self.failed_child()) is not None:
-            time.sleep(POLL_SECONDS)  # the child's own report comes first
+            time.sleep(POLL_SECONDS)  # the child's own report takes precedence
             self.record_cause(first)
         if first is not None:
-            self._until = time.monotonic() + EXIT_SECONDS
-            if first.hangs and (place := where_is(self._main)) is not None:
-                say(f"rank {self.rank} is at {place}", err=True)
+            self._deadline = time.monotonic() + EXIT_SECONDS
+            if first.hangs and (location := location_of(self._main)) is not None:
+                say(f"rank {self.rank} is at {location}", err=True)
 
-    def hear_signals(self) -> None:
+    def watch_signals(self) -> None:
         """Let the watching thread receive signals, because Python delays handlers while a collective blocks."""
         if self._pipe is None and threading.current_thread() is threading.main_thread():
             pipe = os.pipe()
             os.set_blocking(pipe[1], False)
             signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=_ignore_signals)  # else a loader's workers would write theirs here
+            os.register_at_fork(after_in_child=_ignore_signals)  # otherwise a loader's workers write theirs here
             self._pipe = pipe
 
-    def _note_signals(self, numbers: bytes) -> None:
+    def _handle_signals(self, numbers: bytes) -> None:
         for number in (n for n in numbers if n in INTERRUPTED):
             if self._signal is None:
                 self._signal, self._signalled = number, time.monotonic()
-                # The parent reports it, if it is one of the processes.
-                extra = 0 if self.parent is None or self.parent_reports else 2 * EXIT_SECONDS
-                if not self._ends:
-                    self._until = time.monotonic() + (EXIT_SECONDS if is_early(number) else BATCH_SECONDS) + extra
+                # A parent that is one of the processes reports it.
+                more = 0 if self.parent is None or self.parent_reports else 2 * EXIT_SECONDS
+                if not self._is_ending:
+                    self._deadline = time.monotonic() + (EXIT_SECONDS if is_unhandled(number) else BATCH_SECONDS) + more
             else:
-                self._until = time.monotonic() + EXIT_SECONDS
+                self._deadline = time.monotonic() + EXIT_SECONDS
 
-    def _end_now(self) -> None:
+    def _force_exit(self) -> None:
         """End this process and its children, whatever the main thread is doing."""
         cause = self.first()
         if cause is None and self._signal is not None:
             waited = time.monotonic() - self._signalled
-            word = signal.Signals(self._signal).name
-            reason = f"interrupted by {word}; after {waited:.0f} s the batch was not done, nothing more is saved"
+            name = signal.Signals(self._signal).name
+            reason = f"interrupted by {name}; the batch was not done after {waited:.0f} s, so nothing more is saved"
             cause = Cause(self.rank, reason, INTERRUPTED[signal.Signals(self._signal)])
         cause = cause or Cause(self.rank, "the end of the run took too long", 5)
         self.record_cause(cause)
         cause = self.first() or cause
         self.end_children(0)
         if self._may_report(cause):
-            word = f"error [{cause.whose}]" if cause.whose else "error"
-            say(f"{word}: {self.redact(cause.reason)}", err=True)
-        thread = threading.Thread(target=self.end_run, args=(ending(RankError(cause)),), daemon=True)
+            prefix = f"error [{cause.whose}]" if cause.whose else "error"
+            say(f"{prefix}: {self.redact(cause.reason)}", err=True)
+        thread = threading.Thread(target=self.end_run, args=(final_error(RankError(cause)),), daemon=True)
         thread.start()
         thread.join(SHUTDOWN_SECONDS)
         self._exit(cause.exit_code)
@@ -263,23 +263,23 @@ class Ranks:
                 child.wait()
 
     def leave(self) -> None:
-        """Leave the launch; the last process removes the folder, unless the parent will read it."""
+        """Leave the launch; the last process removes the folder unless the parent will read it."""
         if os.getpid() != self.pid:
             return
         self.end_children(EXIT_SECONDS)
-        self._wait_for_late_ones()
+        self._wait_for_starting()
         with contextlib.suppress(OSError), lock_folder(self.folder):
             (self.folder / f"{self.rank}.left").touch()
             (self.folder / f"{self.rank}.pid").unlink(missing_ok=True)
             if not members(self.folder) and not (self.parent_reports and os.getppid() == self.parent):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _wait_for_late_ones(self) -> None:
-        """Wait for processes that are still starting: they find the same error and must see that it was reported."""
+    def _wait_for_starting(self) -> None:
+        """Wait for processes that are still starting: they find the same error, and must see that it was reported."""
         cause, until = self.first(), time.monotonic() + EXIT_SECONDS
         if cause is None or cause.exit_code in INTERRUPTED.values():
             return
-        self._ends, self._until = True, until + EXIT_SECONDS
+        self._is_ending, self._deadline = True, until + EXIT_SECONDS
         while len(list(self.folder.glob("*.came"))) < self.expected and time.monotonic() < until:
             time.sleep(POLL_SECONDS / 5)
 
@@ -295,8 +295,8 @@ class Ranks:
         os._exit(code)
 
 
-def ending(error: BaseException) -> BaseException:
-    """Return the error with which a run ends: `Interrupted` if a signal to another process is the cause."""
+def final_error(error: BaseException) -> BaseException:
+    """Return the error to end a run with: `Interrupted` if a signal to another process is the cause."""
     if isinstance(error, RankError) and error.exit_code in INTERRUPTED.values():
         return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
     return error
@@ -307,11 +307,11 @@ def _ignore_signals() -> None:
         signal.set_wakeup_fd(-1)
 
 
-def where_is(thread: int | None) -> str | None:
-    """Return `FILE:LINE` of a thread of this process; None if it waits for other processes."""
+def location_of(thread: int | None) -> str | None:
+    """Return the `file:line` that a thread of this process executes; None if it waits for other processes."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)]
-    # Gradients are reduced, and waited for, in autograd's engine.
+    # Autograd's engine reduces gradients and waits for them.
     waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
     waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
-    return None if waits else failure.place_in(frames)
+    return None if waits else failure.location_in(frames)

@@ -1,4 +1,4 @@
-"""Manage the folder that the processes of a launch share on a machine: members enter, are checked, and the last one
+"""The folder that the processes of a launch share on a machine: members enter it, check each other, and the last one
 removes it."""
 
 import contextlib
@@ -13,7 +13,7 @@ from deeplightning.process.identity import ATTEMPT, LAUNCH, identity
 PREFIX = "deeplightning-ranks-"
 
 
-def is_there(folder: Path, rank: int) -> bool:
+def is_rank_alive(folder: Path, rank: int) -> bool:
     """Return whether the process of a rank is alive."""
     try:
         return is_alive(int((folder / f"{rank}.pid").read_text()))
@@ -22,13 +22,13 @@ def is_there(folder: Path, rank: int) -> bool:
 
 
 def was_lost(folder: Path, rank: int, code: int) -> bool:
-    """Return whether a process that ended with `code`, as in `subprocess`, failed. One that a signal killed after it
-    left the launch in order did not: threads of libraries can abort a process while Python ends."""
+    """Return whether a process that exited with `code`, as in `subprocess`, failed. A process killed by a signal after
+    it left the launch did not fail: threads of libraries can abort a process while Python exits."""
     return code > 0 or (code < 0 and not (folder / f"{rank}.left").exists())
 
 
 def shared_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of processes that share only the address of their rendezvous."""
+    """Return the folder of processes that have only the address of their rendezvous in common."""
     names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", LAUNCH, ATTEMPT]
     names += ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
     address = " ".join(environment.get(name, "") for name in names)
@@ -45,7 +45,7 @@ def enter(rank: int) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return Path(tempfile.mkdtemp(prefix=PREFIX))  # owned by somebody else: do not share
-        with contextlib.suppress(FileNotFoundError), lock_folder(folder):  # else the last process has just removed it
+        with contextlib.suppress(FileNotFoundError), lock_folder(folder):  # the last process may just have removed it
             if not members(folder):
                 for path in folder.iterdir():  # left by a launch whose processes were all killed
                     path.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def enter(rank: int) -> Path:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder: no other process enters or leaves it meanwhile.
+    """Lock the folder, so that no other process enters or leaves it.
 
     Raises:
         FileNotFoundError: the folder is gone.
@@ -74,7 +74,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def members(folder: Path) -> list[int]:
-    """Return the living processes of a folder."""
+    """Return the process ids of a folder's members that are alive."""
     found: list[int] = []
     for path in folder.glob("*.pid"):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Set-up of a command: open standard streams, a stdout without a reader, and SIGTERM.
+"""Prepare the process of a command: missing standard streams, a closed stdout, and SIGTERM.
 
 Importing this module changes nothing; the command calls `prepare`. It imports little, because every verb pays for it.
 """
@@ -13,23 +13,23 @@ from types import FrameType
 from typing import Any
 
 PIPE_CODE = 141
-"""The exit code of a verb whose stdout was closed by its reader, as for a program that SIGPIPE ended."""
+"""Exit code of a verb whose reader closed stdout, the same as for a program that SIGPIPE killed."""
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""The exit codes of a command that a signal ended."""
+"""Exit codes of a command that a signal ended."""
 TERMINATED_CODE = INTERRUPTED[signal.SIGTERM]
 
-heard: int | None = None
+received_signal: int | None = None
 """The signal that asked this process to end before a run handled signals."""
 
 _deferrals = 0
-_MOST_DEFERRALS = 100
-_DROPS_ERRORS = "_get_module_lock.<locals>.cb"
-_outlives = False
+_MAX_DEFERRALS = 100
+_IMPORT_LOCK_CALLBACK = "_get_module_lock.<locals>.cb"
+_ignores_closed_stdout = False
 
 
 class Interrupted(BaseException):
-    """Raised when a signal asks the run to end; `at_once`, after a second one, nothing more is saved. A BaseException
-    like KeyboardInterrupt, so that `except Exception` cannot swallow it."""
+    """Raised when a signal asks the run to end; `at_once`, after a second signal, means that nothing more is saved.
+    A BaseException like KeyboardInterrupt, so `except Exception` cannot swallow it."""
 
     def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
         super().__init__(f"interrupted by {signal_name}")
@@ -51,7 +51,7 @@ def prepare() -> None:
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # else the next opened file would get this descriptor and be printed into
+        except OSError:  # otherwise the next opened file gets this descriptor, and prints go into it
             _to_null(descriptor)
     if sys.stdin is None:
         sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
@@ -61,20 +61,20 @@ def prepare() -> None:
         signal.signal(signal.SIGTERM, _terminate)
 
 
-def outlive_reader() -> None:
-    """Let the command continue when stdout cannot be written, because its result is elsewhere."""
-    global _outlives
-    _outlives = True
+def ignore_closed_stdout() -> None:
+    """Let the command continue when stdout cannot be written, because it writes its result elsewhere."""
+    global _ignores_closed_stdout
+    _ignores_closed_stdout = True
 
 
 def release() -> None:
-    """Restore the default for SIGTERM, which ends the process at once."""
+    """Restore the default action of SIGTERM, which ends the process at once."""
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def is_early(number: int) -> bool:
-    """Return whether no run is there yet that would save anything on this signal."""
+def is_unhandled(number: int) -> bool:
+    """Return whether no run handles this signal yet, so there is nothing to save."""
     return signal.getsignal(number) in (_terminate, signal.default_int_handler)
 
 
@@ -82,34 +82,34 @@ def is_early(number: int) -> bool:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    global heard
-    if is_deferred(number, frame):
+    global received_signal
+    if defer_signal(number, frame):
         return
-    if heard is not None:  # the first was raised, but a library may be holding it up
+    if received_signal is not None:  # the first was raised, but a library may be blocking it
         os.write(2, b"error: interrupted by SIGTERM\n")
         os._exit(TERMINATED_CODE)
-    heard = number
+    received_signal = number
     raise Terminated
 
 
-def is_deferred(number: int, frame: FrameType | None) -> bool:
-    """Return whether a handler should return, not raise, because the signal arrived inside `logging`, where an
-    exception can leave a lock taken forever, or inside a callback of Python's import, which prints it and drops it.
-    The signal is sent again soon, for a second at most."""
+def defer_signal(number: int, frame: FrameType | None) -> bool:
+    """Send a signal again soon if its handler must not raise now; return whether it must not.
+
+    An exception inside `logging` can leave a lock taken forever; a callback of Python's import prints and drops it."""
     global _deferrals
-    while frame and frame.f_globals.get("__name__") != "logging" and frame.f_code.co_qualname != _DROPS_ERRORS:
+    while frame and frame.f_globals.get("__name__") != "logging" and frame.f_code.co_qualname != _IMPORT_LOCK_CALLBACK:
         frame = frame.f_back
-    if frame is None or _deferrals >= _MOST_DEFERRALS:
+    if frame is None or _deferrals >= _MAX_DEFERRALS:
         return False
     _deferrals += 1
-    again = threading.Timer(1 / _MOST_DEFERRALS, os.kill, (os.getpid(), number))
+    again = threading.Timer(1 / _MAX_DEFERRALS, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()
     return True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=release)  # a pool ends its workers with SIGTERM, without a message
+    os.register_at_fork(after_in_child=release)  # a pool ends its workers with SIGTERM; they must not print an error
 
 
 # ---- streams
@@ -122,7 +122,7 @@ class _Stream(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            _lose(self.fileno(), error)
+            _handle_write_error(self.fileno(), error)
         return memoryview(data).nbytes
 
 
@@ -133,21 +133,21 @@ def _guard(name: str, descriptor: int) -> None:
     raw = getattr(getattr(former, "buffer", None), "raw", getattr(former, "buffer", None))
     if isinstance(raw, _Stream):
         return
-    how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": name == "stderr"}
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": name == "stderr"}
     if former is not None:
         former.flush()
-        how = {word: getattr(former, word) for word in ("encoding", "errors", "line_buffering", "write_through")}
+        options = {key: getattr(former, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
     stream: Any = _Stream(descriptor, "w", closefd=False)
     stream.name = f"<{name}>"
     is_unbuffered = former is not None and isinstance(former.buffer, io.FileIO)
-    made = io.TextIOWrapper(stream if is_unbuffered else io.BufferedWriter(stream), **how)
-    made.mode = "w"  # type: ignore[misc]
-    setattr(sys, name, made)
-    setattr(sys, f"__{name}__", made)
+    guarded = io.TextIOWrapper(stream if is_unbuffered else io.BufferedWriter(stream), **options)
+    guarded.mode = "w"  # type: ignore[misc]
+    setattr(sys, name, guarded)
+    setattr(sys, f"__{name}__", guarded)
 
 
-def _lose(descriptor: int, error: OSError) -> None:
-    if descriptor == 1 and not _outlives:
+def _handle_write_error(descriptor: int, error: OSError) -> None:
+    if descriptor == 1 and not _ignores_closed_stdout:
         if error.errno != errno.EPIPE:
             raise error
         _to_null(1)

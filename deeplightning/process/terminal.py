@@ -19,7 +19,7 @@ from deeplightning.words import printable
 LAYOUT = "\n\t"
 """Control characters that printed text keeps."""
 MAX_ROWS = 30
-"""Rows of a table that are shown."""
+"""Maximum number of table rows printed."""
 
 
 def say(text: object, err: bool = False, nl: bool = True) -> None:
@@ -35,7 +35,7 @@ def say(text: object, err: bool = False, nl: bool = True) -> None:
 
 def escape_warnings() -> None:
     """Escape control characters in the warnings of a process that has not configured logging."""
-    import logging  # which `--help` does without
+    import logging  # imported lazily: `--help` does not need it
 
     class Printable(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
@@ -74,8 +74,8 @@ def width() -> int:
 
 
 def wrapped(text: str, indent: int) -> str:
-    """Wrap a line between words for the terminal, further lines indented. A line with a word too long for that, such as
-    a path, stays whole, so that it can be copied."""
+    """Wrap a line at spaces to the width of the terminal, and indent continuation lines. A line that contains a longer
+    word, such as a path, is not wrapped, so that it can be copied."""
     columns = width() - 1
     if any(len(word) > columns - indent for word in text.split(" ")):
         return text
@@ -83,10 +83,10 @@ def wrapped(text: str, indent: int) -> str:
 
 
 def show(text: str, indent: int | None = None) -> None:
-    """Print YAML; on a terminal in colour, with long lines wrapped.
+    """Print YAML; a terminal gets colours and wrapped lines.
 
     Args:
-        indent: columns by which the rest of a broken line is indented; None: it is YAML that may be copied.
+        indent: columns by which continuation lines are indented; None to leave lines whole, so they can be copied.
     """
     if sys.stdout.isatty():
         from rich.console import Console
@@ -101,10 +101,10 @@ def show(text: str, indent: int | None = None) -> None:
 
 
 def in_columns(table: Sequence[Sequence[str]], file: str) -> str:
-    """Return a table in columns, of at most `MAX_ROWS` rows.
+    """Return a table with aligned columns and at most `MAX_ROWS` rows.
 
     Args:
-        file: where the other rows are.
+        file: the file that contains the remaining rows.
     """
     left_out = len(table) - 1 - MAX_ROWS
     shown = [[printable(cell) for cell in row] for row in table[: MAX_ROWS + 1]]
@@ -114,7 +114,7 @@ def in_columns(table: Sequence[Sequence[str]], file: str) -> str:
 
 
 def number(value: float, like: float | None = None) -> str:
-    """Format a number with as many decimals as three significant digits of `like` have (default: of itself)."""
+    """Format a number with the decimals that three significant digits of `like` need (default: of the number)."""
     size = abs(value if like is None else like)
     if not math.isfinite(value):
         return "-"

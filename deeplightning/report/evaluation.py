@@ -22,7 +22,7 @@ class Evaluation:
 
     of: str  # name of the data set
     drawings: dict[str, Drawing] = field(default_factory=dict)  # by file name
-    # Of each class: name, precision, recall, F1 and number of samples.
+    # For each class: name, precision, recall, F1 and number of samples.
     per_class: list[tuple[str, float, float, float, int]] = field(default_factory=list)
     # True class, predicted class and count, the most frequent first.
     confused: list[tuple[str, str, int]] = field(default_factory=list)
@@ -40,17 +40,17 @@ def evaluate(run: Facts) -> Evaluation | None:
             columns = dict(zip(names, zip(*rows, strict=True), strict=True))
         found, prefix = Evaluation(STAGES[stage]), run.folder.results(stage).name.partition("_")[0]
         if {"label", "predicted_class", "predicted_label"} <= columns.keys():
-            _of_classes(run, columns, prefix, found)
+            _evaluate_classes(run, columns, prefix, found)
         elif {"labels", "predicted_labels"} <= columns.keys():
-            _of_labels(columns, prefix, found)
+            _evaluate_labels(columns, prefix, found)
         elif targets := [name for name in columns if name.startswith("target")]:
-            _of_targets(run, targets, columns, prefix, found)
+            _evaluate_targets(run, targets, columns, prefix, found)
         return found
     except (OSError, ValueError, KeyError, csv.Error, OverflowError, MemoryError):
         return None
 
 
-def _of_targets(run: Facts, targets: list[str], columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
+def _evaluate_targets(run: Facts, targets: list[str], columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
     predictions = [f"prediction{name.removeprefix('target')}" for name in targets]
     truth, predicted = (np.stack([np.array(columns[name], float) for name in of], 1) for of in (targets, predictions))
     kept = np.isfinite(truth).all(1) & np.isfinite(predicted).all(1)
@@ -60,7 +60,7 @@ def _of_targets(run: Facts, targets: list[str], columns: dict[str, Any], prefix:
         found.drawings[f"{prefix}_truth"] = drawing
 
 
-def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
+def _evaluate_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
     labels, predicted = (np.array(columns[name], np.int64) for name in ("label", "predicted_class"))
     number = max(int(labels.max()), int(predicted.max())) + 1
     if min(labels.min(), predicted.min()) < 0 or number > MAX_CLASSES:
@@ -68,16 +68,16 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluat
     names = {int(p): name for p, name in zip(predicted, columns["predicted_label"], strict=True)}
     names |= dict(enumerate(run.classes[:MAX_CLASSES]))
     number = max(number, len(run.classes[:MAX_CLASSES]))
-    classes_ = [names.get(n, str(n)) for n in range(number)]
+    class_names = [names.get(n, str(n)) for n in range(number)]
     each = measures.from_counts(
         *(np.bincount(one, minlength=number) for one in (labels[labels == predicted], predicted, labels))
     )
-    found.per_class = list(zip(classes_, *(one.tolist() for one in each), strict=True))
-    found.confused = [(classes_[t], classes_[p], often) for t, p, often in measures.most_confused(labels, predicted)]
-    if number <= class_plots.MOST_IN_MATRIX:
+    found.per_class = list(zip(class_names, *(one.tolist() for one in each), strict=True))
+    found.confused = [(class_names[t], class_names[p], n) for t, p, n in measures.most_confused(labels, predicted)]
+    if number <= class_plots.MAX_MATRIX_CLASSES:
         counts = measures.confusion(labels, predicted, number)
-        found.drawings[f"{prefix}_confusion_matrix"] = class_plots.confusion_matrix(counts, classes_, found.of)
-    found.drawings[f"{prefix}_classes"] = class_plots.precision_recall(each, classes_, found.of)
+        found.drawings[f"{prefix}_confusion_matrix"] = class_plots.confusion_matrix(counts, class_names, found.of)
+    found.drawings[f"{prefix}_classes"] = class_plots.precision_recall(each, class_names, found.of)
     probability = np.array(columns.get("predicted_probability", []), float)
     if not len(probability) or not np.isfinite(probability).all():
         return
@@ -85,10 +85,10 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluat
     found.drawings[f"{prefix}_reliability"] = class_plots.reliability(reliability, found.of)
     if number == 2 and 0 < labels.sum() < len(labels):
         score = np.where(predicted == 1, probability, 1 - probability)
-        found.drawings[f"{prefix}_roc"] = class_plots.two_classes(score, labels == 1, classes_[1], found.of)
+        found.drawings[f"{prefix}_roc"] = class_plots.two_classes(score, labels == 1, class_names[1], found.of)
 
 
-def _of_labels(columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
+def _evaluate_labels(columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
     names = [name.removeprefix("probability_") for name in columns if name.startswith("probability_")]
     true, answered = (
         np.array([[name in row for name in names] for row in (set(text.split("|")) for text in columns[column])])

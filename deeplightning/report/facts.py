@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.secret_scan import BLOT, conceal, secrets_in_value
+from deeplightning.config.secret_scan import REDACTED, conceal, secrets_in_value
 from deeplightning.config.tree import flat, parse, plain
 from deeplightning.faults import CheckpointError, Fault
 from deeplightning.runfolder import RunFolder, read_object
@@ -32,7 +32,7 @@ PNG, SVG = b"\x89PNG\r\n\x1a\n", b"<svg"
 
 @dataclass
 class Mistake:
-    """A sample with a wrong or bad answer; what is not known is empty."""
+    """A sample with a wrong or bad answer; unknown values are empty."""
 
     words: dict[str, str]  # details of the answer by name, such as `true` and `predicted`
     name: str = ""  # file of the sample
@@ -42,7 +42,7 @@ class Mistake:
 
 @dataclass
 class Facts:
-    """Facts about a run; values that are not known are empty."""
+    """Facts about a run; unknown values are empty."""
 
     folder: RunFolder
     run_id: str = ""  # this and the next two are from the store
@@ -63,8 +63,8 @@ class Facts:
         if self.name:
             return self.name
         network, data = (str(self.config.get(f"{key}.type") or "") for key in ("model.network", "data.module"))
-        words = " on ".join(part.rpartition(".")[2] for part in (network, data) if part)
-        return words or self.folder.path.name
+        title = " on ".join(part.rpartition(".")[2] for part in (network, data) if part)
+        return title or self.folder.path.name
 
     @property
     def stage(self) -> str | None:
@@ -84,7 +84,7 @@ def facts(folder: RunFolder, series: Series | None = None) -> Facts:
         series: metrics from its store; None: read them from the folder.
 
     Raises:
-        CheckpointError: this is no run folder.
+        CheckpointError: this is not a run folder.
     """
     if not folder.config.is_file():
         raise CheckpointError(f"{folder.path}: this is not a run folder: it has no {folder.config.name}")
@@ -136,7 +136,7 @@ def _without_secrets(key: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     for start, end in reversed(secrets_in_value(key.rpartition(".")[2], value)):
-        value = value[:start] + BLOT + value[end:]
+        value = value[:start] + REDACTED + value[end:]
     return value
 
 
@@ -160,8 +160,8 @@ def _mistake(given: Mapping[str, Any]) -> Mistake:
         if name in ("name", "text", "image"):
             continue
         is_share = name in ("probability", "acc", "iou") and isinstance(value, float) and math.isfinite(value)
-        words = f"{value:.1%}" if is_share else f"{value:.6g}" if isinstance(value, float) else str(value)
-        found.words[str(name)] = words
+        text = f"{value:.1%}" if is_share else f"{value:.6g}" if isinstance(value, float) else str(value)
+        found.words[str(name)] = text
     with contextlib.suppress(ValueError):  # it is not base64
         image = base64.b64decode(str(given.get("image") or ""), validate=True)
         found.image = image if image.startswith(PNG) else b""

@@ -68,14 +68,14 @@ def _as_table(mistakes: Sequence[Mistake]) -> tuple[list[str], list[tuple[str, .
     return [*kept], list(zip(*kept.values(), strict=True))
 
 
-def _shown(value: object) -> str:
+def _to_text(value: object) -> str:
     """Redact a value and make it printable, unless it is HTML."""
     return value if isinstance(value, Markup) else printable(without_secrets(str(value)), "\t\n\r")
 
 
-def _breakable(value: object) -> Markup:
+def _to_breakable(value: object) -> Markup:
     """Return the HTML of a text, such as a key or a path, whose lines may break between its parts."""
-    return Markup(re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", str(escape(_shown(value)))))
+    return Markup(re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", str(escape(_to_text(value)))))
 
 
 def _style() -> str:
@@ -91,9 +91,9 @@ def _style() -> str:
 
 
 def document(title: str, subtitle: str, **values: Any) -> str:
-    """Return the page; the template names the values of its sections, and leaves out those without content."""
+    """Return the page. The template uses the values in its sections, and leaves out sections without content."""
     templates = FileSystemLoader(Path(__file__).parent)
-    jinja = Environment(loader=templates, autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
-    jinja.filters |= {"as_table": _as_table, "as_url": _as_url, "breakable": _breakable}
+    jinja = Environment(loader=templates, autoescape=True, finalize=_to_text, trim_blocks=True, lstrip_blocks=True)
+    jinja.filters |= {"as_table": _as_table, "as_url": _as_url, "breakable": _to_breakable}
     fixed = {"style": Markup(_style()), "generator": f"Deep Lightning {__version__}"}
     return jinja.get_template("page.html").render(title=title, subtitle=subtitle, **fixed, **values) + "\n"

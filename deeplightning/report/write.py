@@ -34,14 +34,14 @@ def report(run: Facts, into: Path | None = None) -> str:
     evaluations = [(stage, *item) for stage in STAGES for item in run.results.get(stage, {}).items()]
     others, left_out = _other_pictures(run, {*drawings})
     placed, unplaced = _config(run)
-    differs = ("started", "variables", "launch")  # between any two runs
-    machine = dict(flat({name: value for name, value in run.environment.items() if name not in differs}))
+    ignored = ("started", "variables", "launch")  # they differ between any two runs
+    machine = dict(flat({name: value for name, value in run.environment.items() if name not in ignored}))
     started = run.environment.get("started")
-    words = [f"run {run.run_id}" if run.run_id else str(run.folder.path), run.status.lower()]
-    words += [f"started {started}"] if started else []
+    subtitle = [f"run {run.run_id}" if run.run_id else str(run.folder.path), run.status.lower()]
+    subtitle += [f"started {started}"] if started else []
     return page.document(
         run.title,
-        ", ".join(word for word in words if word),
+        ", ".join(part for part in subtitle if part),
         headline=_headline(run),
         curves=[one for drawing in charts for one in page.picture("curve", *_svg(drawing))],
         data_set=found.of,
@@ -93,33 +93,33 @@ def _config(run: Facts) -> tuple[list[tuple[str, str, str]], list[tuple[str, str
     return placed, unplaced
 
 
-_OF_EPOCH = re.compile(r"(.+)_\d+")
+_EPOCH_NAME = re.compile(r"(.+)_\d+")
 
 
 def _other_pictures(run: Facts, drawn_names: set[str]) -> tuple[list[page.Picture], list[str]]:
-    """Return the other pictures in the run folder, and the names of those for which there is no room; of a series with
-    one per epoch, only the last."""
+    """Return the other pictures in the run folder, and the names of those that exceed the limits; of a series with one
+    per epoch, only the last."""
     by_name: dict[str, Path] = {}
     for path in pictures(run.folder):
         if path.stem not in drawn_names and (path.suffix == ".svg" or path.stem not in by_name):
             by_name[path.stem] = path
     latest: dict[str, tuple[Path, int]] = {}
     for stem, path in by_name.items():
-        of_epoch = _OF_EPOCH.fullmatch(stem)
+        of_epoch = _EPOCH_NAME.fullmatch(stem)
         name = of_epoch[1] if of_epoch else stem
         latest[name] = path, latest[name][1] + 1 if name in latest else 1
     cards: list[page.Picture] = []
-    left: list[str] = []
+    left_out: list[str] = []
     size = 0
     for name, (path, number) in latest.items():
         content = path.read_bytes()
         size += len(content)
         if len(cards) >= MAX_PICTURES or size > MAX_PICTURES_BYTES:
-            left.append(path.name)
+            left_out.append(path.name)
             continue
         caption = f"{path.stem}, the last of {number}" if number > 1 else path.stem
         cards += page.picture(name, content, caption=caption)
-    return cards, left
+    return cards, left_out
 
 
 def write_run(folder: RunFolder, run: Facts | None = None) -> Path:
@@ -132,13 +132,13 @@ def write_run(folder: RunFolder, run: Facts | None = None) -> Path:
         The path of the report.
 
     Raises:
-        CheckpointError: this is no run folder.
+        CheckpointError: this is not a run folder.
         SetupError: the folder cannot be written.
     """
     try:
         content = report(run or facts(folder), folder.path)
     except OSError as error:
-        raise SetupError(f"{folder.path}: cannot be written: {error.strerror}; --out FILE names a place") from error
+        raise SetupError(f"{folder.path}: cannot be written: {error.strerror}; --out FILE sets another file") from error
     write_report(folder.report, content, folder)
     return folder.report
 
@@ -150,11 +150,11 @@ def write_report(path: Path, content: str, folder: RunFolder | None = None) -> N
         folder: the run folder that contains the report and determines its permissions, if any.
 
     Raises:
-        SetupError: the file exists and is no report, or cannot be written.
+        SetupError: the file exists and is not a report, or cannot be written.
     """
     try:
         if path.exists() and page.MARK not in path.read_text(encoding="utf-8", errors="replace")[:2000]:
             raise SetupError(f"{path}: exists and is not a report of Deep Lightning; name another file with --out")
         write_whole(path, content)
     except OSError as error:
-        raise SetupError(f"{path}: cannot be written: {error.strerror}; --out FILE names another place") from error
+        raise SetupError(f"{path}: cannot be written: {error.strerror}; --out FILE sets another file") from error

@@ -23,7 +23,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
-from deeplightning.process.identity import refuse_several
+from deeplightning.process.identity import require_single_process
 from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.differences import PATH_KEYS, compare
 from deeplightning.reproduce.past import PastRun, flat, past_run
@@ -67,9 +67,9 @@ def reproduce(
     is the new run's folder.
 
     Args:
-        run: RUN.
+        run: RUN, as in `resolve_run`.
         overrides: `key=value`, such as the current location of the data.
-        any_data: accept data files that have changed since.
+        any_data: accept data files that have changed.
         trust: accept a run that this user did not make on this machine.
         say: receives messages for the user.
         start: runs a plan; returns its exit code and the run's folder. None: start a separate process.
@@ -83,28 +83,28 @@ def reproduce(
         RunError: the results differ; the message names the first difference.
         SystemExit: the new run failed; with its exit code.
     """
-    refuse_several("reproduce")
+    require_single_process("reproduce")
     original = to_execute(run, trust)
     with tempfile.TemporaryDirectory(prefix="deeplightning-reproduce-", ignore_cleanup_errors=True) as top:
         plan = prepare(original, Path(top), overrides, any_data, say)
-        code, folder = (start or _start)(plan)
+        code, folder = (start or _train_in_subprocess)(plan)
         if folder is None or (code != 0 and original.status not in ("FAILED", "KILLED")):
             say(f"the run could not be reproduced: the new one ended with exit code {code}")
             if folder is not None:
                 say_path(folder, "Artifact storage path: ")
             raise SystemExit(code or 1)
         again = past_run(str(folder))
-        found_apart = compare(original, again, say)
+        found = compare(original, again, say)
         if Path(top).resolve() in folder.resolve().parents:  # a logger that writes into the working directory
             kept = Path.cwd() / "runs" / folder.name
             kept.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(kept)
             again = PastRun(RunFolder(kept), again.store, again.run_id)
     say_path(again.folder.path, "Artifact storage path: ")
-    if found_apart:
+    if found:
         raise RunError(
-            f"{again.folder.path} does not agree with {original.folder.path}: first difference: {found_apart[0]}"
-            + (f" ({len(found_apart) - 1} more: {'; '.join(found_apart[1:6])})" if len(found_apart) > 1 else "")
+            f"{again.folder.path} does not agree with {original.folder.path}: first difference: {found[0]}"
+            + (f" ({len(found) - 1} more: {'; '.join(found[1:6])})" if len(found) > 1 else "")
             + f". `deeplightning diff {shlex.quote(str(original))} {shlex.quote(str(again))}` shows what else differs"
         )
     return again.folder
@@ -122,7 +122,7 @@ def to_execute(run: str, trust: bool) -> PastRun:
     if code is None:
         raise CheckpointError(
             f"{folder.path}: this run kept no code ({folder.code.name}). `deeplightning train "
-            f"{shlex.quote(str(folder.config))}` trains its config with the code that is here now"
+            f"{shlex.quote(str(folder.config))}` trains its config with the current code"
         )
     if not trust and not is_own_code(folder):
         names = ", ".join(sorted(code.names())) or "none"
@@ -147,15 +147,15 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     own.parent.mkdir(parents=True)
     own.write_text(original.source.text, encoding="utf-8", newline="")
     secrets = {expression: value for value, expression in source.secrets.values.items()}
-    directory, roots = _lay_out(code, original.folder.code, top, secrets, say)
-    settings = [*_settings(original, config, overrides, top), *overrides]
+    directory, roots = _unpack_code(code, original.folder.code, top, secrets, say)
+    settings = [*_local_overrides(original, config, overrides, top), *overrides]
     root = dict(flat(plain(read(original.source, settings).root))).get("data.root")
     check_data(original, root if isinstance(root, str) else None, any_data, say)
-    _link(original, config, directory)
+    _link_relative_files(original, config, directory)
     return Plan(own, settings, directory, _variables(original, roots))
 
 
-def _lay_out(code: Code, file: Path, top: Path, secrets: Mapping[str, str], say: Say) -> tuple[Path, list[Path]]:
+def _unpack_code(code: Code, file: Path, top: Path, secrets: Mapping[str, str], say: Say) -> tuple[Path, list[Path]]:
     """Unpack the code of a file; return the working directory and the other import roots."""
     roots = unpack(code, top / "code", lambda content: restored(content, secrets))
     directory = top / "work"
@@ -173,7 +173,7 @@ def _lay_out(code: Code, file: Path, top: Path, secrets: Mapping[str, str], say:
     return directory, roots
 
 
-def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequence[str], top: Path) -> list[str]:
+def _local_overrides(original: PastRun, config: Mapping[str, object], overrides: Sequence[str], top: Path) -> list[str]:
     """Return overrides that give the config its original meaning on this machine."""
     found = []
     given = {re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0] for text in overrides}
@@ -185,16 +185,16 @@ def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequen
             found.append(f"logger.params.tracking_uri={quoted(address_of(original))}")
         if config.get("logger.params.run_id") is not None:
             found.append("~logger.params.run_id")
-    begun = config.get("train.resume_ckpt")
-    if isinstance(begun, str) and "train.resume_ckpt" not in given:
+    start = config.get("train.resume_ckpt")
+    if isinstance(start, str) and "train.resume_ckpt" not in given:
         # Link it under a name that no checkpoint of a run has, so that it starts a new run instead of resuming one.
-        path = Path(begun)
+        path = Path(start)
         (top / "start.ckpt").symlink_to(path)
         if (pieces := path.with_suffix(".pieces")).exists():
             (top / "start.pieces").symlink_to(pieces)
         if not path.exists():
             raise CheckpointError(
-                f"{original}: the run began from {path}, which is gone. Name another: train.resume_ckpt=PATH"
+                f"{original}: the run began from {path}, which no longer exists. Set another: train.resume_ckpt=PATH"
             )
         found.append(f"train.resume_ckpt={quoted(top / 'start.ckpt')}")
     return found
@@ -205,8 +205,8 @@ def resolve_data_root(original: PastRun, path: str) -> Path:
     data = original.data
     if data is not None and data["root"] and Path(data["root"]).exists():
         return Path(data["root"])
-    places = [folder / path for folder in (original.directory, Path.cwd()) if folder is not None]
-    return next((place for place in places if place.exists()), places[0])
+    candidates = [folder / path for folder in (original.directory, Path.cwd()) if folder is not None]
+    return next((each for each in candidates if each.exists()), candidates[0])
 
 
 def address_of(original: PastRun) -> str:
@@ -242,13 +242,13 @@ def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) ->
     note = f"the data are not those of {original}: {'; '.join([*changed[:MAX_LISTED], *more])}"
     if not any_data:
         raise SetupError(
-            f"{note}. They were looked for in {root or before['root']}; data.root=FOLDER names another place, and "
-            "--any-data runs it all the same"
+            f"{note}. They were looked for in {root or before['root']}; data.root=FOLDER sets another location, and "
+            "--any-data trains with the changed data"
         )
     say(f"warning: {note}")
 
 
-def _link(original: PastRun, config: Mapping[str, object], directory: Path) -> None:
+def _link_relative_files(original: PastRun, config: Mapping[str, object], directory: Path) -> None:
     """Link files with relative paths in params into the new working directory."""
     for key, value in config.items():
         if ".params." not in key or not isinstance(value, str) or not 0 < len(value) < 256 or key in PATH_KEYS:
@@ -272,16 +272,16 @@ def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
     for name in ("MLFLOW_RUN_ID", "PYTHONSAFEPATH"):
         found.pop(name, None)
     ours = str(Path(__file__).resolve().parents[2])
-    had = [os.path.abspath(entry or ".") for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
+    paths = [os.path.abspath(entry or ".") for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
     # Folders of installed packages, for example from `pip install --target`.
-    installed = [path for path in had if re.search("(site|dist)-packages", path) or any(Path(path).glob("*.dist-info"))]
-    own = [ours] if ours in (*had, os.getcwd()) else []  # noqa: PTH109
+    installed = [p for p in paths if re.search("(site|dist)-packages", p) or any(Path(p).glob("*.dist-info"))]
+    own = [ours] if ours in (*paths, os.getcwd()) else []  # noqa: PTH109
     found["PYTHONPATH"] = os.pathsep.join([*installed, *own])
     found[ROOTS] = json.dumps([*map(str, roots)])
-    then = original.environment.get("variables")
-    if isinstance(then, dict):
+    recorded = original.environment.get("variables")
+    if isinstance(recorded, dict):
         for name in VARIABLES:
-            value = then.get(name)
+            value = recorded.get(name)
             if name not in _MACHINE_VARIABLES:
                 found.pop(name, None)
                 if isinstance(value, str) and re.fullmatch(r"[\w:,.=+-]{0,64}", value):
@@ -292,11 +292,11 @@ def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
     return found | {REPRODUCES: str(original)}
 
 
-def _start(plan: Plan) -> tuple[int, Path | None]:
+def _train_in_subprocess(plan: Plan) -> tuple[int, Path | None]:
     """Train in a separate process, and forward its output and SIGTERM."""
     command = [sys.executable, "-m", "deeplightning", "train", str(plan.config), *plan.overrides]
     process = subprocess.Popen(command, cwd=plan.directory, env=plan.variables, stdout=subprocess.PIPE)
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # both get it
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # both processes get it
     terminate = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     last, folder = b"Artifact storage path: ", None
     try:

@@ -1,4 +1,4 @@
-"""Compare two runs: config, code, data, environment, hardware and metrics; of a reproduced run also its weights."""
+"""Compare two runs: config, code, data, environment, hardware and metrics; for a reproduced run, weights as well."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from deeplightning.process.terminal import LAYOUT
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.datafiles import changes
-from deeplightning.tracking.metrics_file import is_repeatable, last_values, parted
+from deeplightning.tracking.metrics_file import first_differences, is_repeatable, last_values
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PATH_KEYS = ("data.root", "logger.params", "logger.params.tracking_uri")
-"""Keys of folders, which are no difference: the files of the data are compared."""
+"""Keys of folders, which are not compared: the data files are."""
 
 PROGRAM = "deeplightning (its own files)"
 
@@ -126,7 +126,7 @@ def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, obj
     if one is not None and two is not None:
         known = {*one, *two}
         last, other = last_values(one), last_values(two)
-        for apart in sorted(parted(one, two), key=lambda apart: apart.name):
+        for apart in sorted(first_differences(one, two), key=lambda apart: apart.name):
             yield f"{apart.name} (from step {apart.step} on)", last.get(apart.name), other.get(apart.name)
     yield from _results_between(first, second, known)
 
@@ -148,26 +148,26 @@ def shown(value: object) -> str:
 
 def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> list[str]:
     """Return the differences in metrics, results and weights, in this order; [] if there are none."""
-    whole = original.status in (None, "FINISHED")
-    if not whole:
+    is_complete = original.status in (None, "FINISHED")
+    if not is_complete:
         say(f"the run ended as {original.status}: what it logged until then is compared")
     found: list[str] = []
     one, two = original.series, again.series
     if one is None or two is None:
         say("there are no metric series to compare: neither a tracker nor metrics.jsonl has those of the original run")
     else:
-        two = two if whole else {name: two.get(name, [])[: len(one[name])] for name in one}
-        found += [str(apart) for apart in parted(one, two)]
+        two = two if is_complete else {name: two.get(name, [])[: len(one[name])] for name in one}
+        found += [str(apart) for apart in first_differences(one, two)]
         if not found:
             say(f"metrics: the same {sum(map(len, one.values()))} points of {len(one)} metrics")
-    if whole:
+    if is_complete:
         results = _results_between(original, again, {*(one or ())})
         found += [f"{name}: {shown(a)} → {shown(b)}" for name, a, b in results]
-    found += _weights_apart(original.folder, again.folder, say)
+    found += _weight_differences(original.folder, again.folder, say)
     return found
 
 
-def _weights_apart(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -> list[str]:
+def _weight_differences(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -> list[str]:
     """Return the first difference between the last checkpoints, if any."""
     if not one.last.exists():
         say(f"there are no weights to compare: no {one.last.name} in {one.path}")

@@ -1,4 +1,4 @@
-"""Creation of the data module, the task and the trainer from a checked config.
+"""Create the data module, the task and the trainer from a checked config.
 
 cfg = load_config("configs/base.yaml")
 data, task = init_module(cfg, "data"), init_module(cfg, "model")
@@ -36,12 +36,12 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     network, in `cfg` itself.
 
     Args:
-        read: read the data if such a number is not known before.
+        read: read the data if an `auto` cannot be resolved without it.
     """
     from lightning_fabric import seed_everything
 
     from deeplightning.callbacks.random_state import draws_as_lightning, seed_all
-    from deeplightning.engine.compute import lay_channels_last
+    from deeplightning.engine.compute import use_channels_last
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
@@ -63,7 +63,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     if cfg.train.overfit is not None and (section == "data" or cfg.data.module.type == OWN_LOADERS):
         _overfit(module, cfg.train.overfit)
     if section == "model" and cfg.engine.channels_last:
-        lay_channels_last(module)
+        use_channels_last(module)
     return module
 
 
@@ -71,7 +71,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     """Return a Lightning Trainer for a config. It opens no run and writes nothing until `fit`."""
     from pytorch_lightning.callbacks import ProgressBar
 
-    from deeplightning.callbacks import all_of
+    from deeplightning.callbacks import run_callbacks
     from deeplightning.callbacks.log_lines import to_terminal
     from deeplightning.callbacks.steps import StepCountingTrainer
     from deeplightning.engine import compute
@@ -87,7 +87,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
-    callbacks, io = all_of(cfg), SafeCheckpointIO()
+    callbacks, io = run_callbacks(cfg), SafeCheckpointIO()
     trainer = io.trainer = StepCountingTrainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,
@@ -116,13 +116,13 @@ def _overfit(data: Any, number: int) -> None:
 
     They are read once and kept in memory. Later changes to a batch, such as augmentation, still apply.
     """
-    first = functools.partial(_first, data.train_dataloader, number)
+    first = functools.partial(_first_batches, data.train_dataloader, number)
     data.train_dataloader = data.val_dataloader = functools.cache(first)
 
 
-def _first(make: Callable[[], Any], number: int) -> Sequence[object]:
-    """Return the first batches of the first epoch of the loader that `make` creates, or of several together as
-    Lightning reads them, which takes a list for several loaders."""
+def _first_batches(make: Callable[[], Any], number: int) -> Sequence[object]:
+    """Return the first batches of the first epoch from the loader that `make` creates, or from its list of loaders,
+    combined as in Lightning."""
     from pytorch_lightning.utilities import CombinedLoader
 
     made = make()
@@ -131,7 +131,7 @@ def _first(make: Callable[[], Any], number: int) -> Sequence[object]:
         sampler: Any = getattr(each, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(0)
-            sampler.start = 0  # that of a resumed run is behind the batches that are done
+            sampler.start = 0  # in a resumed run it is after the completed batches
     kept = [batch for batch, *_ in itertools.islice(loader, number)]
     more = ", which has no more" if len(kept) < number else ""
     log.info("%-10s %d batches of the training set%s, for training and validation", "overfit", len(kept), more)

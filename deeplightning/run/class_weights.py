@@ -20,9 +20,9 @@ LABELS = ("label", "target")
 _BATCH_SIZE = 256
 
 
-def counted(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Add labels, whole numbers of any shape, to counts, int64 (K,), which may grow; losses ignore negative
-    ones, which do not count."""
+def add_label_counts(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return counts, int64 (K,) or longer, with integer labels of any shape added; negative labels do not count, as in
+    losses."""
     found = np.bincount(labels[labels >= 0].ravel(), minlength=len(counts))
     found[: len(counts)] += counts
     return found
@@ -41,17 +41,17 @@ def class_counts(data: "pl.LightningDataModule", num_classes: int = 0) -> np.nda
     Returns:
         int64 (K,), without labels outside of the classes; None if the set has no integer labels.
     """
-    counts, is_found = np.zeros(num_classes, np.int64), False
+    counts, has_labels = np.zeros(num_classes, np.int64), False
     for labels in _labels(data, COLUMNS):
         if labels.dtype.kind not in "iub":
             return None
-        counts, is_found = counted(labels.astype(np.int64), counts), True
-    return counts[: num_classes or None] if is_found else None
+        counts, has_labels = add_label_counts(labels.astype(np.int64), counts), True
+    return counts[: num_classes or None] if has_labels else None
 
 
 def class_weights(counts: np.ndarray) -> list[float]:
-    """Return n / (k * count) of each class, int64 (K,), to 8 digits, for n samples and k classes that occur; 0 for an
-    empty class."""
+    """Return n / (k * count) of each class to 8 digits, for counts int64 (K,), n samples and k non-empty classes; 0 for
+    an empty class."""
     occurring = max(1, int((counts > 0).sum()))
     return [float(f"{counts.sum() / (occurring * count):.8g}") if count else 0.0 for count in counts]
 
@@ -59,8 +59,8 @@ def class_weights(counts: np.ndarray) -> list[float]:
 def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
     """Return the number of training samples with each label, int64 (K,), and N, where a sample may have several labels.
 
-    None if the set, which is read as `class_counts` reads it, has no labels (B, K) of 0 and 1. A single target (B,) of
-    floats is one label.
+    None if the set, which is read as in `class_counts`, has no labels (B, K) of 0 and 1. A target of floats (B,) is one
+    label.
     """
     positives, samples = np.zeros(0, np.int64), 0
     for labels in _labels(data, LABELS):
@@ -74,15 +74,15 @@ def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
 
 
 def positive_weights(positives: np.ndarray, samples: int) -> list[float]:
-    """Return negatives / positives of each label, int64 (K,), of N samples to 8 digits, 0 for one without positives:
-    with this `pos_weight` of `BCEWithLogitsLoss`, samples with a label have the same total weight as those without."""
+    """Return negatives / positives of each label to 8 digits, for positives int64 (K,) of N samples; 0 if it has none.
+    With this `pos_weight` of `BCEWithLogitsLoss`, samples with a label have the same total weight as those without."""
     return [float(f"{(samples - count) / count:.8g}") if count else 0.0 for count in positives.tolist()]
 
 
 def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
     """Yield the labels of the training set in parts: its `labels`, or the first of `columns` that its batches have."""
     dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
-    from lightning_fabric.utilities.data import sized_len  # commands import this module before the stand-ins are there
+    from lightning_fabric.utilities.data import sized_len  # lazy: imported before the stand-ins are installed
 
     from deeplightning.batches import by_name
 

@@ -1,4 +1,4 @@
-"""Finding runs and checkpoints: those of an experiment, and the file that a config or a command line names."""
+"""Find runs and checkpoints: those of an experiment, and the one named in a config or on the command line."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def store_of(cfg: Config) -> Store:
 
 
 def _experiment(store: Store, config: Path) -> str | None:
-    """Return the present name of a run's experiment; None if the run was deleted, or nothing names it."""
+    """Return the current name of a run's experiment; None if the run was deleted, or the name is unknown."""
     run = find_run(store, config.parts[-3]) if store.database is not None else None
     if run is not None:
         return run.experiment if run.is_active else None
     try:
         logger = plain(read(run_config(RunFolder(config.parent))).root)["logger"]
         return experiment_of(logger["type"], logger["params"])
-    except (ConfigError, CheckpointError, KeyError, TypeError):  # of other tools, damaged, or foreign and not plain
+    except (ConfigError, CheckpointError, KeyError, TypeError):  # from another tool, damaged, or foreign and not plain
         return None
 
 

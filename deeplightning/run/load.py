@@ -1,4 +1,4 @@
-"""Loading a finished run: its config, its task with the best weights, and the code that it stored."""
+"""Load a finished run: its config, its task with the best weights, and its stored code."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning")
 
-TO_ANSWER = [
+CPU_OVERRIDES = [
     *(f"engine.{name}={line(value)}" for name, value in defaults(Engine)),
     *("stages=[predict]", "test.ckpt=last"),  # training's requirements, such as a fused optimizer, may be missing here
 ]
-"""Overrides with which one CPU process uses the weights of a run.
+"""Overrides to use the weights of a run in one CPU process.
 
-They reset every key of the engine, so that a key added later is reset too: what the run needed (GPUs, processes) may
-be missing here, and a compiler, a hook or environment variables could run code that a copied run brings.
+They reset every key of the engine, including keys added later: what the run needed (GPUs, processes) may be missing
+here, and a compiler, a hook or environment variables could run code from a copied run.
 """
 
 
@@ -59,18 +59,18 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
         verb: the command, for messages.
 
     Raises:
-        CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
+        CheckpointError: there are no weights, or the run is foreign and its config names something not allowed.
     """
-    from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint, refill
+    from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint, restore_left_out
 
-    cfg = load_run(folder, TO_ANSWER, verb, allow=allow)
+    cfg = load_run(folder, CPU_OVERRIDES, verb, allow=allow)
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
     task = init_module(cfg, "model")
-    task.on_load_checkpoint(refill(checkpoint, task))
+    task.on_load_checkpoint(restore_left_out(checkpoint, task))
     task.configure_model()
     own, saved = task.state_dict(), checkpoint["state_dict"]
-    for name in [name for name in saved if name.startswith("losses.") and name not in own]:  # of a loss left out
+    for name in [name for name in saved if name.startswith("losses.") and name not in own]:  # of an omitted loss
         del saved[name]
     load_weights(task, checkpoint, path)
     return task.eval(), cfg, path
@@ -79,39 +79,39 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
 def load_run(
     folder: RunFolder, overrides: Sequence[str], verb: str, needed: Collection[str] = (), allow: Sequence[str] = ()
 ) -> Config:
-    """Load the config of a run, for a use of its weights.
+    """Load the config of a run to use its weights.
 
-    Keys that this version does not know, and optional parts that cannot be imported, are left out with a warning.
+    Unknown keys, and optional parts that cannot be imported, are left out with a warning.
 
     Args:
         verb: the command, for messages.
-        needed: the keys of `_REPLACEMENTS` that this use builds.
+        needed: keys of `_REPLACEMENTS` that this use requires.
         allow: modules that the config of a foreign run may name, as in `deeplightning.config.trust.run_config`.
 
     Raises:
-        ConfigError: with all other faults.
-        CheckpointError: the run is foreign and its config is not plain, or names what may not be built.
+        ConfigError: the config has other faults.
+        CheckpointError: the run is foreign and its config is not plain, or names something not allowed.
     """
     config = run_config(folder, allow, verb)
     refuse_links(folder)
     if not config.is_trusted:
         ignored = ", ".join(text.removeprefix("~") for text in config.left_out() if text.startswith("~"))
-        log.info("%s was not made here by you: its %s are not taken", folder.path, ignored)
+        log.info("%s was not made here by you: its %s are ignored", folder.path, ignored)
     left_out: list[str] = []
     while True:
         try:
             return load_config(config, [*overrides, *left_out], beside=False)
         except ConfigError as error:
-            instead = [_instead(fault, needed) for fault in error.faults]
+            instead = [_override_without(fault, needed) for fault in error.faults]
             if None in instead or not set(instead).isdisjoint(left_out):
                 raise ConfigError([_with_hint(fault, folder, verb) for fault in error.faults]) from error
             for fault, override in zip(error.faults, instead, strict=True):
                 key, what = printable(str(fault.key)), fault.message.partition(". ")[0]
-                log.warning("%s: %s; %s does without", key, what, verb)
+                log.warning("%s: %s; %s ignores it", key, what, verb)
                 left_out.append(str(override))
 
 
-def _instead(fault: Fault, needed: Collection[str]) -> str | None:
+def _override_without(fault: Fault, needed: Collection[str]) -> str | None:
     """Return the override that removes a fault from a run's config when only its weights are needed, or None."""
     key = fault.key or ""
     if (fault.place or "").startswith("override"):
@@ -119,19 +119,19 @@ def _instead(fault: Fault, needed: Collection[str]) -> str | None:
     if fault.message.startswith("unknown key."):
         return f"~{key}"
     spare = next((name for name in _REPLACEMENTS if f"{key}.".startswith(f"{name}.")), None)
-    if spare is None or spare in needed or not _is_gone(fault):
+    if spare is None or spare in needed or not _is_code_missing(fault):
         return None
     return f"{spare if _REPLACEMENTS[spare] in ('null', '[]') else key.removesuffix('.type')}={_REPLACEMENTS[spare]}"
 
 
-def _is_gone(fault: Fault) -> bool:
-    """Return whether a module or plug-in is missing, cannot be imported, or is another one of the same name."""
+def _is_code_missing(fault: Fault) -> bool:
+    """Return whether a fault is a missing or broken module or plug-in, or a different one with the same name."""
     is_other = "` was read from " in fault.message or "` is a plug-in: " in fault.message
     return is_other or fault.message.startswith(("there is no module ", "importing "))
 
 
 def _with_hint(fault: Fault, folder: RunFolder, verb: str) -> Fault:
-    if not folder.code.is_file() or not _is_gone(fault):
+    if not folder.code.is_file() or not _is_code_missing(fault):
         return fault
     verb = verb if verb in ("test", "predict") else "export"
     hint = f"The run kept its code: deeplightning {verb} {shlex.quote(str(folder.path))} --code run uses it"
@@ -139,7 +139,7 @@ def _with_hint(fault: Fault, folder: RunFolder, verb: str) -> Fault:
 
 
 def use_code(folder: RunFolder, allow: Sequence[str] = ()) -> None:
-    """Import first from the code that a run stored.
+    """Import modules from the code that a run stored, before any others.
 
     Args:
         allow: modules that a foreign run may execute.
@@ -162,6 +162,6 @@ def use_code(folder: RunFolder, allow: Sequence[str] = ()) -> None:
     atexit.register(shutil.rmtree, into, ignore_errors=True)
     secrets = read(run_config(folder, allow, "use")).secrets.values
     add_import_roots(*unpack(code, into, lambda content: restored(content, {n: value for value, n in secrets.items()})))
-    log.warning("the run's own code is used, from %s: %s", folder.code, printable(names) or "none")
+    log.warning("using the code that the run stored, from %s: %s", folder.code, printable(names) or "none")
     for where in code.concealed:
         log.warning("at %s a secret was left out of the kept code; *** replaces it", where)

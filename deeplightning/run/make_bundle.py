@@ -1,4 +1,4 @@
-"""Creation of a run's bundle for serving: ONNX models in float32, int8 and fp16, with golden samples."""
+"""Create a run's bundle for serving: ONNX models in float32, int8 and fp16, with golden samples."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from deeplightning.batches import by_name
-from deeplightning.callbacks.average import averaged
+from deeplightning.callbacks.average import describe_averaging
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, has_spec, is_plain
 from deeplightning.run.assemble import init_module
-from deeplightning.run.load import TO_ANSWER, load_run, trained_task
+from deeplightning.run.load import CPU_OVERRIDES, load_run, trained_task
 from deeplightning.run.own_module import pixels, samples_of, servable
 from deeplightning.runfolder import RunFolder, whole
 from deeplightning.version import __version__
@@ -52,7 +52,7 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
             raise CheckpointError(f"{folder.path}: a bundle is verified on samples, and the data module gives none")
         else:
             kind = KINDS.get(task.kind, KINDS["image_classification"])
-            inputs = (by_name(batch, task.batch_names) or {})[INPUT_OF[kind.takes]][:SAMPLES].cpu()
+            inputs = (by_name(batch, task.batch_names) or {})[INPUT_NAMES[kind.takes]][:SAMPLES].cpu()
             if kind.takes == "image" and inputs.is_floating_point():
                 inputs = pixels(inputs, task.image_spec)
             kept = {kind.nouns: inputs.numpy()}
@@ -73,7 +73,7 @@ def _batches(dataloader: Callable[[], Iterable[object]]) -> Iterator[Any]:
 def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
     """Return the origin of a model: run, folder, checkpoint, averaging of its weights, time and versions."""
     content = read_checkpoint(checkpoint)
-    weights, run = averaged(content), content.get("run") or {}
+    weights, run = describe_averaging(content), content.get("run") or {}
     return {
         "id": run.get("id"),
         **({"name": run["name"]} if run.get("name") else {}),
@@ -100,7 +100,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
 
     Raises:
         CheckpointError: there are no weights or no samples, the exported model answers differently, the task does
-            not define how its inputs are prepared, or the run is foreign and its config names what may not be built.
+            not define how its inputs are prepared, or the run is foreign and its config names something not allowed.
         ConfigError: a user's module takes or returns anything but one tensor.
     """
     from deeplightning.export.bundle import export
@@ -132,7 +132,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     return bundle
 
 
-INPUT_OF = {"image": "image", "text": "tokens", "table": "input", "array": "input"}
+INPUT_NAMES = {"image": "image", "text": "tokens", "table": "input", "array": "input"}
 """Names of the inputs in a batch of a data module, by what a task takes."""
 
 
@@ -148,11 +148,11 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
         SetupError: the bundle cannot be written.
     """
     from deeplightning.export.bundle import card_of
-    from deeplightning.export.int8 import judged_kind, quantize
+    from deeplightning.export.int8 import classification_kind, quantize
 
-    kind = judged_kind(folder, card_of(folder))
-    noun, name = kind.nouns, INPUT_OF[kind.takes]
-    cfg = load_run(folder, TO_ANSWER, "serve", ("data.module",), allow)
+    kind = classification_kind(folder, card_of(folder))
+    noun, name = kind.nouns, INPUT_NAMES[kind.takes]
+    cfg = load_run(folder, CPU_OVERRIDES, "serve", ("data.module",), allow)
     data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")

@@ -1,4 +1,4 @@
-"""Adapter that makes a user's LightningModule exportable: a model of one input, and samples.
+"""Adapter that makes a user's LightningModule exportable: a model with one input, and samples.
 
 Shapes: N samples, C channels, H height, W width.
 """
@@ -51,12 +51,12 @@ def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.
         ConfigError: neither is a tensor.
     """
     if not any(is_overridden(name, task) for name in ("forward", "predict_step")):
-        raise _refused(task, "it has neither `forward` nor `predict_step`")
+        raise _unsupported(task, "it has neither `forward` nor `predict_step`")
     inputs, example = inputs_of(_transferred(task, data, batch)), inputs_of(task.example_input_array)
     if isinstance(example, Tensor) and not (isinstance(inputs, Tensor) and inputs.shape[1:] == example.shape[1:]):
         inputs = example
     if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs) or inputs.is_complex():
-        raise _refused(task, f"the inputs of a validation batch are {structure(inputs)}, not a real tensor (N, …)")
+        raise _unsupported(task, f"the inputs of a validation batch are {structure(inputs)}, not a real tensor (N, …)")
     inputs, spec = inputs.detach().cpu(), getattr(data, "image_spec", None)
     about = {
         "dtype": str(inputs.dtype).removeprefix("torch."),
@@ -109,16 +109,16 @@ class OwnModule:
             dtype = torch.float32 if dtype.is_floating_point else dtype  # as the weights are
             spec = ImageSpec.from_dict(about["image_spec"]) if "image_spec" in about else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-            message = f"{folder.samples} cannot be read ({first_line(error)}); `deeplightning export RUN` keeps some"
+            message = f"{folder.samples} cannot be read ({first_line(error)}); `deeplightning export RUN` writes it"
             raise CheckpointError(message) from error
         self.image_spec, self.row_spec = spec, None if spec else ArraySpec(samples.shape[1:])
         self.kind = "image_regression" if spec else "array_regression"
         self._model = _Forward(module, dtype, spec).cpu().float().eval()
-        count = self._outputs(module, samples)
+        count = self._count_outputs(module, samples)
         numbered = [f"output_{number}" for number in range(count)] if count > 1 else ["output"]
         self.class_names: list[str] = names if len(names) == count else numbered
 
-    def _outputs(self, module: pl.LightningModule, samples: np.ndarray) -> int:
+    def _count_outputs(self, module: pl.LightningModule, samples: np.ndarray) -> int:
         """Return how many numbers the module returns per sample."""
         name = self._model.name
         for size in SIZES:
@@ -128,12 +128,12 @@ class OwnModule:
                     found = self._model.outputs(given)
             except Exception as error:  # raised by the user's code
                 reason = first_line(error).rstrip(".")
-                raise _refused(module, f"{name} does not take {structure(given)}: {reason}") from error
+                raise _unsupported(module, f"{name} does not take {structure(given)}: {reason}") from error
             is_real = isinstance(found, Tensor) and not found.is_complex() and found.numel() > 0
             if not is_real or (size > 1 and found.shape[:1] != (size,)):
-                raise _refused(module, f"{name} gives {structure(found)}, not a real tensor (N, …)")
+                raise _unsupported(module, f"{name} gives {structure(found)}, not a real tensor (N, …)")
         if (count := found.numel()) > MAX_COMPARED_NUMBERS:
-            raise _refused(module, f"{name} gives {count:,} numbers a sample; {MAX_COMPARED_NUMBERS:,} are allowed")
+            raise _unsupported(module, f"{name} gives {count:,} numbers a sample; {MAX_COMPARED_NUMBERS:,} are allowed")
         return count
 
     def inference_model(self) -> nn.Module:
@@ -167,7 +167,7 @@ class _Forward(nn.Module):
         return found.float().reshape(inputs.shape[0], -1)  # some modules squeeze a batch of one
 
 
-def _refused(task: pl.LightningModule, why: str) -> ConfigError:
+def _unsupported(task: pl.LightningModule, why: str) -> ConfigError:
     name = f"{type(task).__module__}.{type(task).__qualname__}"
     instead = " (or a `predict_step`)" * (not is_overridden("predict_step", task))
     return ConfigError(

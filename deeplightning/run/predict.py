@@ -1,7 +1,7 @@
-"""A run's predictions for files, as a table computed from the checkpoint.
+"""Write a table of predictions for files, computed from the checkpoint of a run.
 
-Files are read by `deeplightning.run.inputs`, and answers are those of the endpoint (`serve.answers`). Letters: N
-inputs, C channels, H height, W width.
+Files are read by `deeplightning.run.inputs`; answers are those of the endpoint (`serve.answers`). Letters: N inputs,
+C channels, H height, W width.
 """
 
 import base64
@@ -31,7 +31,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
 from serve.answers import answered
 
-MAX_NAMED = 1000  # inputs without an answer in the error
+MAX_REPORTED = 1000  # unanswered inputs that the error lists
 FORMATS = (".csv", ".jsonl")
 
 
@@ -64,12 +64,12 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
         CheckpointError: the run has no usable weights, or its kind does not answer files.
     """
     faults: list[Fault] = []
-    number = without = 0
+    number = unanswered = 0
 
     def refuse(place: Place | Path, error: Exception) -> None:
-        nonlocal without
-        without += 1
-        if without <= MAX_NAMED:
+        nonlocal unanswered
+        unanswered += 1
+        if unanswered <= MAX_REPORTED:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             faults.append(Fault(str(reason), place=str(place)))
 
@@ -85,8 +85,8 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
             row = {} if place.row is None else {"row": place.row}
             write({"path": str(place.path), **row, **row_of(place, answer)})
             number += 1
-        if without > MAX_NAMED:
-            faults.append(Fault(f"{without - MAX_NAMED} more have no answer"))
+        if unanswered > MAX_REPORTED:
+            faults.append(Fault(f"{unanswered - MAX_REPORTED} more have no answer"))
         if faults and not number:
             raise SetupError(faults)
     if faults:
@@ -163,8 +163,8 @@ def _rows(network: _Network, out: Path | None) -> Callable[[Place, dict[str, Any
     if gives in ("segmentation", "reconstruction"):
         if out is None:
             raise SetupError(
-                "this run answers with pictures: --out FILE.csv writes them as PNG files into the folder FILE, and the "
-                "table beside it"
+                "this run answers with pictures: --out FILE.csv writes them as PNG files into the folder FILE, next "
+                "to the table"
             )
         return _pictures(out.with_suffix(""), "mask" if gives == "segmentation" else "image")
     return {"classification": _classes, "regression": _numbers, "multilabel": _labels}[gives]
@@ -221,10 +221,10 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # file names are bytes
         yield _table(sys.stdout)
         return
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         try:
-            file = beside.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+            file = temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="")
         except OSError as error:
             raise SetupError(f"{out}: cannot be written: {error.strerror}") from error
         with file:
@@ -232,21 +232,21 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]
                 yield _table(file)
             else:
                 yield lambda row: file.write(f"{json.dumps(row)}\n")
-        beside.replace(out)
+        temporary.replace(out)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
     """Return a function that writes CSV rows; on a terminal they are escaped."""
     writer, escaped = csv.writer(out), printable if out.isatty() else str
-    is_begun = False
+    has_header = False
 
     def write(row: dict[str, object]) -> None:
-        nonlocal is_begun
-        if not is_begun:
+        nonlocal has_header
+        if not has_header:
             writer.writerow(map(escaped, row))
-            is_begun = True
+            has_header = True
         writer.writerow(escaped(str(value)) for value in row.values())
 
     return write

@@ -1,5 +1,5 @@
-"""Resolution of params that depend on the data: `auto` of a network becomes the number that the data module declares,
-`weight: balanced` and `pos_weight: balanced` of a loss become weights of the training set's classes or labels."""
+"""Resolve params that depend on the data: `auto` in a network becomes the number that the data module declares, and
+`weight: balanced` and `pos_weight: balanced` in a loss become weights of the training set's classes or labels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def fill(cfg: Config, data: object, read: bool = True) -> None:
 
     Args:
         data: the data module.
-        read: prepare and set up the data if the data module does not declare a number before; if False, such an `auto`
-            stays, and so does `balanced`.
+        read: prepare and set up the data if a number is not declared without it; if False, such an `auto` and
+            `balanced` stay.
 
     Raises:
         ConfigError: the data module declares no such number, the training set has no classes or labels, or a label has
@@ -35,7 +35,7 @@ def fill(cfg: Config, data: object, read: bool = True) -> None:
             continue
         found = _declared(name, data)
         if found is None and hasattr(data, "example_batch"):
-            data.example_batch(1)  # an image folder finds its classes
+            data.example_batch(1)  # makes an image folder find its classes
             found = _declared(name, data)
         if found is None and read:
             _read(cfg, data)
@@ -64,7 +64,7 @@ def refuse_unfilled(cfg: Config) -> None:
 
 def _read(cfg: Config, data: Any) -> None:
     """Prepare and set up the training data."""
-    if world_size(cfg.engine) == 1:  # with several, only the first may download
+    if world_size(cfg.engine) == 1:  # of several, only the first may download
         data.prepare_data()
     data.setup("fit")
 
@@ -93,7 +93,7 @@ def _weights(cfg: Config, data: Any, key: str, name: str) -> list[float]:
 
 
 def _declared(name: str, data: Any) -> int | list[int] | None:
-    """Return the value that a data module declares so far for a param of a network; None if it declares none."""
+    """Return the value that a data module currently declares for a param of a network, or None."""
     declared = next((found for name in DECLARED[name] if (found := getattr(data, name, None))), None)
     if not declared:
         return None

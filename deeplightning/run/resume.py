@@ -14,7 +14,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.config.trust import run_config
 from deeplightning.faults import CheckpointError
-from deeplightning.process.identity import decided, identity, own_rank, restarts
+from deeplightning.process.identity import decide_on_rank_0, identity, own_rank, restarts
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking.build import refusal
 
@@ -34,24 +34,24 @@ def resumption(cfg: Config) -> Resumption:
     found: dict[str, Resumption] = {}
 
     def decide() -> list[object]:
-        ours = found["ours"] = _decide(cfg)
+        ours = found["ours"] = _resolve(cfg)
         return [str(ours.checkpoint) if ours.checkpoint else None, ours.kept]
 
-    path, kept = decided("train.resume_ckpt", decide)
-    _keep(cfg, kept)
+    path, kept = decide_on_rank_0("train.resume_ckpt", decide)
+    _apply_kept(cfg, kept)
     return found.get("ours") or Resumption(checkpoint=Path(path) if path else None)
 
 
-def _decide(cfg: Config) -> Resumption:
+def _resolve(cfg: Config) -> Resumption:
     from deeplightning.engine.checkpoint_reading import read_checkpoint
 
     name = cfg.train.resume_ckpt
-    if (found := _of_launch(cfg)) is not None:
+    if (found := _resume_launch(cfg)) is not None:
         return found
     if name is None:
         return Resumption()
     if name == "auto":
-        return _newest_whole(cfg)
+        return _resolve_auto(cfg)
     from deeplightning.run.find import find_checkpoint
 
     path = find_checkpoint(name, cfg, to_resume=True)
@@ -59,10 +59,10 @@ def _decide(cfg: Config) -> Resumption:
         checkpoint = read_checkpoint(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. The latest complete checkpoint: train.resume_ckpt=auto") from None
-    return _from(path, checkpoint, cfg)
+    return _resume_from(path, checkpoint, cfg)
 
 
-def _newest_whole(cfg: Config) -> Resumption:
+def _resolve_auto(cfg: Config) -> Resumption:
     """Resolve `auto`: the newest readable checkpoint of the latest run that has any, else a run to start again.
 
     Raises:
@@ -72,17 +72,17 @@ def _newest_whole(cfg: Config) -> Resumption:
 
     empty = None
     for folder in runs_of(cfg):
-        if (found := _newest_of(folder)) is not None:
-            return _from(*found, cfg)
+        if (found := _newest_checkpoint(folder)) is not None:
+            return _resume_from(*found, cfg)
         if empty is None and _is_same(cfg, folder):
             empty = folder
     if empty is not None and (again := _from_the_start(cfg, empty)) is not None:
         return again
-    note = f"resumes    nothing, a new run begins: no run of this experiment in {store_of(cfg).shown} has a checkpoint"
+    note = f"resumes    nothing, a new run starts: no run of this experiment in {store_of(cfg).shown} has a checkpoint"
     return Resumption(notes=[note])
 
 
-def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
+def _newest_checkpoint(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest readable checkpoint of a run; None if it saved none.
 
     Raises:
@@ -109,19 +109,19 @@ def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
-    """Restart a run that ended before its first checkpoint; None if it cannot be, or a process is using it."""
+    """Restart a run that ended before its first checkpoint; None if it cannot be restarted, or is in use."""
     run_id = folder.path.parent.name
     is_refused = own_rank() != 0 or refusal(cfg.logger.type, cfg.logger.params, run_id, folder.path)
-    if is_refused or (hold := folder.lock()) is None:
+    if is_refused or (lock := folder.lock()) is None:
         return None
-    note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
-    return Resumption(run_id=run_id, folder=folder.path, hold=hold, notes=[note])
+    note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and starts again"
+    return Resumption(run_id=run_id, folder=folder.path, lock=lock, notes=[note])
 
 
-def _of_launch(cfg: Config) -> Resumption | None:
+def _resume_launch(cfg: Config) -> Resumption | None:
     """Return where a restarted launch resumes: in its run, from the latest complete checkpoint.
 
-    None if it is new, has opened no run yet, or cannot be identified.
+    None if the launch is new, has not opened a run, or cannot be identified.
     """
     here = identity()
     if here is None or here.launch is None or not here.may_resume:
@@ -132,18 +132,18 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return bool(read_object(RunFolder(path).environment).get("launch") == here.launch)
 
     folder = next(runs_of(cfg, is_of_launch), None)
-    if folder is None and restarts() > 0:  # it may have ended before it recorded the launch's name
+    if folder is None and restarts() > 0:  # it may have ended before recording the launch
         nameless = runs_of(cfg, lambda path: not RunFolder(path).environment.exists())
         return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
     if folder is None or (restarts() == 0 and _has_finished(cfg, folder)):
         return None  # a new job reuses the id of a finished one
-    if (found := _newest_of(folder)) is not None:
-        return replace(_from(*found, cfg), over="")  # the stages after training remain
+    if (found := _newest_checkpoint(folder)) is not None:
+        return replace(_resume_from(*found, cfg), complete="")  # the stages after training remain
     if refusal(cfg.logger.type, cfg.logger.params, folder.path.parent.name, folder.path):
         return None
-    hold = folder.lock() if own_rank() == 0 else None
+    lock = folder.lock() if own_rank() == 0 else None
     notes = [f"resumes    {folder.path}, from the start"]
-    return Resumption(run_id=folder.path.parent.name, folder=folder.path, hold=hold, notes=notes)
+    return Resumption(run_id=folder.path.parent.name, folder=folder.path, lock=lock, notes=notes)
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:
@@ -154,12 +154,11 @@ def _has_finished(cfg: Config, folder: RunFolder) -> bool:
     return run is not None and run.status == "FINISHED"
 
 
-def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
+def _resume_from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     """Resume from a checkpoint: in its run if that is possible.
 
     Raises:
-        CheckpointError: the checkpoint is of another optimizer, whose state the config's cannot load, or its data about
-            its run are damaged.
+        CheckpointError: the checkpoint is from another optimizer or scheduler, or its metadata is damaged.
     """
     from deeplightning.engine.checkpoint_reading import read_checkpoint
 
@@ -170,45 +169,45 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
         if theirs is not None and _types(theirs) != _types(ours):
             raise CheckpointError(
                 f"{path}: from another {part}: model.{part}.type was {_types(theirs)} and is {_types(ours)}; "
-                f"resume from that, or start again from the weights: model.init_from='{path}'"
+                f"set it back, or start again from the weights: model.init_from='{path}'"
             )
-    kept = list(_kept(checkpoint, cfg))
-    _keep(cfg, kept)
+    kept = list(_kept_settings(checkpoint, cfg))
+    _apply_kept(cfg, kept)
     moved = (checkpoint.get("run") or {}).get("folder") != str(path.parent)
-    epochs = _epochs(checkpoint)
-    over = _over(epochs, checkpoint, cfg) if moved else ""
+    epochs = _completed_epochs(checkpoint)
+    done = _reason_complete(epochs, checkpoint, cfg) if moved else ""
     if own_rank() != 0:
-        return Resumption(path, over=over, epochs=epochs, kept=kept)
+        return Resumption(path, complete=done, epochs=epochs, kept=kept)
     folder, run_id = RunFolder(path.parent), (checkpoint.get("run") or {}).get("id")
     position = f"step {checkpoint['global_step']}, epoch {checkpoint['epoch'] + 1}"
-    why, hold = None, None
+    why, lock = None, None
     if run_id is None:
         why = "the checkpoint names no run"
-    elif path.name not in [known.name for known in folder.checkpoints()]:
+    elif path.name not in [each.name for each in folder.checkpoints()]:
         why = f"{path.name} is not a checkpoint's name in a run folder"
     elif path != folder.last and folder.last.is_file():
         try:
             if read_checkpoint(folder.last)["global_step"] > checkpoint["global_step"]:
-                why = f"{folder.last.name} goes further"
+                why = f"{folder.last.name} is further along"
         except CheckpointError:
-            pass  # then this one is the furthest
+            pass  # then this one is the latest
     why = why or refusal(cfg.logger.type, cfg.logger.params, str(run_id), path.parent)
-    if why is None and (hold := folder.lock()) is None:
-        why = f"a process is at work on the run {run_id}"
-    notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} continues'}"]
-    inexact = _inexact(checkpoint, cfg)
+    if why is None and (lock := folder.lock()) is None:
+        why = f"a process is using the run {run_id}"
+    notes = [f"resumes    {path} ({position})", f"run        {f'a new one: {why}' if why else f'{run_id} continues'}"]
+    inexact = _reason_inexact(checkpoint, cfg)
     threads = checkpoint.get("threads") if cfg.engine.gpus is None else None
     if why:
-        if over:
+        if done:
             stages = " and ".join(stage for stage in cfg.stages if stage != "train")
-            notes.append(f"training   has finished: {over}; only {stages} will run")
+            notes.append(f"training   has finished: {done}; only {stages} will run")
             inexact, threads = "", None  # no training is left to differ
-        return Resumption(path, notes=notes, inexact=inexact, threads=threads, over=over, epochs=epochs, kept=kept)
-    owed = checkpoint.get("points") or []
-    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact, threads, epochs=epochs, kept=kept)
+        return Resumption(path, notes=notes, inexact=inexact, threads=threads, complete=done, epochs=epochs, kept=kept)
+    pending = checkpoint.get("points") or []
+    return Resumption(path, run_id, path.parent, pending, lock, notes, inexact, threads, epochs=epochs, kept=kept)
 
 
-def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
+def _kept_settings(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
     """Yield settings that the restored optimizers and schedules keep although the config has another value.
 
     Each is the keys below `model`, the value of the checkpoint and that of the config; None for a value that is not
@@ -221,13 +220,13 @@ def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
         part = model.get(keys[0])
         for name in [None] if part is None or "type" in part else part:
             path = [keys[0], *([] if name is None else [name]), keys[1]]
-            was, asked = _at(model, path), _at(ours, path)
-            if isinstance(was, Mapping) and isinstance(asked, Mapping):
-                for key in {**asked, **was}:
-                    if was.get(key) != asked.get(key) and key != "fused" and _is_plain(was.get(key)):
-                        yield [*path, key, was.get(key), asked.get(key)]
-            elif isinstance(was, list) and isinstance(asked, list) and was != asked and all(map(_is_group, was)):
-                yield [*path, was, asked]
+            was, wanted = _value_at(model, path), _value_at(ours, path)
+            if isinstance(was, Mapping) and isinstance(wanted, Mapping):
+                for key in {**wanted, **was}:
+                    if was.get(key) != wanted.get(key) and key != "fused" and _is_plain(was.get(key)):
+                        yield [*path, key, was.get(key), wanted.get(key)]
+            elif isinstance(was, list) and isinstance(wanted, list) and was != wanted and all(map(_is_group, was)):
+                yield [*path, was, wanted]
 
 
 def _is_group(value: object) -> bool:
@@ -235,14 +234,14 @@ def _is_group(value: object) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is a number, a boolean, null, a text without a reference, or a list of such."""
+    """Return whether a value is a number, boolean, null, string without a reference, or a list of these."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return isinstance(value, bool | int | float | None) or (isinstance(value, str) and "${" not in value)
 
 
-def _keep(cfg: Config, kept: Iterable[Sequence[Any]]) -> None:
-    """Set the config's values to those that the run keeps, see `_kept`."""
+def _apply_kept(cfg: Config, kept: Iterable[Sequence[Any]]) -> None:
+    """Set the config's values to those that the run keeps, see `_kept_settings`."""
     for part, *path, key, was, _ in kept:
         holder = getattr(cfg.model, part)
         for name in path:
@@ -257,19 +256,19 @@ def _keep(cfg: Config, kept: Iterable[Sequence[Any]]) -> None:
             cfg.secrets.texts.pop(("model", part, *path, key), None)
 
 
-def _at(tree: Any, path: Sequence[str]) -> Any:
+def _value_at(tree: Any, path: Sequence[str]) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
 
 
-def _epochs(checkpoint: Mapping[str, Any]) -> int:
+def _completed_epochs(checkpoint: Mapping[str, Any]) -> int:
     """Return how many epochs a checkpoint has completed."""
-    found = _at(checkpoint, ("loops", "fit_loop", "epoch_progress", "current", "processed"))
+    found = _value_at(checkpoint, ("loops", "fit_loop", "epoch_progress", "current", "processed"))
     return found if isinstance(found, int) else 0
 
 
-def _over(epochs: int, checkpoint: Mapping[str, Any], cfg: Config) -> str:
+def _reason_complete(epochs: int, checkpoint: Mapping[str, Any], cfg: Config) -> str:
     """Return why the training of a config is already complete at a checkpoint; "" if it is not."""
     train, steps = cfg.train, checkpoint["global_step"]
     if train.num_epochs is not None and epochs >= train.num_epochs:
@@ -280,12 +279,12 @@ def _over(epochs: int, checkpoint: Mapping[str, Any], cfg: Config) -> str:
         return ""
     for key, state in (checkpoint.get("callbacks") or {}).items():
         if key.startswith(f"EarlyStopping{{'monitor': {stop.metric!r},") and state["wait_count"] >= stop.patience:
-            return f"{stop.metric} has got no better {state['wait_count']} times, which ended its training"
+            return f"{stop.metric} did not improve {state['wait_count']} times, which ended its training"
     return ""
 
 
 def _types(optimizers: object) -> str:
-    """Return the class of the optimizer that a config names, or of each."""
+    """Return the class of an optimizer or scheduler in a config, or of each of several."""
     named = optimizers if isinstance(optimizers, Mapping) else {}
     if "type" in named:
         return str(named["type"])
@@ -293,19 +292,19 @@ def _types(optimizers: object) -> str:
 
 
 def _raise_if_damaged(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Check the data that training needs of a checkpoint in order to resume.
+    """Check the parts of a checkpoint that training needs in order to resume.
 
     Raises:
-        CheckpointError: names the first key that is missing or wrong.
+        CheckpointError: a key is missing or invalid; the message names the first.
     """
     config = checkpoint.get("config") or {}
     is_right = {key: isinstance(checkpoint.get(key), int) for key in ("global_step", "epoch")}
     is_right |= {f"config.{key}": isinstance(config.get(key, {}), dict) for key in ("data", "model", "train")}
     is_right["run.id"] = isinstance((checkpoint.get("run") or {}).get("id"), str | None)
     is_right["points"] = all(map(_is_point, checkpoint.get("points") or ()))
-    if (odd := next((key for key, is_so in is_right.items() if not is_so), None)) is not None:
+    if (wrong_key := next((key for key, is_so in is_right.items() if not is_so), None)) is not None:
         raise CheckpointError(
-            f"{path}: damaged, or not written by Deep Lightning: `{odd}` is missing or invalid; "
+            f"{path}: damaged, or not written by Deep Lightning: `{wrong_key}` is missing or invalid; "
             f"take another checkpoint, or start again from the weights: model.init_from='{path}'"
         )
 
@@ -327,7 +326,7 @@ def _is_same(cfg: Config, folder: RunFolder) -> bool:
     return dump(theirs | {"stages": None}) == dump(ours | {"stages": None})
 
 
-def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
+def _reason_inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
     """Return why a resumed run will not end bit-identical to an uninterrupted one; "" if it will."""
     from deeplightning.callbacks.record import engine_of, versions
 
@@ -347,24 +346,24 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
             f"engine.processes {engine['processes']} (from three on torch adds gradients in another order in its first "
             "step after each start; engine.params.find_unused_parameters=true keeps the order)"
         )
-    theirs, ours = dict(_learning(checkpoint.get("config") or cfg.public())), dict(_learning(cfg.public()))
+    theirs, ours = dict(_step_settings(checkpoint.get("config") or cfg.public())), dict(_step_settings(cfg.public()))
     names = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
     if changed := [f"{key} {theirs.get(key)} → {ours.get(key)}" for key in names]:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         reasons.append(f"{', '.join(changed[:3])}{more} (something else is learned)")
     if checkpoint.get("accumulating"):
-        reasons.append("the checkpoint is of the middle of an accumulation (its gradients are lost)")
+        reasons.append("the checkpoint was saved inside an accumulation (its gradients are lost)")
     if any(target.type.endswith(".ModelPruning") for target in cfg.train.callbacks):
         reasons.append("ModelPruning saves no masks (weights that were pruned learn again)")
     if lost := [name for name in checkpoint.get("lost") or () if isinstance(name, str)]:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        reasons.append(f"{', '.join(lost[:3])}{more} of the module (no state_dict has them; see `on_save_checkpoint`)")
+        reasons.append(f"{', '.join(lost[:3])}{more} of the module (not in its state_dict; see `on_save_checkpoint`)")
     if cfg.engine.gpus is not None and not cfg.engine.deterministic:
-        reasons.append("engine.deterministic is false (kernels of a GPU add in any order)")
+        reasons.append("engine.deterministic is false (GPU kernels add in any order)")
     return "; ".join(reasons)
 
 
-def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def _step_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield the settings of a config that determine each step, by key."""
     keys = ("accumulator_epoch", "accumulator_factor", "gradient_clip", "overfit")
     train = {key: settings.get("train", {}).get(key) for key in keys}
@@ -381,7 +380,7 @@ def agreement(cfg: Config, resumed: Resumption | None) -> dict[str, str]:
     engine, and the checkpoint that training resumes from."""
     from deeplightning.callbacks.record import engine_of
 
-    settings = dict(_learning(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}
-    settings |= {"stages": cfg.stages, "the checkpoint to resume from": resumed and resumed.named}
+    settings = dict(_step_settings(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}
+    settings |= {"stages": cfg.stages, "the checkpoint to resume from": resumed and resumed.fingerprint}
     del settings["engine.processes"]  # compared per machine
     return {key: str(value) for key, value in settings.items()}

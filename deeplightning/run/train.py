@@ -22,7 +22,7 @@ from deeplightning.config.target import find
 from deeplightning.config.tree import line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, UserError
 from deeplightning.launch import apply_environment
-from deeplightning.private.messages import Sentence, says
+from deeplightning.private.messages import ErrorText, matches
 from deeplightning.process import member
 from deeplightning.process.identity import identity, own_rank, restarts
 from deeplightning.process.terminal import say_path
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-_OF_PARTS = (Sentence.OTHER_NETWORK, Sentence.OTHER_OPTIMIZER, Sentence.NO_METRIC)
+_KNOWN_ERRORS = (ErrorText.OTHER_NETWORK, ErrorText.OTHER_OPTIMIZER, ErrorText.NO_METRIC)
 """Messages of torch about a checkpoint of another network or optimizer, and of Lightning about a missing metric."""
 
-_PARTS = {
+_PART_KEYS = {
     "torch.nn.modules.loss": "model.loss",
     "torchmetrics.": "model.metrics",
     "torchvision.transforms.": "data.module",
 }
-"""Keys of the parts whose errors are faults of the config, by the beginning of their module."""
+"""Config keys of the parts whose errors are faults of the config, by the prefix of their module."""
 
 
 def launch(cfg: Config) -> RunFolder:
@@ -58,7 +58,7 @@ def launch(cfg: Config) -> RunFolder:
     """
     apply_environment(cfg)  # first, since libraries read it when they are imported
     from deeplightning.callbacks.log_lines import keep_format, one_line_warnings, to_terminal
-    from deeplightning.callbacks.provenance import keep_out
+    from deeplightning.callbacks.provenance import redact_code_secrets
     from deeplightning.callbacks.record import Record
 
     begins_here = own_rank() == 0 and restarts() == 0
@@ -75,16 +75,16 @@ def launch(cfg: Config) -> RunFolder:
     trains = "train" in cfg.stages
     learns = trains and cfg.train.num_epochs != 0
     try:
-        # First where it resolves `auto`: a checkpoint is compared with the resolved numbers.
+        # Before the resumption if it resolves `auto`: checkpoints are compared with the resolved numbers.
         data = init_module(cfg, "data") if any(unfilled(cfg)) else None
-        resumed = _resumed(cfg) if learns else None
-        if resumed is not None and resumed.checkpoint and resumed.over and cfg.stages == ["train"]:
-            log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.over)
+        resumed = _resumption(cfg) if learns else None
+        if resumed is not None and resumed.checkpoint and resumed.complete and cfg.stages == ["train"]:
+            log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.complete)
             return RunFolder(resumed.checkpoint.parent)
         data = init_module(cfg, "data") if data is None else data
         task = init_module(cfg, "model")
     except Exception:
-        keep_out(cfg)
+        redact_code_secrets(cfg)
         raise
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
@@ -106,14 +106,14 @@ def launch(cfg: Config) -> RunFolder:
                 run_stage(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
         if learns and cfg.train.export and not cfg.train.fast and trainer.is_global_zero:
             _export(task, data, record)
-        member.all_ended()
+        member.wait_for_children()
         if trainer.is_global_zero:
             if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
                 _report(record.folder)
             record.publish()
             if learns and record.folder.bundle_card.is_file() and TRIAL not in os.environ:
                 serves = f"next       {describe.serve(record.folder.path)}"
-                log.info("%s", serves, extra={"terminal": [serves]})  # unbroken, to be pasted
+                log.info("%s", serves, extra={"terminal": [serves]})  # in one line, to be pasted
     except BaseException as error:
         _end(record, trainer, error)
         raise
@@ -121,7 +121,7 @@ def launch(cfg: Config) -> RunFolder:
     return record.folder
 
 
-def _resumed(cfg: Config) -> Resumption:
+def _resumption(cfg: Config) -> Resumption:
     """Return where training resumes: at the start, unless the config names a checkpoint or this launch restarted."""
     here = identity()
     if cfg.train.resume_ckpt is None and not (here is not None and here.may_resume):
@@ -161,7 +161,7 @@ def _train(cfg: Config, trainer: pl.Trainer, task: object, data: object, resumed
 
 
 def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
-    """Return the checkpoint for validate, test and predict; None for the weights that are in the task."""
+    """Return the checkpoint for validate, test and predict; None to use the weights in the task."""
     if trained and cfg.train.fast:
         return None
     if trained and cfg.test.ckpt in (None, "best", "last"):
@@ -187,7 +187,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
         allow: modules that the config of a foreign run may name.
 
     Raises:
-        CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
+        CheckpointError: there are no weights, or the run is foreign and its config names something not allowed.
     """
     from deeplightning.engine.checkpoint_reading import read_checkpoint
     from deeplightning.run.find import checkpoint_of
@@ -215,7 +215,7 @@ def _export(task: Any, data: object, record: Any) -> None:
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run was resumed
         return
     if not is_servable(task):  # a task derived from one of ours without an inference model
-        log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
+        log.info("bundle     none: the task has no inference_model, or its data module does not describe its inputs")
         return
     try:
         keep_samples(task, data, record.folder)
@@ -224,7 +224,7 @@ def _export(task: Any, data: object, record: Any) -> None:
     except NotExpressible as error:
         log.warning("bundle     none; `deeplightning serve` answers by torch, from the checkpoint: %s", error)
     except (CheckpointError, ConfigError) as error:
-        if not is_plain(task):  # a user's module need not be fit for a server
+        if not is_plain(task):  # a user's module need not be servable
             raise
         log.info("bundle     none: %s", error.faults[0].message)
 
@@ -253,38 +253,38 @@ def _explained(error: Exception, trainer: pl.Trainer, task: pl.LightningModule, 
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from deeplightning.callbacks.checkpoints import Checkpoints
-    from deeplightning.engine.checkpoint_reading import raise_for_misfits, read_checkpoint, whole_shapes
-    from deeplightning.engine.restored import of_checkpoint
+    from deeplightning.engine.checkpoint_reading import raise_for_differences, read_checkpoint, whole_shapes
+    from deeplightning.engine.restored import checkpoint_error
 
     is_misconfigured = isinstance(error, MisconfigurationException)
-    if path is not None and trainer.state.fn == "fit" and not is_misconfigured and not says(error, *_OF_PARTS):
-        refusal = of_checkpoint(error, trainer, callback_of(trainer, Checkpoints).resumed_at)
+    if path is not None and trainer.state.fn == "fit" and not is_misconfigured and not matches(error, *_KNOWN_ERRORS):
+        refusal = checkpoint_error(error, trainer, callback_of(trainer, Checkpoints).resumed_at)
         if refusal is not None:
             return refusal
-    if is_misconfigured and (found := says(error, Sentence.NO_DATALOADER)):
+    if is_misconfigured and (found := matches(error, ErrorText.NO_DATALOADER)):
         data = {"val": "validation"}.get(found[1], found[1])
-        message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
+        message = f"no {data} data: the data module has none. Leave out the stage, or add a set"
         return ConfigError(Fault(message, "stages"))
-    if is_misconfigured and (found := says(error, Sentence.ARGUMENT_BY_POSITION)):
-        return ConfigError(f"Lightning sets {found[1]} of a loader of yours: pass it by name there, {found[1]}=…")
+    if is_misconfigured and (found := matches(error, ErrorText.ARGUMENT_BY_POSITION)):
+        return ConfigError(f"Lightning sets {found[1]} of your loader: pass it by name, {found[1]}=…")
     if is_misconfigured:
         return ConfigError(str(error))
-    if isinstance(error, NotImplementedError) and says(error, Sentence.HOOK_IS_REMOVED):
+    if isinstance(error, NotImplementedError) and matches(error, ErrorText.HOOK_IS_REMOVED):
         return ConfigError(Fault(" ".join(str(error).split()), "model.module"))
     if not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
         return None
-    if (fault := _of_part(error, task)) is not None:
+    if (fault := _part_fault(error, task)) is not None:
         return ConfigError(fault)
-    if says(error, Sentence.NO_METRIC):
+    if matches(error, ErrorText.NO_METRIC):
         return ConfigError(Fault(str(error), "train.early_stop.metric"))
-    if says(error, Sentence.OTHER_NETWORK) and path is not None:
-        raise_for_misfits(whole_shapes(task), read_checkpoint(path)["state_dict"], path)
-    if says(error, Sentence.OTHER_OPTIMIZER):
+    if matches(error, ErrorText.OTHER_NETWORK) and path is not None:
+        raise_for_differences(whole_shapes(task), read_checkpoint(path)["state_dict"], path)
+    if matches(error, ErrorText.OTHER_OPTIMIZER):
         return CheckpointError(f"{path}: from another optimizer: {error}")
     return None
 
 
-def _of_part(error: Exception, task: pl.LightningModule) -> Fault | None:
+def _part_fault(error: Exception, task: pl.LightningModule) -> Fault | None:
     """Return a fault if a loss of torch, a metric or a transform of a task with a config rejects its input, or None."""
     if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # such as out of memory, or ours
         return None
@@ -292,7 +292,7 @@ def _of_part(error: Exception, task: pl.LightningModule) -> Fault | None:
         return None
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         part = type(frame.f_locals.get("self"))
-        key = next((key for package, key in _PARTS.items() if part.__module__.startswith(package)), None)
+        key = next((key for package, key in _PART_KEYS.items() if part.__module__.startswith(package)), None)
         if key is not None:
             return Fault(f"{part.__name__} does not take its input: {first_line(error)}", key)
     return None

@@ -1,4 +1,4 @@
-"""Read annotations and defaults from source as live hints and values."""
+"""Convert annotations and defaults from source to live type hints and values."""
 
 import ast
 import types
@@ -9,25 +9,25 @@ from typing import Any
 from deeplightning.signatures.bindings import Module
 from deeplightning.signatures.names import Names
 from deeplightning.signatures.signature import UNKNOWN, Options, allowed_by, in_config
-from deeplightning.signatures.symbol import UNKNOWABLE, Frame, Thing, is_type_variable, nominal
+from deeplightning.signatures.symbol import RESOLUTION_ERRORS, Frame, Symbol, is_type_variable, stdlib_path
 
 TENSOR = types.new_class("Tensor", exec_body=lambda space: space.update(__module__="torch"))
 """Stands for `torch.Tensor`, which is mostly written in C++."""
 CONFIG = types.new_class("Config", exec_body=lambda space: space.update(__module__="deeplightning.config.schema"))
-"""Stands for the type of our config, which modules import for type checkers alone."""
+"""Stands for our `Config`, which many modules import only for type checkers."""
 
 
 class ReadClass:
-    """The base of the types that stand in a hint for classes known from source alone."""
+    """The base of the types that represent classes known only from source."""
 
-    paths: tuple[str, ...]  # its own and those of its ancestors
+    paths: tuple[str, ...]  # of the class and its ancestors
 
     def __class_getitem__(cls, item: object) -> type:
         return cls
 
 
 def plain(node: ast.expr) -> Any:
-    """Return a plain value that is written out; else UNKNOWN."""
+    """Return the value of a literal, or UNKNOWN for any other expression."""
     try:
         return in_config(ast.literal_eval(node))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -35,15 +35,15 @@ def plain(node: ast.expr) -> Any:
 
 
 def allowed(names: Names, node: ast.expr | None, frame: Frame) -> Options:
-    """Return what an annotation allows; None: anything."""
+    """Return what an annotation allows, or None if anything."""
     return None if node is None else allowed_by(hint(names, node, replace(frame, function=None)))
 
 
 def hint(names: Names, node: ast.expr, frame: Frame) -> Any:
-    """Return the live hint that an annotation stands for; a part that cannot be known is `Any`."""
+    """Return the live type hint of an annotation, with `Any` for a part that cannot be resolved."""
     try:
         return _hint(names, node, frame)
-    except (*UNKNOWABLE, ValueError, SyntaxError, TypeError):
+    except (*RESOLUTION_ERRORS, ValueError, SyntaxError, TypeError):
         return Any
 
 
@@ -69,14 +69,14 @@ def _hint(names: Names, node: ast.expr, frame: Frame) -> Any:
             given = tuple(hint(names, part, frame) for part in parts)
             return generic[given if isinstance(inner, ast.Tuple) else given[0]]
         case ast.Name() | ast.Attribute():
-            return _named(names, node, frame)
+            return _hint_of_name(names, node, frame)
     return Any
 
 
-def _named(names: Names, node: ast.Name | ast.Attribute, frame: Frame) -> Any:
-    if (known := _known(ast.unparse(node), frame.module)) is not None:
-        return known
-    package, _, word = (nominal(node, frame.module) or "").rpartition(".")
+def _hint_of_name(names: Names, node: ast.Name | ast.Attribute, frame: Frame) -> Any:
+    if (placeholder := _placeholder(ast.unparse(node), frame.module)) is not None:
+        return placeholder
+    package, _, word = (stdlib_path(node, frame.module) or "").rpartition(".")
     if package == "typing_extensions":
         return getattr(typing, word, Any)
     found = names.value(node, frame)
@@ -85,15 +85,15 @@ def _named(names: Names, node: ast.Name | ast.Attribute, frame: Frame) -> Any:
         return found.live if is_hint else Any
     key = ("hint", found.key)
     if key not in names.hints:
-        with names.asking(key):
-            names.hints[key] = _of_thing(names, found)
+        with names.resolving(key):
+            names.hints[key] = _hint_of_symbol(names, found)
     return names.hints[key]
 
 
-def _of_thing(names: Names, found: Thing) -> Any:
+def _hint_of_symbol(names: Names, found: Symbol) -> Any:
     if found.kind == "class":
         module, _, name = found.path.rpartition(".")
-        paths = tuple(each.path for each in names.line(found)[0])
+        paths = tuple(each.path for each in names.mro(found)[0])
         return type(name, (ReadClass,), {"__module__": module, "paths": paths})
     if found.kind != "value" or not isinstance(found.node, ast.expr):
         return Any
@@ -103,8 +103,8 @@ def _of_thing(names: Names, found: Thing) -> Any:
     return _hint(names, found.node, Frame(names.home(found)))
 
 
-def _known(name: str, module: Module) -> type | None:
-    """Return the type that a name stands for as torch's tensor or our config, without reading their modules."""
+def _placeholder(name: str, module: Module) -> type | None:
+    """Return TENSOR or CONFIG if a name refers to torch's tensor or our config, without reading their modules."""
     source = "torch" if name == "torch.Tensor" else module.type_imports.get(name, "")
     if source in ("torch", "torch._tensor"):
         return TENSOR

@@ -1,7 +1,7 @@
-"""What the names of a Python file are bound to, read from its text: nothing is imported or executed.
+"""Read from the text of a Python file what its names are bound to. Nothing is imported or executed.
 
-A name may have several possible bindings (`if`, `try`); who asks decides what to make of them (`static`). We read trees
-of `ast` rather than griffe's: those keep no function bodies, of several bindings only one, and take twice the time.
+A name may have several possible bindings (`if`, `try`), which `names` resolves. We use `ast` rather than griffe, which
+keeps no function bodies and only one of several bindings, and takes twice the time.
 """
 
 import ast
@@ -22,7 +22,7 @@ from deeplightning.own_code import INSTALLED, short
 
 
 class Broken(Exception):
-    """A file that is no Python; the text is the error's."""
+    """A file that is not valid Python. The text is that of the error."""
 
 
 # ---- files
@@ -30,13 +30,13 @@ class Broken(Exception):
 
 @dataclass(eq=False)
 class Module:
-    """One file, or a folder without `__init__.py`.
+    """A source file, or a folder without `__init__.py`.
 
     Attributes:
-        name: dotted.
-        file: None for a folder, and for a module that has no source.
-        folders: where its submodules lie; None if it is no package.
-        loader: of Python's, which reads the file.
+        name: its dotted name.
+        file: None for a folder, and for a module without source.
+        folders: the folders of its submodules; None if it is not a package.
+        loader: Python's loader, which reads the file.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Module:
     loader: SourceFileLoader | None = None
 
     @property
-    def is_open(self) -> bool:
-        """Return whether it may bind names that cannot be seen: it is written in C."""
+    def is_compiled(self) -> bool:
+        """Return whether it is written in C, so that its names cannot be read."""
         return self.file is None and self.folders is None
 
     @cached_property
@@ -60,24 +60,24 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Return its source, read.
+        """Return its syntax tree.
 
         Raises:
-            Broken: it is no Python.
+            Broken: it is not valid Python.
         """
         file = str(self.file)
-        if file not in _read or _read[file][0] != self.text:
+        if file not in _trees or _trees[file][0] != self.text:
             try:
-                _read[file] = self.text, _parse(self.text, file)
+                _trees[file] = self.text, _parse(self.text, file)
             except SyntaxError as error:
                 place = f"{short(error.filename or '?')}:{error.lineno}"
                 raise Broken(f"{type(error).__name__}: {error.msg} ({place})") from error
             except (ValueError, RecursionError, MemoryError) as error:
                 raise Broken(f"{type(error).__name__}: {error}") from error
-        return _read[file][1]
+        return _trees[file][1]
 
     def may_bind(self, name: str) -> bool:
-        """Return whether it can bind a name, by a look at its text."""
+        """Return whether it can bind a name, judged by a search in its text."""
         return name.encode() in self.text or any(
             word in self.text for word in (b"import *", b"globals", b"vars(", b"exec")
         )
@@ -88,7 +88,7 @@ class Module:
 
     @cached_property
     def type_imports(self) -> dict[str, str]:
-        """Return the names under which `Tensor` and our config are imported, also for type checkers, and from where."""
+        """Map the local names of `Tensor` and our config, imported also for type checkers only, to their modules."""
         body = [*self.tree.body, *(inner for node in self.tree.body if isinstance(node, ast.If) for inner in node.body)]
         imports = [node for node in body if isinstance(node, ast.ImportFrom)]
         wanted = ("Tensor", "Config", "PartConfig")
@@ -99,20 +99,20 @@ class Module:
         return [found.name for found in pkgutil.iter_modules(self.folders or ())]
 
     @property
-    def is_ours(self) -> bool:
-        """Return whether it is the user's own code rather than installed."""
+    def is_user_code(self) -> bool:
+        """Return whether it is the user's own code and not an installed package."""
         return self.file is not None and not str(self.file).startswith(INSTALLED)
 
     def place(self, line: int) -> str:
-        """Return ` (file:line)` for own code, else ""."""
-        return f" ({short(str(self.file))}:{line})" if self.is_ours else ""
+        """Return ` (file:line)` for own code, or "" for installed code."""
+        return f" ({short(str(self.file))}:{line})" if self.is_user_code else ""
 
 
-_read: dict[str, tuple[bytes, ast.Module]] = {}  # by file, until its text changes
+_trees: dict[str, tuple[bytes, ast.Module]] = {}  # text and syntax tree by file
 
 
 def module(name: str) -> Module | None:
-    """Return the module of this name, or None if there is none. Its parents are not imported."""
+    """Return the module of this name, or None if there is none. Parent packages are not imported."""
     folders: Sequence[str] | None = None
     parts = ("_collections_abc" if name == "collections.abc" else name).split(".")  # Python 3.13 gives it no file
     spec: Any = None
@@ -138,7 +138,7 @@ def _spec(name: str, folders: Sequence[str] | None) -> object:
             spec = None
         return spec if spec and spec.origin != "frozen" else PathFinder.find_spec(name) or spec
     portions: list[str] = []
-    for folder in folders:  # PathFinder itself would want the parents of a nested folder imported
+    for folder in folders:  # PathFinder needs the parents of a nested folder imported
         finder = pkgutil.get_importer(folder)
         spec = finder.find_spec(name) if finder is not None else None
         if spec is not None and spec.loader is not None:
@@ -154,7 +154,7 @@ def _spec(name: str, folders: Sequence[str] | None) -> object:
 
 
 def _parse(text: bytes, file: str) -> ast.Module:
-    """Return a file's tree. It is large and holds no garbage: looking for some meanwhile takes as long again."""
+    """Return the syntax tree of a file. Garbage collection is off: it would find nothing and double the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -171,11 +171,11 @@ def _parse(text: bytes, file: str) -> ast.Module:
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """One thing that a name may stand for.
+    """A possible binding of a name.
 
     Attributes:
-        order: position in the scope, later wins.
-        line: where.
+        order: its position in the scope; the last one wins.
+        line: its line in the file.
     """
 
     order: int
@@ -184,7 +184,7 @@ class Binding:
 
 @dataclass(frozen=True, eq=False)
 class Imported(Binding):
-    """`import module` or `from module import name`; `is_tried`: in a `try` that may go on without it."""
+    """`import module` or `from module import name`; `is_tried`: in a `try`, which may handle its failure."""
 
     module: str
     name: str | None
@@ -207,7 +207,7 @@ class Assigned(Binding):
 
 @dataclass(frozen=True, eq=False)
 class Opaque(Binding):
-    """Something that only running the code tells: a loop's variable, a part of a tuple. `None` of what: unbound."""
+    """A value known only at run time, such as a loop variable; `what` describes it. None: the name is unbound."""
 
     what: str | None
 
@@ -233,10 +233,10 @@ class Scope:
     """The names of a module or class.
 
     Attributes:
-        exported: the parts of `__all__`; None among them: one that is not known.
-        patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
-        imports: what is certainly imported here, with the line.
-        rebound: the names that are bound more than once.
+        exported: the parts of `__all__`, with None for one that is unknown.
+        patched: attributes that are assigned to a name, such as `("Model", "__init__")`.
+        imports: modules that are certainly imported, with the line.
+        rebound: names that are bound more than once.
     """
 
     module: Module
@@ -253,23 +253,23 @@ class Scope:
         scope = cls(module)
         reader = _Reader(scope)
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(node) if is_function else ():  # those of functions and comprehensions inside as well
+        for inner in ast.walk(node) if is_function else ():  # nested functions and comprehensions too
             if isinstance(inner, ast.arg):
-                reader.bind(inner.arg, Opaque, inner.lineno, "is known only when it is run")
+                reader.bind(inner.arg, Opaque, inner.lineno, "is known only at run time")
             elif isinstance(inner, ast.comprehension):
-                reader.opaque(inner.target, "is known only when it is run")
-        reader.run(node.body)
+                reader.bind_opaque(inner.target, "is known only at run time")
+        reader.run_body(node.body)
         return scope
 
     @cached_property
-    def makes_names(self) -> str | None:
-        """Return what in this module may bind names that are not written down, if anything does."""
+    def dynamic_names(self) -> str | None:
+        """Return the first expression of the module that may bind names at run time, such as `globals()`, or None."""
         found = re.search(rb"\b(globals|vars|exec|locals)\(|\bsys\.modules\b", self.module.text)
         return found[0].decode().replace("(", "()") if found else None
 
 
 class _Reader:
-    """Runs the statements of one scope, as far as their effect is known."""
+    """Interprets the statements of one scope, as far as their effect on names is known."""
 
     def __init__(self, scope: Scope):
         self.scope, self.names = scope, scope.names
@@ -283,11 +283,11 @@ class _Reader:
             self.scope.rebound.add(name)
         self.names[name] = (kind(self.order, line, *more),)
 
-    def run(self, body: list[ast.stmt]) -> bool:
-        """Return whether it reaches its end."""
-        return all(self.step(statement) for statement in body)
+    def run_body(self, body: list[ast.stmt]) -> bool:
+        """Interpret a body, and return whether its end is reached."""
+        return all(self.run_statement(statement) for statement in body)
 
-    def step(self, node: ast.stmt) -> bool:
+    def run_statement(self, node: ast.stmt) -> bool:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 self.bind(node.name, Defined, node.lineno, node)
@@ -295,7 +295,7 @@ class _Reader:
                 for alias in node.names:
                     bound = alias.name if alias.asname else alias.name.partition(".")[0]
                     full = own_code.full_name(alias.name)
-                    self.imported(full, node.lineno)
+                    self.record_import(full, node.lineno)
                     if alias.asname is None:
                         full = own_code.full_name(bound)
                     self.bind(alias.asname or bound, Imported, node.lineno, full, None, self.is_tried)
@@ -312,7 +312,7 @@ class _Reader:
             case ast.AugAssign(target=ast.Name(id="__all__")):
                 self.scope.exported.append(node.value if self.certain else None)
             case ast.AugAssign():
-                self.opaque(node.target, "is changed in place")
+                self.bind_opaque(node.target, "is changed in place")
             case ast.Delete():
                 for target in node.targets:
                     if isinstance(target, ast.Name):
@@ -322,39 +322,39 @@ class _Reader:
             case ast.If():
                 truth = _is_true(node.test)
                 if truth is not None:
-                    return self.run(node.body if truth else node.orelse)
-                return self.perhaps([node.body, node.orelse])
+                    return self.run_body(node.body if truth else node.orelse)
+                return self.run_alternatives([node.body, node.orelse])
             case ast.Try() | ast.TryStar():
-                return self.attempt(node)
+                return self.run_try(node)
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
                     if item.optional_vars is not None:
-                        self.opaque(item.optional_vars, "is bound by `with`")
+                        self.bind_opaque(item.optional_vars, "is bound by `with`")
                 if any("suppress" in ast.unparse(item.context_expr) for item in node.items):
-                    return self.perhaps([node.body, []])
-                return self.run(node.body)
+                    return self.run_alternatives([node.body, []])
+                return self.run_body(node.body)
             case ast.For() | ast.AsyncFor() | ast.While():
                 if not isinstance(node, ast.While):
-                    self.opaque(node.target, "is bound by a loop")
-                self.perhaps([node.body, []])
-                return self.run(node.orelse)
+                    self.bind_opaque(node.target, "is bound by a loop")
+                self.run_alternatives([node.body, []])
+                return self.run_body(node.orelse)
             case ast.Match():
-                self.perhaps([*(case.body for case in node.cases), []])
+                self.run_alternatives([*(case.body for case in node.cases), []])
             case ast.Raise() | ast.Return() | ast.Continue() | ast.Break():
-                return self.certain and isinstance(node, ast.Raise)  # a module that always raises is left to the run
+                return self.certain and isinstance(node, ast.Raise)  # a module that always raises fails at run time
         for inner in ast.iter_child_nodes(node) if not hasattr(node, "body") else ():
             if isinstance(inner, ast.NamedExpr):
-                self.opaque(inner.target, "is bound inside an expression")
+                self.bind_opaque(inner.target, "is bound inside an expression")
         return True
 
-    def imported(self, module: str, line: int) -> None:
+    def record_import(self, module: str, line: int) -> None:
         if self.certain:
             self.scope.imports.append((module, line))
 
     def import_from(self, node: ast.ImportFrom) -> None:
         module = absolute(node, self.scope.module)
         if module != "__future__":
-            self.imported(module, node.lineno)
+            self.record_import(module, node.lineno)
         for alias in node.names:
             if alias.name == "*":
                 self.order += 1
@@ -371,9 +371,9 @@ class _Reader:
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
                 self.scope.patched.add((name, attribute))
             case _:
-                self.opaque(target, "is bound to a part of another value")
+                self.bind_opaque(target, "is bound to a part of another value")
 
-    def opaque(self, target: ast.expr, what: str) -> None:
+    def bind_opaque(self, target: ast.expr, what: str) -> None:
         for node in ast.walk(target):
             match node:
                 case ast.Name(id=name, ctx=ast.Store()):
@@ -389,44 +389,44 @@ class _Reader:
             case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), ast.Constant(value=str(word)), _]):
                 self.scope.patched.add((name, word))
 
-    # ---- what may or may not be run
+    # ---- conditional code
 
-    def perhaps(self, bodies: Sequence[list[ast.stmt]]) -> bool:
-        """Run several bodies of which any one may be run: a name that they leave differently depends on that."""
+    def run_alternatives(self, bodies: Sequence[list[ast.stmt]]) -> bool:
+        """Interpret alternative bodies, and merge the bindings that each of them leaves."""
         before, was_certain = self.names, self.certain
         self.certain = False
-        left = []
+        outcomes = []
         for body in bodies:
             self.names = dict(before)
-            if self.run(body):
-                left.append(self.names)
+            if self.run_body(body):
+                outcomes.append(self.names)
         self.certain = was_certain
-        self.take(_joined(left) if left else before)
-        return bool(left)
+        self.set_names(_merge_names(outcomes) if outcomes else before)
+        return bool(outcomes)
 
-    def take(self, names: Names) -> None:
+    def set_names(self, names: Names) -> None:
         self.names = names
         self.scope.names = names
 
-    def attempt(self, node: ast.Try | ast.TryStar) -> bool:
-        """Read a `try`. Where it imports something, whether that is there is looked up when it is needed."""
+    def run_try(self, node: ast.Try | ast.TryStar) -> bool:
+        """Interpret a `try`. Whether the modules that it imports exist is looked up when a name is resolved."""
         before, was_certain, was_tried = self.names, self.certain, self.is_tried
         self.names, self.certain, self.is_tried = dict(before), False, True
-        reaches = self.run(node.body) and self.run(node.orelse)
-        left = [self.names] if reaches else []
+        reaches = self.run_body(node.body) and self.run_body(node.orelse)
+        outcomes = [self.names] if reaches else []
         self.is_tried = was_tried
         for handler in node.handlers:
             self.names = dict(before)
             if handler.name:
                 self.bind(handler.name, Opaque, handler.lineno, None)
-            if self.run(handler.body):
-                left.append(self.names)
+            if self.run_body(handler.body):
+                outcomes.append(self.names)
         self.certain = was_certain
-        self.take(_joined(left) if left else before)
-        return self.run(node.finalbody) and bool(left)
+        self.set_names(_merge_names(outcomes) if outcomes else before)
+        return self.run_body(node.finalbody) and bool(outcomes)
 
 
-def _joined(several: list[Names]) -> Names:
+def _merge_names(several: list[Names]) -> Names:
     first, *others = several
     if not others:
         return first
@@ -438,7 +438,7 @@ def _joined(several: list[Names]) -> Names:
 
 
 def absolute(node: ast.ImportFrom, module: Module) -> str:
-    """Return the module that `from … import` names."""
+    """Return the absolute name of the module in `from … import`."""
     if node.module and not node.level:
         return own_code.full_name(node.module)
     above = module.name.split(".")
@@ -447,7 +447,7 @@ def absolute(node: ast.ImportFrom, module: Module) -> str:
 
 
 def _is_true(test: ast.expr) -> bool | None:
-    """Return whether a condition holds in this Python; None if that is not known."""
+    """Return whether a condition holds in this Python, or None if unknown."""
     match test:
         case ast.Constant(value=value):
             return bool(value)

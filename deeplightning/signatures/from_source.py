@@ -1,126 +1,124 @@
-"""What classes and functions take, read from their source."""
+"""Read the signatures of classes and functions from their source."""
 
 import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
 from deeplightning.signatures.annotations import allowed, plain
-from deeplightning.signatures.names import KEEPING, Names
+from deeplightning.signatures.names import PRESERVING_DECORATORS, Names
 from deeplightning.signatures.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
 from deeplightning.signatures.symbol import (
-    UNKNOWABLE,
+    RESOLUTION_ERRORS,
     Frame,
     Functions,
-    Thing,
+    Symbol,
     first_argument,
+    method_kind,
     positional_arguments,
-    role_of_function,
 )
-from deeplightning.signatures.uses import Call, is_it, uses_of
+from deeplightning.signatures.uses import Call, is_name, uses_of
 
 _KNOWN_BASES = ("torch", "torchvision", "torchmetrics", "pytorch_lightning", "sklearn", "transformers")
-"""Packages whose `__init_subclass__` leaves alone what the constructors of subclasses take."""
+"""Packages whose `__init_subclass__` does not change the constructors of subclasses."""
 
 _RENAMING = "torchvision.models._utils.handle_legacy_interface"
-"""Takes older names of parameters, its texts, beside those of the function."""
+"""A decorator whose string arguments are older names of parameters, which it accepts too."""
 
 
 class Signatures:
-    """Asks what things take: their ancestors too, and the functions that `**kwargs` are handed on to."""
+    """Reads signatures, including those of ancestors and of the functions that receive `**kwargs`."""
 
     def __init__(self, names: Names):
         self.names = names
 
-    def signature(self, thing: Thing) -> Signature:
-        if thing.live is not None:
-            return of_object(thing.live)
-        with self.names.asking(("signature", thing.key)):
-            if thing.kind == "class":
-                return self.of_class(thing)
-            if thing.kind == "function":
-                return self.of_function(thing)
-        raise Undecided(f"it is a {thing.kind}")
+    def signature(self, symbol: Symbol) -> Signature:
+        if symbol.live is not None:
+            return of_object(symbol.live)
+        with self.names.resolving(("signature", symbol.key)):
+            if symbol.kind == "class":
+                return self.of_class(symbol)
+            if symbol.kind == "function":
+                return self.of_function(symbol)
+        raise Undecided(f"it is a {symbol.kind}")
 
-    def of_class(self, thing: Thing) -> Signature:
-        line, complete = self.names.line(thing)
-        odd = self.names.metaclass(line)
+    def of_class(self, symbol: Symbol) -> Signature:
+        mro, complete = self.names.mro(symbol)
+        odd = self.names.metaclass(mro)
         if odd is not None:
-            raise Undecided(f"its metaclass {odd} makes its instances")
-        if "typing.Protocol" in {t.path for t in line[:2]}:
-            raise Undecided("it is a Protocol, of which there are no instances")
-        words_beside(self.names, thing.node, Frame(self.names.home(thing)))
-        for each in line[1:]:
-            if each.path.partition(".")[0] not in _KNOWN_BASES and self.names.own(each, "__init_subclass__"):
+            raise Undecided(f"its metaclass {odd} creates its instances")
+        if "typing.Protocol" in {t.path for t in mro[:2]}:
+            raise Undecided("it is a Protocol, which cannot be instantiated")
+        decorator_keywords(self.names, symbol.node, Frame(self.names.home(symbol)))
+        for each in mro[1:]:
+            if each.path.partition(".")[0] not in _KNOWN_BASES and self.names.defines(each, "__init_subclass__"):
                 raise Undecided(f"`__init_subclass__` of {each.path} may change what it takes")
-        return self.constructor(thing, line, complete)
+        return self.constructor(symbol, mro, complete)
 
-    def constructor(self, thing: Thing, line: list[Thing], complete: bool, start: int = 0) -> Signature:
-        """Return what makes an instance of a class takes; from `start` on in its line, as `super()` asks."""
-        new_takes_anything = False  # so that `__init__` decides
-        for each in line[start:]:
+    def constructor(self, symbol: Symbol, mro: list[Symbol], complete: bool, start: int = 0) -> Signature:
+        """Return the signature of a class's constructor, searched from position `start` of the MRO, as by `super()`."""
+        new_takes_anything = False  # so `__init__` decides
+        for each in mro[start:]:
             if each.live is not None:
                 if {"__init__", "__new__"} & vars(each.live).keys():
                     raise Undecided(f"{each.path} is not written in Python")
                 continue
             paths = {self.names.real_path(d, Frame(self.names.home(each))) for d in each.node.decorator_list}
-            if "dataclasses.dataclass" in paths and not self.names.own(each, "__init__"):
-                raise Undecided(f"@dataclass makes the constructor of {each.path}")
+            if "dataclasses.dataclass" in paths and not self.names.defines(each, "__init__"):
+                raise Undecided(f"@dataclass generates the constructor of {each.path}")
             for attribute in ("__init__", "__new__", "__signature__"):
                 if (each.node.name, attribute) in self.names.home(each).scope.patched:
-                    raise Undecided(f"`{attribute}` of {each.path} is set afterwards")
-            if self.names.own(each, "__signature__"):
-                raise Undecided(f"{each.path} says itself what it takes")
-            if self.names.own(each, "__new__") and not start and not new_takes_anything:
-                function = self.own_function(each, "__new__", thing)
+                    raise Undecided(f"`{attribute}` of {each.path} is assigned outside the class")
+            if self.names.defines(each, "__signature__"):
+                raise Undecided(f"{each.path} defines `__signature__`")
+            if self.names.defines(each, "__new__") and not start and not new_takes_anything:
+                function = self.own_function(each, "__new__", symbol)
                 new_takes_anything = bool(function.node.args.vararg and function.node.args.kwarg)
-                if not new_takes_anything and _makes_its_own(function.node):
+                if not new_takes_anything and _may_return_own_class(function.node):
                     raise Undecided("`__new__` and `__init__` both decide what it takes")
-                if not new_takes_anything:  # it makes another class, whose `__init__` Python leaves out
-                    return self.of_function(function, line, complete, bound=True)
-            if self.names.own(each, "__init__"):
-                return self.of_function(self.own_function(each, "__init__", thing), line, complete, bound=True)
+                if not new_takes_anything:  # it returns another class, so Python skips `__init__`
+                    return self.of_function(function, mro, complete, bound=True)
+            if self.names.defines(each, "__init__"):
+                return self.of_function(self.own_function(each, "__init__", symbol), mro, complete, bound=True)
         if not complete:
             raise Undecided("an ancestor cannot be read")
         if new_takes_anything:
             raise Undecided("its `__new__` takes anything")
         return Signature(())
 
-    def own_function(self, each: Thing, name: str, asked: Thing) -> Thing:
-        function = self.names.attribute(each, name, asked=asked)
+    def own_function(self, each: Symbol, name: str, through: Symbol) -> Symbol:
+        function = self.names.attribute(each, name, through=through)
         if function.kind != "function" or not isinstance(function.node, Functions):
             raise Undecided(f"`{name}` of {each.path} is not a plain function")
         return function
 
     def of_function(
-        self, thing: Thing, line: Sequence[Thing] = (), complete: bool = True, bound: bool = False
+        self, symbol: Symbol, mro: Sequence[Symbol] = (), complete: bool = True, bound: bool = False
     ) -> Signature:
-        """Return what a function takes.
-
-        A function that `**kwargs` hand on to is asked in turn, `super()` along the line of the class that is made.
+        """Return the signature of a function, with the parameters of the functions that receive its `**kwargs`.
 
         Args:
-            line: of ancestors of the class that a method is called for; (): those of the class that has it.
-            bound: without its first argument, as that of a class method always is.
+            mro: that of the class that a method is called on, for `super()`; (): that of the class that defines it.
+            bound: leave out the first parameter, as always for a class method.
         """
-        node, role = thing.node, role_of_function(thing.node)
+        node, role = symbol.node, method_kind(symbol.node)
         if role == "property":
             raise Undecided("it is a property")
-        if thing.owner is not None and not line:
-            line, complete = self.names.line(thing.owner)
-        paths = [f"{each.path}.{node.name}" for each in line]
-        position = paths.index(thing.path) if thing.path in paths else 0
-        bound = bound or (thing.owner is not None and role == "classmethod")
-        frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position)
-        extra = words_beside(self.names, node, Frame(frame.module))
-        with self.names.asking(("method", thing.key, tuple(t.path for t in line[:1]))):
-            taken = Handed(self, frame).signature(bound and role != "staticmethod")
+        if symbol.owner is not None and not mro:
+            mro, complete = self.names.mro(symbol.owner)
+        paths = [f"{each.path}.{node.name}" for each in mro]
+        position = paths.index(symbol.path) if symbol.path in paths else 0
+        bound = bound or (symbol.owner is not None and role == "classmethod")
+        frame = Frame(self.names.home(symbol), None, node, tuple(mro), complete, position)
+        extra = decorator_keywords(self.names, node, Frame(frame.module))
+        with self.names.resolving(("method", symbol.key, tuple(t.path for t in mro[:1]))):
+            taken = FunctionReader(self, frame).signature(bound and role != "staticmethod")
         names = {p.name for p in taken.parameters}
         more = tuple(Parameter(word, position=False) for word in sorted(extra - names))
         return replace(taken, parameters=taken.parameters + more)
 
 
-class Handed:
-    """What one function takes, together with those that it hands `**kwargs` on to."""
+class FunctionReader:
+    """Reads the signature of one function, with the parameters of the functions that receive its `**kwargs`."""
 
     def __init__(self, signatures: Signatures, frame: Frame):
         assert frame.function is not None
@@ -128,7 +126,7 @@ class Handed:
         self.frame, self.node = frame, frame.function
 
     def signature(self, bound: bool) -> Signature:
-        own = self.own()
+        own = self.own_parameters()
         if bound and own and own[0].position:
             own = own[1:]
         if self.node.args.kwarg is None:
@@ -136,27 +134,27 @@ class Handed:
         uses = uses_of(self.node, self.node.args.kwarg.arg)
         more: dict[str, Parameter] = {}
         first: list[Parameter] = []
-        why = [uses.other and f"{self.node.name} {uses.other}"]  # others cannot be judged
+        why = [uses.other and f"{self.node.name} {uses.other}"]  # other keywords cannot be checked
         for call in uses.calls:
             try:
                 taken, position = self.of_call(call, sure=len(uses.calls) == 1 and not uses.adds)
-            except UNKNOWABLE as error:
-                why.append(f"`{ast.unparse(call.node.func)[:60]}`, which takes the others, is not known: {error}")
+            except RESOLUTION_ERRORS as error:
+                why.append(f"`{ast.unparse(call.node.func)[:60]}`, which takes the rest, cannot be resolved: {error}")
                 continue
             why.append(taken.rest)
             for parameter in taken.parameters:
-                if (former := more.setdefault(parameter.name, parameter)) != parameter:  # they differ: not known
+                if (former := more.setdefault(parameter.name, parameter)) != parameter:  # they differ
                     more[parameter.name] = replace(former, required=False, default=UNKNOWN, allowed=None)
             if position and len(uses.calls) == 1:
                 first = [p for p in taken.parameters if p.position]
         words = uses.words
         if uses.dynamic:
-            why.append(f"{self.node.name} looks up names that show only when it is run")
+            why.append(f"{self.node.name} reads keys that are known only at run time")
         for node, at in uses.passed:
             found = self.helper(node, at)
             words |= found or set()
             if found is None:
-                why.append(f"{self.node.name} hands `{self.node.args.kwarg.arg}` to `{ast.unparse(node.func)[:40]}`")
+                why.append(f"{self.node.name} passes `{self.node.args.kwarg.arg}` to `{ast.unparse(node.func)[:40]}`")
         if not uses.calls and not uses.refuses:
             why.append("it takes any other keyword and ignores it")
         for word in sorted(words):
@@ -172,7 +170,7 @@ class Handed:
         ]
         return Signature(tuple(ordered), next(filter(None, why), None))
 
-    def own(self) -> list[Parameter]:
+    def own_parameters(self) -> list[Parameter]:
         arguments, frame = self.node.args, Frame(self.frame.module)
         positional = [*arguments.posonlyargs, *arguments.args]
         without = [None] * (len(positional) - len(arguments.defaults))
@@ -185,7 +183,7 @@ class Handed:
                 required=default is None,
                 default=UNKNOWN if default is None else plain(default),
                 allowed=allowed(self.names, argument.annotation, frame),
-                annotation=None if argument.annotation is None else _written(argument.annotation),
+                annotation=None if argument.annotation is None else _annotation_text(argument.annotation),
             )
             for number, (argument, default) in enumerate(
                 zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
@@ -193,12 +191,12 @@ class Handed:
         ]
 
     def of_call(self, call: Call, sure: bool) -> tuple[Signature, bool]:
-        """Return what a call still takes by `**kwargs`, and whether also by position, because it gets our `*args`."""
+        """Return what a call still takes by `**kwargs`, and whether it also receives our `*args`."""
         taken = self.callee(call.node.func)
         arguments = list(call.node.args)
         vararg = self.node.args.vararg
         open_end = False
-        if arguments and isinstance(arguments[-1], ast.Starred) and vararg and is_it(arguments[-1].value, vararg.arg):
+        if arguments and isinstance(arguments[-1], ast.Starred) and vararg and is_name(arguments[-1].value, vararg.arg):
             arguments.pop()
             open_end = True
         if any(isinstance(argument, ast.Starred) for argument in arguments):
@@ -206,36 +204,36 @@ class Handed:
         given = len([argument for argument in arguments if not isinstance(argument, ast.Starred)])
         words = {word.arg for word in call.node.keywords if word.arg}
         sure = sure and call.certain and sum(word.arg is None for word in call.node.keywords) == 1
-        left = [p for p in taken.parameters if p.position][given:]
-        left += [p for p in taken.parameters if not p.position]
+        remaining = [p for p in taken.parameters if p.position][given:]
+        remaining += [p for p in taken.parameters if not p.position]
         kept = [
             replace(p, required=p.required and sure, position=p.position and open_end)
-            for p in left
+            for p in remaining
             if p.name not in words and (p.keyword or (p.position and open_end))
         ]
         return Signature(tuple(kept), taken.rest), open_end
 
     def callee(self, function: ast.expr) -> Signature:
-        """Return what a called expression takes, without what Python gives it itself."""
+        """Return the signature of a called expression, without the arguments that Python passes itself."""
         frame, names, signatures = self.frame, self.names, self.signatures
         match function:
-            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr="__init__") if frame.line:
-                return signatures.constructor(frame.line[0], list(frame.line), frame.complete, frame.position + 1)
-            case ast.Name(id=name) if role_of_function(self.node) == "classmethod" and frame.line:
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr="__init__") if frame.mro:
+                return signatures.constructor(frame.mro[0], list(frame.mro), frame.complete, frame.position + 1)
+            case ast.Name(id=name) if method_kind(self.node) == "classmethod" and frame.mro:
                 if name == first_argument(self.node):
-                    return signatures.signature(frame.line[0])
+                    return signatures.signature(frame.mro[0])
         found = names.value(function, frame)
-        if found.owner is not None and found.live is None and found.owner.path in {t.path for t in frame.line}:
+        if found.owner is not None and found.live is None and found.owner.path in {t.path for t in frame.mro}:
             if found.kind != "function":
-                raise Undecided(f"`{found.name}` is no method")
-            return signatures.of_function(found, frame.line, frame.complete)
+                raise Undecided(f"`{found.name}` is not a method")
+            return signatures.of_function(found, frame.mro, frame.complete)
         return signatures.signature(found)
 
     def helper(self, call: ast.Call, place: int) -> set[str] | None:
-        """Return the literal names that a helper looks up in the mapping, if it does no more with it than that."""
+        """Return the literal keys that a helper reads from the mapping, or None if it uses the mapping otherwise."""
         try:
             found = self.names.value(call.func, self.frame)
-        except UNKNOWABLE:
+        except RESOLUTION_ERRORS:
             return None
         if found.kind != "function" or not isinstance(found.node, Functions) or found.node.decorator_list:
             return None
@@ -248,22 +246,22 @@ class Handed:
         return uses.words
 
 
-def _written(annotation: ast.expr) -> str:
+def _annotation_text(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return annotation.value
     return ast.unparse(annotation)
 
 
-def _makes_its_own(new: Functions) -> bool:
-    """Return whether a `__new__` may give an instance of its own class."""
+def _may_return_own_class(new: Functions) -> bool:
+    """Return whether a `__new__` may return an instance of its own class."""
     names = {node.func.id for node in ast.walk(new) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return bool(names & {first_argument(new), "super"}) or any(
         isinstance(node, ast.Attribute) and node.attr == "__new__" for node in ast.walk(new)
     )
 
 
-def words_beside(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> set[str]:
-    """Return the words that a class or function takes by its decorators, beside those that its own source shows.
+def decorator_keywords(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> set[str]:
+    """Return the keywords that the decorators of a class or function add to its own.
 
     Raises:
         Undecided: a decorator may change what it takes.
@@ -273,6 +271,6 @@ def words_beside(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> 
         path = names.real_path(decorator, frame)
         if path == _RENAMING:
             words |= {n.value for n in ast.walk(decorator) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        elif path not in KEEPING:
+        elif path not in PRESERVING_DECORATORS:
             raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
     return words

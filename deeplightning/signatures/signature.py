@@ -1,6 +1,6 @@
-"""What a class or function takes, however that was found out: from its source (`static`) or from the live object.
+"""The signature of a class or function, from its source (`from_source`) or from the live object (`of_object`).
 
-Both sides give the same `Signature`, so that a config is compared in one way (`deeplightning.config.signature_check`).
+Both give the same `Signature`, so `deeplightning.config.signature_check` compares configs in one way.
 """
 
 import inspect
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
-"""A default that is no plain value, or cannot be known without executing code."""
+"""A default that is not a plain value, or is known only at run time."""
 
 _BY_NAME = {"int": int, "float": float, "bool": bool, "str": str}
 
 Options = tuple[Any, ...] | None
-"""What an annotation allows, the one as good as the other; None: anything.
+"""The alternatives that an annotation allows; None: anything.
 
 Each is a type (int, float, bool, str, NoneType; dict: any mapping), a literal word, a `ListOf`, a `Factory`,
 `Built`, or `TheConfig`.
@@ -26,11 +26,11 @@ _CONFIGS = ("deeplightning.config.schema.Config", "deeplightning.config.part_con
 
 
 class Built:
-    """An option: an object that only a target builds, such as a network."""
+    """An option: an object that only a target can build, such as a network."""
 
 
 class TheConfig:
-    """An option: the whole config, which is passed to a module that asks for it."""
+    """An option: the whole config, which is passed to a module that takes it."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Factory:
     """An option: a callable, such as `Callable[[Iterable], Optimizer]`.
 
     Attributes:
-        arguments: how many positional arguments it is called with; None: not known.
-        returns: the dotted paths of the classes that it may return, without tensors and plain values; (): not known.
+        arguments: how many positional arguments it is called with; None: unknown.
+        returns: the dotted paths of the classes that it may return, except tensors and plain values; (): unknown.
     """
 
     arguments: int | None = None
@@ -51,9 +51,9 @@ class ListOf:
     """An option: a list.
 
     Attributes:
-        items: what each of its items may be; if it is `fixed`, one after the other.
-        fixed: whether it has just so many items as `items`.
-        also: the types of other plain values that are such a list to Python, as a text is a `Sequence[str]`.
+        items: the options of every item, or of each item in turn if `fixed`.
+        fixed: whether the list has exactly as many items as `items`.
+        also: types of other plain values that Python accepts as such a list, as `str` is a `Sequence[str]`.
     """
 
     items: tuple[Options, ...] = (None,)
@@ -70,10 +70,10 @@ class Parameter:
         position: whether it may be given by position.
         keyword: whether it may be given by name.
         required: whether it has no default.
-        default: the default, where it is a plain value or a list of such; else UNKNOWN.
-        allowed: what its annotation names; None if it has none, or one that names anything else as well. A tensor
-            beside a number (`float | Tensor`) does not count: no other plain value can be given for it.
-        annotation: as it is written, for people.
+        default: the default, if it is a plain value or a list of these; else UNKNOWN.
+        allowed: what its annotation allows; None without an annotation, or if that allows other types too. A tensor
+            beside a number (`float | Tensor`) is ignored: a config can give only the number.
+        annotation: its text, for messages.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """What may be given to a class or function.
+    """The arguments that a class or function takes.
 
     Attributes:
-        parameters: in order, without `self`, `*args` and `**kwargs`; those that `**kwargs` hand on are among them.
-        rest: None if no other keyword is taken; else why others cannot be judged, in words that follow "unchecked: ".
-        unresolved: whether an annotation of a live object names something that cannot be found.
+        parameters: in order, without `self`, `*args` and `**kwargs`, but with those that `**kwargs` passes on.
+        rest: None if it takes no other keyword; else why others cannot be checked, as text after "unchecked: ".
+        unresolved: whether an annotation of a live object cannot be resolved.
     """
 
     parameters: tuple[Parameter, ...]
@@ -100,20 +100,20 @@ class Signature:
     unresolved: bool = field(default=False, compare=False)
 
     def config(self) -> Parameter | None:
-        """Return the parameter of a module that gets the whole config: the first one, if it is named `cfg` or annotated
-        with the type of the config."""
+        """Return the parameter that receives the whole config: the first, if it is named `cfg` or annotated with the
+        type of the config."""
         first = self.parameters[:1]
         return next((p for p in first if p.name == "cfg" or TheConfig in (p.allowed or ())), None)
 
     def lacking(self, params: Collection[str]) -> list[str]:
-        """Return the names of the parameters that must be given and are not among `params`."""
+        """Return the names of the required parameters that are not in `params`."""
         return [p.name for p in self.parameters if p.required and p.name not in params]
 
     def given(self, count: int | None) -> set[str]:
-        """Return the names of the parameters that get their arguments from us.
+        """Return the names of the parameters that Deep Lightning sets.
 
         Args:
-            count: how many positional arguments we give; None: the config, to a parameter that takes it.
+            count: how many positional arguments it passes; None: the config, if a parameter takes it.
         """
         if count is None:
             config = self.config()
@@ -122,7 +122,7 @@ class Signature:
 
 
 def of_item(options: Options, number: int) -> Options:
-    """Return what an item of a list may be, where the list may be what `options` says."""
+    """Return the options of an item of a list that has these options."""
     found = next((option for option in options or () if isinstance(option, ListOf) and option.items), None)
     if found is None:
         return None
@@ -130,17 +130,17 @@ def of_item(options: Options, number: int) -> Options:
 
 
 def factory_of(options: Options) -> Factory | None:
-    """Return the callable that a parameter may be given, if it may be one."""
+    """Return the callable among the options of a parameter, or None."""
     found = next((option for option in options or () if isinstance(option, Factory)), None)
     return replace(found, returns=()) if found is not None and Built in (options or ()) else found
 
 
 class Undecided(Exception):
-    """What a name means cannot be known without importing it; the text says why."""
+    """A name cannot be resolved without importing it. The text gives the reason."""
 
 
 def in_config(value: object) -> Any:
-    """Return a plain value as a config has it, with lists for tuples; of any other, UNKNOWN."""
+    """Return a plain value with lists instead of tuples, as in a config, or UNKNOWN for any other."""
     if isinstance(value, tuple | list):
         items = [in_config(item) for item in value]
         return UNKNOWN if UNKNOWN in items else items
@@ -151,16 +151,16 @@ def of_object(found: Callable[..., object]) -> Signature:
     """Return the signature of a live class or function.
 
     Raises:
-        Undecided: it has none (a function written in C).
+        Undecided: it has no signature (a function written in C).
     """
     try:
         parameters = [*inspect.signature(found).parameters.values()]
     except (ValueError, TypeError):
-        raise Undecided("it does not tell its parameters") from None
+        raise Undecided("it has no signature") from None
     unresolved = False
     try:
         hints = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
-    except Exception:  # an annotation that names something unknown: the comparison continues without types
+    except Exception:  # an annotation cannot be resolved: compare without types
         hints, unresolved = {}, True
     known = tuple(
         Parameter(
@@ -179,19 +179,19 @@ def of_object(found: Callable[..., object]) -> Signature:
     if isinstance(called, types.FunctionType) and hasattr(called, "__wrapped__"):  # it may take more than it shows
         parameters = [*parameters, *inspect.signature(called, follow_wrapped=False).parameters.values()]
     rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
-    # a metaclass, or a class before the one that names its parameters, hands the config on
+    # a metaclass, or a class before the one that names its parameters, passes the config on
     kinds = {p.kind for p in parameters} - {inspect.Parameter.KEYWORD_ONLY}
     if inspect.isclass(found) and kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
         inits = [init for each in found.__mro__ if isinstance(init := vars(each).get("__init__"), types.FunctionType)]
-        line = (Signature(of_object(init).parameters[1:]) for init in inits)
-        config = next((each.config() for each in line if any(p.position for p in each.parameters)), None)
+        signatures = (Signature(of_object(init).parameters[1:]) for init in inits)
+        config = next((each.config() for each in signatures if any(p.position for p in each.parameters)), None)
         known = known if config is None else (replace(config, required=False), *known)
     return Signature(known, rest, unresolved)
 
 
 def allowed_by(hint: object) -> Options:
-    """Return what a live annotation allows."""
-    hint = _BY_NAME.get(hint, hint) if isinstance(hint, str) else hint  # where not all annotations could be resolved
+    """Return the options that a live annotation allows."""
+    hint = _BY_NAME.get(hint, hint) if isinstance(hint, str) else hint  # if not all annotations could be resolved
     if hint in (int, float, bool, str, type(None)):
         return (hint,)
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -218,7 +218,7 @@ def allowed_by(hint: object) -> Options:
 
 
 def _collection(name: str, inner: Sequence[Any]) -> Options:
-    """Return what `tuple[int, ...]` and the like allow, by the name of the class and the options in its brackets."""
+    """Return the options of a generic such as `tuple[int, ...]`, given its name and the options in its brackets."""
     if len(inner) == 2 and inner[1] is ...:
         inner = inner[:1]
     item = inner[0] if len(inner) == 1 and inner[0] is not ... else None
@@ -239,7 +239,7 @@ def _collection(name: str, inner: Sequence[Any]) -> Options:
 
 
 def _instance(paths: Sequence[str]) -> Options:
-    """Return what an annotation allows that names a class, given by its own path and those of its ancestors."""
+    """Return the options of an annotation with a class, given by the paths of the class and its ancestors."""
     if not {"torch.nn.modules.module.Module", "datetime.timedelta"}.isdisjoint(paths):
         return (Built,)
     if not set(_CONFIGS).isdisjoint(paths):

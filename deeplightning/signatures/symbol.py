@@ -1,4 +1,4 @@
-"""What a name can mean (a thing or no thing), and the frame in which an expression is read."""
+"""A resolved name (`Symbol`), the errors of names that cannot be resolved, and the frame of an expression."""
 
 import ast
 import types
@@ -15,42 +15,42 @@ Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Absent(Exception):
-    """There is certainly no such name: its owner, the name, the names that are there."""
+    """The owner certainly has no attribute of this name. `known` lists those that it has."""
 
     def __init__(self, name: str, known: list[str]):
         super().__init__(name)
         self.name, self.known = name, known
 
 
-class Failing(Exception):
-    """Importing would certainly fail; the text says how, behind "importing … (for …) "."""
+class ImportFails(Exception):
+    """Importing would certainly fail. The text explains how, and follows "importing … (for …) "."""
 
 
-class Lacking(Failing):
-    """It would fail for something that this machine does not have."""
+class PackageMissing(ImportFails):
+    """Importing would fail because a package is not installed."""
 
 
-UNKNOWABLE = (Undecided, Absent, Failing, Broken)
-"""What is raised where a name or an expression does not lead to a thing."""
+RESOLUTION_ERRORS = (Undecided, Absent, ImportFails, Broken)
+"""Errors of a name or an expression that cannot be resolved."""
 
 
 @dataclass(frozen=True)
-class Thing:
-    """A module, class, function or value, where it is defined.
+class Symbol:
+    """The definition of a module, class, function or value.
 
     Attributes:
-        module: that holds it.
-        name: inside its module, `Class.method`.
-        node: its source.
+        module: the module that defines it.
+        name: within its module, such as `Class.method`.
+        node: its syntax tree.
         owner: the class through which a method was found.
-        live: itself, where the standard library holds it.
+        live: the live object, for the standard library.
     """
 
     kind: Kind
     module: Module | None
     name: str
     node: Any = None
-    owner: "Thing | None" = None
+    owner: "Symbol | None" = None
     live: Any = None
 
     @property
@@ -74,21 +74,21 @@ class Thing:
 
 @dataclass(frozen=True)
 class Frame:
-    """The scope of an expression: what its names mean.
+    """The context in which the names of an expression are resolved.
 
     Attributes:
-        module: the file.
-        scope: of the class around it, if it is in a class body.
-        function: around it.
-        line: the line of ancestors of the class that a call is about, itself first.
-        complete: whether the line is whole.
-        position: in that line, of the class that holds the function.
+        module: its file.
+        scope: that of the enclosing class, in a class body.
+        function: the enclosing function.
+        mro: the class of a call and its ancestors, in Python's order.
+        complete: whether all ancestors are known.
+        position: the position in `mro` of the class that defines the function.
     """
 
     module: Module
     scope: Scope | None = None
     function: Functions | None = None
-    line: tuple[Thing, ...] = ()
+    mro: tuple[Symbol, ...] = ()
     complete: bool = True
     position: int = 0
 
@@ -101,17 +101,17 @@ def is_type_variable(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec")
 
 
-def nominal(node: ast.expr, module: Module) -> str | None:
-    """Return `typing.Optional` for what a module has imported under that or another name, without reading `typing`."""
+def stdlib_path(node: ast.expr, module: Module) -> str | None:
+    """Return the path of a name from the standard library, such as `typing.Optional`, without reading its source."""
     inner = node.value if isinstance(node, ast.Attribute) else node
     options = module.scope.names.get(inner.id, ()) if isinstance(inner, ast.Name) else ()
     only = options[0] if len(options) == 1 else None
-    if not isinstance(only, Imported) or only.module.partition(".")[0] not in _NOMINAL:
+    if not isinstance(only, Imported) or only.module.partition(".")[0] not in _STDLIB:
         return None
     return ".".join(filter(None, (only.module, only.name, node.attr if isinstance(node, ast.Attribute) else None)))
 
 
-_NOMINAL = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}
+_STDLIB = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}
 
 
 def positional_arguments(function: Functions) -> list[str]:
@@ -122,18 +122,18 @@ def first_argument(function: Functions) -> str | None:
     return next(iter(positional_arguments(function)), None)
 
 
-def inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """Return the nodes of a body without those of the functions and classes that are defined in it."""
-    waiting = list(body)
-    while waiting:
-        node = waiting.pop()
+def body_nodes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Return the nodes of a body, except those inside its functions and classes."""
+    pending = list(body)
+    while pending:
+        node = pending.pop()
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
+            pending += ast.iter_child_nodes(node)
 
 
-def role_of_function(node: Functions) -> str | None:
-    """Return `staticmethod`, `classmethod` or `property` for a function that is one."""
+def method_kind(node: Functions) -> str | None:
+    """Return `staticmethod`, `classmethod` or `property`, or None for any other function."""
     names = [decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)]
     names += ["classmethod"] if node.name in ("__init_subclass__", "__class_getitem__") else []
     return next((name for name in names if name in ("staticmethod", "classmethod", "property")), None)

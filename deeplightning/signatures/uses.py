@@ -1,21 +1,21 @@
-"""What a function does with a mapping that it was given, above all with its `**kwargs`."""
+"""How a function uses a mapping that it is given, mainly its `**kwargs`."""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deeplightning.signatures.symbol import Functions, inside
+from deeplightning.signatures.symbol import Functions, body_nodes
 
-_PERHAPS = (
+_CONDITIONAL_NODES = (
     ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.FunctionDef | ast.Lambda | ast.IfExp | ast.BoolOp
     | ast.AsyncFunctionDef | ast.AsyncFor | ast.ClassDef | ast.ListComp | ast.DictComp | ast.GeneratorExp | ast.SetComp
 )  # fmt: skip
-"""Syntax whose parts may not be run, or not once."""
+"""Syntax whose parts may run never or several times."""
 
 
 @dataclass
 class Call:
-    """A call that gets `**kwargs`."""
+    """A call that receives `**kwargs`."""
 
     node: ast.Call
     certain: bool
@@ -23,16 +23,16 @@ class Call:
 
 @dataclass
 class Uses:
-    """What a function does with a mapping that it was given.
+    """How a function uses a mapping that it is given.
 
     Attributes:
-        calls: those that get it as `**kwargs`.
-        words: literal names that are taken out of it.
-        passed: calls that get it as a plain argument, with the argument's position.
-        refuses: whether anything left over is an error.
-        adds: whether names are put into it.
-        dynamic: whether names are looked up in it that are not literal.
-        other: anything else, in words.
+        calls: calls that receive it as `**kwargs`.
+        words: literal keys that are read from it.
+        passed: calls that receive it as a plain argument, with the position of the argument.
+        refuses: whether remaining keys raise an error.
+        adds: whether keys are added to it.
+        dynamic: whether keys that are not literal are read from it.
+        other: any other use, as text for a message.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -48,13 +48,13 @@ def uses_of(function: Functions, name: str) -> Uses:
     uses, certain = Uses(), True
     for statement in function.body:
         for path in _occurrences([statement], name):
-            if not _is_refused(path, name, uses):
-                _note(path, name, uses, certain)
-        certain = certain and not any(isinstance(node, ast.Return) for node in inside([statement]))
+            if not _is_rejection(path, name, uses):
+                _record_use(path, name, uses, certain)
+        certain = certain and not any(isinstance(node, ast.Return) for node in body_nodes([statement]))
     return uses
 
 
-def is_it(node: ast.AST, name: str) -> bool:
+def is_name(node: ast.AST, name: str) -> bool:
     """Return whether an expression is a variable, or an attribute of one (`self.options`)."""
     if isinstance(node, ast.Attribute):
         return isinstance(node.value, ast.Name) and name == f"{node.value.id}.{node.attr}"
@@ -62,9 +62,9 @@ def is_it(node: ast.AST, name: str) -> bool:
 
 
 def _occurrences(path: list[ast.AST], name: str) -> Iterator[list[ast.AST]]:
-    """Yield each place of a variable below a node, as the nodes that lead to it, itself last."""
+    """Yield each occurrence of a variable below a node as the path of nodes to it, the occurrence last."""
     node = path[-1]
-    if is_it(node, name):
+    if is_name(node, name):
         yield path
         return
     if isinstance(node, Functions | ast.Lambda) and name in {
@@ -75,22 +75,22 @@ def _occurrences(path: list[ast.AST], name: str) -> Iterator[list[ast.AST]]:
         yield from _occurrences([*path, child], name)
 
 
-def _is_refused(path: list[ast.AST], name: str, uses: Uses) -> bool:
-    """Return whether a place is of `if kwargs: …`, as its test or in the error that follows."""
+def _is_rejection(path: list[ast.AST], name: str, uses: Uses) -> bool:
+    """Return whether an occurrence belongs to `if kwargs: …`, as its test or in the error that it raises."""
     for depth, node in enumerate(path[:-1]):
-        if isinstance(node, ast.If) and is_it(node.test, name):
+        if isinstance(node, ast.If) and is_name(node.test, name):
             raises = isinstance(node.body[-1], ast.Raise)
             uses.refuses |= raises
             return path[depth + 1] is node.test or (raises and path[depth + 1] in node.body)
     return False
 
 
-def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
-    """Note what is done with the mapping in one place."""
+def _record_use(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
+    """Record how one occurrence uses the mapping."""
     place, above, call = path[-1], path[-2], path[-3] if len(path) > 2 else None
     match above:
         case ast.keyword(arg=None) if isinstance(call, ast.Call):
-            uses.calls.append(Call(call, certain and not any(isinstance(node, _PERHAPS) for node in path)))
+            uses.calls.append(Call(call, certain and not any(isinstance(node, _CONDITIONAL_NODES) for node in path)))
         case ast.Dict() if isinstance(call, ast.keyword) and call.arg is None and _is_unpacked(place, above):
             uses.calls.append(Call(path[-4], False))  # type: ignore[arg-type]
         case ast.Call(func=ast.Name(id="len" | "bool" | "print" | "str" | "repr" | "isinstance")):
@@ -98,27 +98,27 @@ def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
         case ast.Call() if place in above.args:
             uses.passed.append((above, above.args.index(place)))
         case ast.Attribute(attr=method) if isinstance(call, ast.Call) and call.func is above:
-            _note_method(method, call, name, uses)
+            _record_method(method, call, name, uses)
         case ast.Subscript(slice=ast.Constant(value=str(word)), ctx=ast.Load() | ast.Del()):
             uses.words.add(word)
         case ast.Subscript(ctx=ctx) if above.slice is not place:
             uses.adds |= isinstance(ctx, ast.Store)
             uses.dynamic |= isinstance(ctx, ast.Load)
             if isinstance(ctx, ast.Del):
-                uses.other = uses.other or f"takes names out of `{name}` that show only when it is run"
+                uses.other = uses.other or f"removes keys from `{name}` that are known only at run time"
         case ast.Compare(ops=[ast.In() | ast.NotIn()]) | ast.FormattedValue() | ast.Delete():
             pass
         case ast.Assign(value=ast.Name()) if above.value is not place:
             pass
         case _:
-            uses.other = uses.other or f"uses `{name}` in a way of its own (line {place.lineno})"  # type: ignore[attr-defined]
+            uses.other = uses.other or f"uses `{name}` in an unsupported way (line {place.lineno})"  # type: ignore[attr-defined]
 
 
 def _is_unpacked(place: ast.AST, above: ast.Dict) -> bool:
     return any(key is None and value is place for key, value in zip(above.keys, above.values, strict=True))
 
 
-def _note_method(method: str, call: ast.Call, name: str, uses: Uses) -> None:
+def _record_method(method: str, call: ast.Call, name: str, uses: Uses) -> None:
     word = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
     if method not in ("pop", "get", "setdefault", "update"):
         uses.other = uses.other or f"uses `{name}.{method}()`"
@@ -128,4 +128,4 @@ def _note_method(method: str, call: ast.Call, name: str, uses: Uses) -> None:
     elif method != "update":
         uses.dynamic = True
         if method == "pop":
-            uses.other = uses.other or f"takes names out of `{name}` that show only when it is run"
+            uses.other = uses.other or f"removes keys from `{name}` that are known only at run time"

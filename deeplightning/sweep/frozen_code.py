@@ -1,7 +1,7 @@
-"""Freeze the user's code when a grid or a search begins, so that all of its runs have the same.
+"""Freeze the user's code when a grid or a search starts, so that all of its runs use the same code.
 
-This happens before the command imports any of the user's code, so that nothing is imported twice, and a file that is
-edited later does no harm.
+This happens before the command imports any of the user's code, so that nothing is imported twice and later edits have
+no effect.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from deeplightning.config.examine import examine, load_config
 from deeplightning.config.own_runs import note_own
 from deeplightning.faults import SetupError
 from deeplightning.launch.sealed import seal
-from deeplightning.own_code import SEAL, is_theirs, original, use_seal
+from deeplightning.own_code import SEAL, is_user_file, original, use_seal
 from deeplightning.runfolder import make_private
 from deeplightning.sweep.worker import fork
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.parent import Parent
 
 FOLDER = ".sealed"
-"""The folder of a search, or of a multirun, that has its seals. Hidden, so that programs that look for code pass by."""
+"""The folder of a search or a multirun that has its seals. Hidden, so that programs that search for code skip it."""
 
 
 @dataclass
 class SearchCode:
     """The frozen code of a grid or a search in this process."""
 
-    folder: Path | None = None  # of the copy; None: the config is wrong, which is reported where it is loaded
-    notices: list[str] = field(default_factory=list)  # for the user, about edited files
-    kept: bool = False  # whether the copy stays when the command ends
+    folder: Path | None = None  # of the copy; None if the config is wrong, which is reported when it is loaded
+    notices: list[str] = field(default_factory=list)  # messages for the user about edited files
+    kept: bool = False  # whether to keep the copy when the command ends
 
     @property
     def name(self) -> str | None:
@@ -43,13 +43,13 @@ class SearchCode:
         return None if self.folder is None else self.folder.name
 
     def drop_others(self) -> None:
-        """Remove what a command that was killed has left beside the copy; no other process may use this folder."""
+        """Remove copies that killed commands left in the same folder, which no other process may use."""
         if self.folder is not None:
             for other in {*self.folder.parent.iterdir()} - {self.folder}:
                 shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
-        """Let this process import the originals again, and remove a copy that need not stay."""
+        """Let this process import the originals again, and remove the copy unless it is kept."""
         if self.folder is not None:
             use_seal(None)
             if not self.kept:
@@ -57,11 +57,11 @@ class SearchCode:
 
 
 def code_of_grid(path: Path, overrides: Sequence[str], parent: Parent | None = None) -> SearchCode:
-    """Freeze the code of the runs of a grid, as long as the command runs, and let this process import the copy.
+    """Freeze the code of the runs of a grid while the command runs, and let this process import the copy.
 
     Args:
-        overrides: those of its first point.
-        parent: the run whose folder gets the copy; None: that of the config's multirun.
+        overrides: the overrides of the first point.
+        parent: the run whose folder gets the copy; None for the config's multirun.
 
     Raises:
         SetupError: the copy cannot be written.
@@ -73,7 +73,7 @@ def code_of_grid(path: Path, overrides: Sequence[str], parent: Parent | None = N
 
 
 def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
-    """Copy what a config imports, and let this process import the copy. A child imports the originals.
+    """Copy the code that a config imports, and let this process import the copy. A child imports the originals.
 
     Args:
         parent: the run whose folder gets the copy.
@@ -84,15 +84,15 @@ def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
     folder, store = parent.home / FOLDER / secrets.token_hex(8), parent.home.parents[2]
 
     def make() -> None:
-        load_config(path, [*overrides])  # imports what is copied
+        load_config(path, [*overrides])  # imports the code to copy
         try:
             make_private(folder.parent, store)
         except OSError as error:
-            raise SetupError(f"{folder.parent}: this folder cannot be made: {error.strerror}") from error
+            raise SetupError(f"{folder.parent}: this folder cannot be created: {error.strerror}") from error
         seal(folder, git=git_state())
 
     def work() -> int:
-        for stream in (1, 2):  # this process imports the same, prints the same, and reports errors
+        for stream in (1, 2):  # this process imports the same code, which prints the same, and reports errors
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         make()
         return 0
@@ -111,7 +111,7 @@ def own_code() -> dict[str, str]:
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or name == "__main__" or not is_theirs(file) or not file.endswith(".py"):
+        if not file or name == "__main__" or not is_user_file(file) or not file.endswith(".py"):
             continue
         if digest := digest_of(Path(file)):
             found[original(str(Path(file).absolute()))] = digest
@@ -119,7 +119,7 @@ def own_code() -> dict[str, str]:
 
 
 def digest_of(file: Path) -> str | None:
-    """Return the SHA-256 of a file; None: it cannot be read."""
+    """Return the SHA-256 of a file; None if it cannot be read."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:

@@ -1,8 +1,8 @@
 """`deeplightning train CONFIG key=a,b --multirun`: a run for each point of a grid, and one table of their results.
 
-No study and no Optuna: a point's file says how its run ended, and the same command continues with those that have not
-finished. A point is known by the digest of its whole config, so that a larger grid runs its new points only. All points
-of one command run with the code of its start.
+Uses neither a study nor Optuna: a file per point records how its run ended, and the same command continues with points
+that have not finished. A point is identified by the digest of its complete config, so a larger grid runs only its new
+points. All points run with the code from the start of the command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deeplightning.config.source import is_file, read
 from deeplightning.config.tree import dump, line, plain, scalar
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, apply_environment, array_of
-from deeplightning.process.identity import DECIDED, refuse_several
+from deeplightning.process.identity import DECIDED, require_single_process
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RUNS_FILE, RunFolder, make_private, read_object, write_whole
@@ -41,7 +41,7 @@ from deeplightning.tracking.parent import Parent, Stopped
 
 log = logging.getLogger("deeplightning")
 
-MAX_CHECKED = 100  # points whose whole config is checked before the first run
+MAX_CHECKED = 100  # points whose complete config is checked before the first run
 MAX_POINTS = 1000
 FINISHED, FAILED, UNDERWAY = "finished", "failed", "under way"
 
@@ -53,24 +53,24 @@ _OPEN, _CLOSE = "([{", ")]}"
 class Point:
     """One run of the grid."""
 
-    words: list[str]  # its overrides, those that are swept alone
-    config: str  # its whole config, as YAML with its references unresolved
-    file: Path  # what is known of it, as JSON
+    words: list[str]  # the overrides of swept keys
+    config: str  # the complete config, as YAML with unresolved references
+    file: Path  # the record of the run, as JSON
 
     @property
-    def known(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """State, folder and id of its run, failure, and the digests of the code that it ran with."""
         return read_object(self.file)
 
-    def note(self, **values: object) -> None:
-        """Add to what is known."""
-        write_whole(self.file, json.dumps(self.known | values, indent=2))
+    def update_record(self, **values: object) -> None:
+        """Add values to the record."""
+        write_whole(self.file, json.dumps(self.record | values, indent=2))
 
     def is_finished(self, code: dict[str, str]) -> bool:
-        """Return whether it has finished with this code, and its run is still there."""
-        known = self.known
-        has_run = bool(known.get("folder")) and RunFolder(Path(known["folder"])).config.is_file()
-        return known.get("state") == FINISHED and known.get("code") == code and has_run
+        """Return whether the run finished with this code and still exists."""
+        record = self.record
+        has_run = bool(record.get("folder")) and RunFolder(Path(record["folder"])).config.is_file()
+        return record.get("state") == FINISHED and record.get("code") == code and has_run
 
 
 def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) -> Path:
@@ -84,35 +84,35 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
         The folder with the table, `runs.csv`.
 
     Raises:
-        ConfigError: an override cannot be read, or a point's config is wrong.
-        SetupError: another process is at this grid, or its code cannot be sealed.
+        ConfigError: an override cannot be parsed, or a point's config is wrong.
+        SetupError: another process works on this grid, or its code cannot be sealed.
         RunError: runs failed.
-        Stopped: a signal asked for the end.
+        Stopped: a signal ended the command.
     """
-    refuse_several("--multirun")
+    require_single_process("--multirun")
     keys, grid = points(overrides)
     with contextlib.closing(code_of_grid(path, grid[0])) as code:
         cfg = load_config(path, grid[0])
-        # The whole config of some points; of more, a wrong one fails when it starts.
+        # Check the complete config of the first points; a wrong config of a later one fails when it starts.
         faults = dict.fromkeys(fault for point in grid[:MAX_CHECKED] for fault in examine(path, point).faults)
         if faults:
             raise error_of([*faults])
         if cfg.train.seeds is not None and cfg.train.seeds > 1:
-            message = f"goes without --multirun; with it give `seed=range({cfg.train.seeds})` and `train.seeds=null`"
+            message = f"cannot be combined with --multirun; use `seed=range({cfg.train.seeds})` and `train.seeds=null`"
             raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
         apply_environment(cfg)
         return Grid(cfg, path, keys, grid, train, jobs, code).run()
 
 
 class Grid:
-    """The runs of a grid in this process; the runs of one setting with several seeds are a grid too.
+    """The runs of a grid, started by this process; the runs of one config with several seeds are a grid too.
 
     Args:
-        parent: the run above them; None: only a folder.
+        parent: the parent run; None if there is only a folder.
     """
 
     VERB = "multirun"
-    sign = ""  # a tag by which the runs below a parent run are found
+    tag = ""  # the tag that marks the runs of a parent run
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Grid:
         self.workers = Forked(train, self.server)
         self.code, self.seal = own_code(), seal
         self.points = [self._point(words) for words in grid]
-        self._began: dict[int, float] = {}
+        self._start_times: dict[int, float] = {}
 
     def _point(self, words: list[str]) -> Point:
         tree = plain(read(self.path, words).root, written=True)
@@ -151,17 +151,17 @@ class Grid:
         with contextlib.closing(self.server):
             try:
                 make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
-                hold = RunFolder(self.home).lock()
+                lock = RunFolder(self.home).lock()
             except OSError as error:
                 message = f"{self.home}: the folder of these runs cannot be written: {error.strerror}"
                 raise SetupError(message) from error
-            if hold is None:
+            if lock is None:
                 raise SetupError(f"another process works on these runs, in {self.home}; wait for it, or end it")
             self.seal.drop_others()
             try:
                 self._open()
                 try:
-                    with self.workers.passing_signals_on():
+                    with self.workers.forward_signals():
                         self._loop()
                 except BaseException:
                     self.workers.interrupt(signal.SIGKILL)
@@ -172,7 +172,7 @@ class Grid:
                 self._close(error)
                 raise
             finally:
-                hold.release()
+                lock.release()
             self._close(None)
         return self.parent.folder
 
@@ -185,10 +185,10 @@ class Grid:
     def _loop(self) -> None:
         waiting = [number for number, point in enumerate(self.points) if not point.is_finished(self.code)]
         done = len(self.points) - len(waiting)
-        begun = f", {done} of them finished before" if done else ""
+        finished = f", {done} of them finished before" if done else ""
         job = Job(self.cfg, self.path, tuple(self.points[0].words))
         self.workers.array = array_of(job, len(waiting), self.keys, self.home / "slurm-array")
-        log.info("%-10s %s%s; %s", self.VERB, count(len(self.points), "run"), begun, self.home)
+        log.info("%-10s %s%s; %s", self.VERB, count(len(self.points), "run"), finished, self.home)
         while True:
             while self.workers.signal is None and waiting and len(self.workers) < self.jobs:
                 self._start(waiting.pop(0))
@@ -196,85 +196,85 @@ class Grid:
                 break
             self.server.listen(self._answer)
             for number, code in self.workers.ended().items():
-                self._ended(number, code)
-        over = sum(point.known.get("state") == FINISHED for point in self.points)
+                self._record_end(number, code)
+        done = sum(point.record.get("state") == FINISHED for point in self.points)
         if self.workers.signal is not None:
             name = signal.Signals(self.workers.signal).name
-            message = f"interrupted by {name} after {over} of {len(self.points)} runs; the same command continues"
+            message = f"interrupted by {name} after {done} of {len(self.points)} runs; the same command continues"
             raise Stopped(message, 128 + self.workers.signal)
-        if over < len(self.points):
-            failed = [(number, point.known) for number, point in enumerate(self.points)]
-            reasons = dict.fromkeys(k.get("failure", "") for _, k in failed if k.get("state") != FINISHED)
+        if done < len(self.points):
+            records = [(number, point.record) for number, point in enumerate(self.points)]
+            reasons = dict.fromkeys(r.get("failure", "") for _, r in records if r.get("state") != FINISHED)
             shown = "; ".join([*reasons][:3]) + (f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else "")
-            raise RunError(f"{len(self.points) - over} of {len(self.points)} runs failed: {shown}")
+            raise RunError(f"{len(self.points) - done} of {len(self.points)} runs failed: {shown}")
 
     def _start(self, number: int) -> None:
-        """Start a run, or continue one that was interrupted."""
+        """Start a run, or continue an interrupted one."""
         point = self.points[number]
-        more = self._to_continue(point)
+        more = self._resume_overrides(point)
         file = point.file.with_suffix(".yaml")
         write_whole(file, point.config)
-        point.note(state=UNDERWAY, words=point.words, code=self.code, failure=None)
+        point.update_record(state=UNDERWAY, words=point.words, code=self.code, failure=None)
         address = self.server.address_for(number, self.cfg.train.checkpoint.monitor or "")
         log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if more else "")
-        self._began[number] = time.monotonic()
-        of_parent = self.parent.environment(number, self.sign)
+        self._start_times[number] = time.monotonic()
+        of_parent = self.parent.environment(number, self.tag)
         environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None, **of_parent}
-        words = [str(file), *more, *self._tracked(point)]
-        self.workers.start(number, words, point.file.with_suffix(".log"), environment)
+        arguments = [str(file), *more, *self._tracking_overrides(point)]
+        self.workers.start(number, arguments, point.file.with_suffix(".log"), environment)
 
-    def _tracked(self, point: Point) -> list[str]:
-        """Return the overrides for the tracker: the run's name, unless the config has one."""
+    def _tracking_overrides(self, point: Point) -> list[str]:
+        """Return the tracker's overrides: the name of the run, unless the config sets one."""
         if not self.parent.is_tracked or "run_name" in self.cfg.logger.params or not point.words:
             return []
         name = " ".join(re.sub(r"^[^=]*\.", "", word) for word in point.words)
         return [f"logger.params.run_name={line(name[:200])}"]
 
-    def _to_continue(self, point: Point) -> list[str]:
-        """Return the override by which an interrupted run continues from its latest checkpoint."""
-        known = point.known
-        if known.get("state") != UNDERWAY or known.get("code") != self.code or not known.get("folder"):
+    def _resume_overrides(self, point: Point) -> list[str]:
+        """Return the override that resumes an interrupted run from its latest checkpoint."""
+        record = point.record
+        if record.get("state") != UNDERWAY or record.get("code") != self.code or not record.get("folder"):
             return []
-        return to_resume(RunFolder(Path(known["folder"])))
+        return resume_override(RunFolder(Path(record["folder"])))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, object]:
-        """Note the folder that a run reports."""
+        """Record the folder that a run reports."""
         if "folder" in message:
-            self.points[int(message["trial"])].note(run=message.get("run"), folder=message["folder"])
+            self.points[int(message["trial"])].update_record(run=message.get("run"), folder=message["folder"])
         return {}
 
-    def _ended(self, number: int, code: int) -> None:
-        """Note how a run has ended."""
-        point, seconds = self.points[number], time.monotonic() - self._began.pop(number)
+    def _record_end(self, number: int, code: int) -> None:
+        """Record how a run ended."""
+        point, seconds = self.points[number], time.monotonic() - self._start_times.pop(number)
         file = point.file.with_suffix(".log")
         output = file.read_text(errors="replace")
         if folders := re.findall(r"^Artifact storage path: (.+)$", output, re.MULTILINE):
-            point.note(folder=folders[-1])
+            point.update_record(folder=folders[-1])
         if code == 0:
-            point.note(state=FINISHED)
+            point.update_record(state=FINISHED)
             log.info("%-10s finished in %.0f s", f"run {number}", seconds)
         elif self.workers.signal is not None:
             log.info("%-10s interrupted; the same command continues it", f"run {number}")
         else:
             reason = failure_in(file, code)
-            point.note(state=FAILED, failure=self.cfg.redact(reason)[:1000])
+            point.update_record(state=FAILED, failure=self.cfg.redact(reason)[:1000])
             log.warning("run %d failed: %s (%s)", number, reason, file)
 
     def _table(self) -> list[list[str]]:
-        """Return a head, and a row for each run: number, state, the values of the swept keys, the results, the run's id
-        in the tracker, the folder."""
-        found = [point.known for point in self.points]
+        """Return a header and a row for each run: number, state, values of the swept keys, results, the run's id in the
+        tracker, and the folder."""
+        records = [point.record for point in self.points]
         results = [
-            PastRun(RunFolder(Path(known["folder"])), None, None).results if known.get("state") == FINISHED else {}
-            for known in found
+            PastRun(RunFolder(Path(record["folder"])), None, None).results if record.get("state") == FINISHED else {}
+            for record in records
         ]
         metrics = [name for name in dict.fromkeys(n for each in results for n in each) if name != "best step"]
         table = [["run", "state", *self.keys, *metrics, "id", "folder"]]
-        for number, (point, known, result) in enumerate(zip(self.points, found, results, strict=True)):
+        for number, (point, record, result) in enumerate(zip(self.points, records, results, strict=True)):
             values = dict(word.split("=", 1) for word in point.words)
             shown = [f"{result[name]:.6g}" if isinstance(result.get(name), float) else "-" for name in metrics]
-            row = [str(number), known.get("state") or "to come", *(values[key] for key in self.keys), *shown]
-            table.append([*row, known.get("run") or "", known.get("folder") or ""])
+            row = [str(number), record.get("state") or "to come", *(values[key] for key in self.keys), *shown]
+            table.append([*row, record.get("run") or "", record.get("folder") or ""])
         return table
 
     def _write(self) -> None:
@@ -290,20 +290,20 @@ class Grid:
         """Print and write more about the runs."""
 
 
-def to_resume(folder: RunFolder) -> list[str]:
-    """Return the override by which a run continues from its latest checkpoint; [] if it has none."""
-    saved = folder.checkpoints()
-    return [f"train.resume_ckpt={line(str(saved[0]))}"] if saved else []
+def resume_override(folder: RunFolder) -> list[str]:
+    """Return the override that resumes a run from its latest checkpoint; [] if it has none."""
+    checkpoints = folder.checkpoints()
+    return [f"train.resume_ckpt={line(str(checkpoints[0]))}"] if checkpoints else []
 
 
 def points(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the keys that have several values, and the overrides of each point, the last key varying first.
 
-    `a,b,c` are the values a, b and c; `range(STOP)`, `range(START,STOP)` and `range(START,STOP,STEP)` numbers without
-    STOP. A comma inside quotes or brackets is part of a value.
+    `a,b,c` means the values a, b and c; `range(STOP)`, `range(START,STOP)` and `range(START,STOP,STEP)` mean numbers
+    below STOP. A comma inside quotes or brackets is part of a value.
 
     Raises:
-        ConfigError: with every override that cannot be read, or there are more than `MAX_POINTS` points.
+        ConfigError: lists every override that cannot be parsed, or there are more than `MAX_POINTS` points.
     """
     keys: list[str] = []
     choices: list[list[str]] = []
@@ -324,47 +324,47 @@ def points(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     if faults:
         raise ConfigError(faults)
     if (number := math.prod(map(len, choices))) > MAX_POINTS:
-        message = f"this grid has {number} points, more than {MAX_POINTS}; `deeplightning tune` draws some of a space"
+        message = f"this grid has {number} points, more than {MAX_POINTS}; `deeplightning tune` samples a space"
         raise ConfigError(Fault(message))
     return keys, [[*point] for point in itertools.product(*choices)]
 
 
 def values_of(text: str) -> list[str]:
-    """Return the values that an override's text lists; the text itself if it is no list.
+    """Return the values that an override's text lists; the text itself if it is not a list.
 
     Raises:
-        ValueError: says what cannot be read.
+        ValueError: the text cannot be parsed.
     """
-    called = _RANGE.fullmatch(text.strip())
-    parts = _parts(called[1] if called else text)
-    if "" in parts and (called or len(parts) > 1):
+    in_range = _RANGE.fullmatch(text.strip())
+    parts = _split_at_commas(in_range[1] if in_range else text)
+    if "" in parts and (in_range or len(parts) > 1):
         raise ValueError(f"there is no value between two commas, or at an end: {text:.60}")
-    if called is None:
+    if in_range is None:
         return parts if len(parts) > 1 else [text]
     numbers = [scalar(part) for part in parts]
     if not 1 <= len(numbers) <= 3 or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
         raise ValueError(f"range takes one to three numbers, range(STOP) or range(START,STOP,STEP), not {text:.60}")
     start, stop, step = (0, *numbers, 1) if len(numbers) == 1 else (*numbers, 1)[:3]
     if step == 0 or not 0 < (stop - start) / step <= MAX_POINTS:
-        raise ValueError(f"{text:.60} has no number in it, or more than {MAX_POINTS}")
+        raise ValueError(f"{text:.60} contains no number, or more than {MAX_POINTS}")
     numbers = [start + step * number for number in range(math.ceil((stop - start) / step - 1e-9))]
     return [line(round(value, 12)) for value in numbers]
 
 
-def _parts(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     """Split a text at commas outside quotes and brackets."""
     parts, depth, quote = [""], 0, ""
-    for sign in text:
+    for char in text:
         if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        elif sign in _OPEN:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in _OPEN:
             depth += 1
-        elif sign in _CLOSE:
+        elif char in _CLOSE:
             depth -= 1
-        if sign == "," and not quote and depth == 0:
+        if char == "," and not quote and depth == 0:
             parts.append("")
         else:
-            parts[-1] += sign
+            parts[-1] += char
     return [part.strip() for part in parts]

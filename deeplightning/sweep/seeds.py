@@ -1,8 +1,8 @@
-"""`deeplightning train CONFIG --seeds 5`: runs that differ by the seed alone, under one parent run, and what they give
-together: mean, standard deviation and 95 % interval of each metric.
+"""`deeplightning train CONFIG --seeds 5`: runs that differ only by the seed, under one parent run, and the mean,
+standard deviation and 95 % interval of each metric over them.
 
-A group is known by the digest of its config without the seeds, and of the own code: the same command continues with the
-runs that have not finished, and a larger number adds the seeds that are missing.
+A group is identified by the digest of its config without the seeds, and of the user's code. The same command continues
+with the runs that have not finished, and a larger number adds the missing seeds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.launch import apply_environment
-from deeplightning.process.identity import refuse_several
+from deeplightning.process.identity import require_single_process
 from deeplightning.process.terminal import in_columns, number, say
 from deeplightning.reproduce.past import PastRun, by_stage
 from deeplightning.runfolder import RunFolder, read_object, write_whole
@@ -48,7 +48,7 @@ def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train,
     """Train a config with each of `train.seeds` seeds that has not finished, and print the summary of all.
 
     Args:
-        cfg: the config that `path` and `overrides` mean.
+        cfg: the config that `path` and `overrides` resolve to.
         train: calls `deeplightning train` in this process; it runs in processes forked from this one.
         jobs: the number of runs at the same time.
 
@@ -57,18 +57,18 @@ def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train,
 
     Raises:
         ConfigError: there are not that many seeds.
-        SetupError: another process is at this group, or the store cannot be used.
+        SetupError: another process works on this group, or the store cannot be used.
         RunError: runs failed.
-        Stopped: a signal asked for the end.
+        Stopped: a signal ended the command.
     """
-    refuse_several("a group of seeds")
+    require_single_process("a group of seeds")
     assert cfg.train.seeds is not None
     tree = plain(read(path, [*overrides]).root, written=True)
     first = cfg.seed if tree.get("seed", cfg.seed) is not None else 0
     assert first is not None, "load_config draws one"
     last = first + cfg.train.seeds - 1
     if last > LARGEST_SEED:
-        message = f"counts from seed={first} to {last}, and the largest seed is {LARGEST_SEED}"
+        message = f"counts from seed={first} to {last}, but the largest seed is {LARGEST_SEED}"
         raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
     apply_environment(cfg)
     group = Seeds(cfg, path, overrides, range(first, last + 1), train, jobs)
@@ -77,7 +77,7 @@ def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train,
 
 
 class Seeds(Grid):
-    """The runs of one setting in this process."""
+    """Runs of one config with several seeds, started by this process."""
 
     VERB = "seeds"
 
@@ -91,7 +91,7 @@ class Seeds(Grid):
         given = cfg.logger.params.get("run_name")
         stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "run"
         parent = Parent(cfg, str(given) if given else f"{stem}-{digest}", "seeds", f"-{digest}" if given else "")
-        self.sign = f"seeds-{digest}"
+        self.tag = f"seeds-{digest}"
         grid = [[*overrides, "train.seeds=null", f"seed={seed}"] for seed in seeds]
         super().__init__(cfg, path, ["seed"], grid, train, jobs, code_of_grid(path, grid[0], parent), parent)
 
@@ -101,28 +101,28 @@ class Seeds(Grid):
         Raises:
             SetupError: the store cannot be used.
         """
-        note = self.home / "group.json"
-        known = read_object(note)
-        run_id = known.get("run")
-        if run_id is not None and not self.parent.is_there(run_id):
-            log.warning("The run %s above these runs was deleted; they start again.", run_id)
+        file = self.home / "group.json"
+        saved = read_object(file)
+        run_id = saved.get("run")
+        if run_id is not None and not self.parent.run_exists(run_id):
+            log.warning("The parent run %s was deleted; its runs start again.", run_id)
             for point in self.points:
                 point.file.unlink(missing_ok=True)
             run_id = None
-        elif run_id is None and not known and any(point.known for point in self.points):
-            run_id = self.parent.known(self.sign).get(None)  # killed between making the run and noting it
-        opened = self.parent.open(run_id, self.sign)
-        write_whole(note, json.dumps({"run": opened, "folder": str(self.parent.folder)}))
+        elif run_id is None and not saved and any(point.record for point in self.points):
+            run_id = self.parent.find_runs(self.tag).get(None)  # killed before the id of the new run was saved
+        opened = self.parent.open(run_id, self.tag)
+        write_whole(file, json.dumps({"run": opened, "folder": str(self.parent.folder)}))
 
-    def _tracked(self, point: multirun.Point) -> list[str]:
+    def _tracking_overrides(self, point: multirun.Point) -> list[str]:
         return self.parent.overrides(f"{self.parent.name}-seed-{point.words[-1].partition('=')[2]}")
 
     def _summarize(self) -> None:
         """Print and write mean, standard deviation and interval of each metric, and log them to the parent run."""
         from scipy import stats
 
-        ended = [point.known for point in self.points]
-        runs = [PastRun(RunFolder(Path(k["folder"])), None, None) for k in ended if k.get("state") == FINISHED]
+        records = [point.record for point in self.points]
+        runs = [PastRun(RunFolder(Path(r["folder"])), None, None) for r in records if r.get("state") == FINISHED]
         found = {}
         for name in by_stage(name for run in runs for name in run.metrics):
             values = [run.metrics[name] for run in runs if name in run.metrics]
@@ -139,9 +139,9 @@ class Seeds(Grid):
             size = spread if spread > 0 else None
             shown.append([name, *(number(figure, size) for figure in figures), str(len(values))])
             exact.append([name, *("" if math.isnan(figure) else repr(figure) for figure in figures), str(len(values))])
-            for ending, figure in zip(("", "_low", "_high", "_std"), figures, strict=True):
+            for suffix, figure in zip(("", "_low", "_high", "_std"), figures, strict=True):
                 if not math.isnan(figure):
-                    points.append(Point(clean(f"{name}{ending}"), figure, now, 0))
+                    points.append(Point(clean(f"{name}{suffix}"), figure, now, 0))
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(exact)
         write_whole(self.parent.folder / SUMMARY, out.getvalue())
@@ -153,5 +153,5 @@ class Seeds(Grid):
             self.parent.close("FINISHED")
             return
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        with contextlib.suppress(Exception):  # the store may be what went wrong
+        with contextlib.suppress(Exception):  # the store may be the cause of the error
             self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))

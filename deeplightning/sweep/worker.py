@@ -1,7 +1,7 @@
-"""Run work in processes forked from one that has imported everything, such as the runs of a grid or a search.
+"""Run work, such as the runs of a grid or a search, in processes forked from one that has imported everything.
 
-A child leads a process group of its own, so that Ctrl-C reaches the parent alone, which passes it on once; and it is
-killed when the parent ends, however that ends.
+Each child leads its own process group, so that Ctrl-C reaches only the parent, which forwards it once. A child is
+killed when the parent ends for any reason.
 """
 
 from __future__ import annotations
@@ -20,48 +20,46 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from deeplightning.faults import ERRORS, UserError
 from deeplightning.launch.job import TrialJobs
 from deeplightning.private.python import forget_exit_functions, run_exit_functions
 from deeplightning.process.die_with_parent import end_with
 from deeplightning.process.rendezvous import interface
 
-POLL_SECONDS = 0.05  # between two checks whether a run has ended
+POLL_SECONDS = 0.05  # between two checks for ended runs
 MAX_MESSAGE_BYTES = 1_000_000
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_OF_USERS = ERRORS.keys() - {UserError.exit_code}
 
 Train = Callable[[Sequence[str]], int]
-"""Calls `deeplightning train` with these arguments in this process; returns its exit code."""
+"""A function that calls `deeplightning train` with these arguments in this process and returns its exit code."""
 
 
 def fork(work: Callable[[], object]) -> int:
     """Call a function in a forked process, with an empty stdin; return the process's id.
 
     Args:
-        work: returns the exit code of the process; anything but a number is 1.
+        work: returns the exit code of the process; anything but an integer means 1.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    # A signal that comes meanwhile waits: the child would take it for the parent's.
+    # Signals wait until the child has its own handlers; otherwise it would run the parent's.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries wait, and hold nothing
+            warnings.simplefilter("ignore", DeprecationWarning)  # libraries' threads are idle and hold no locks
             child = os.fork()
         if child == 0:
-            _be_child(work, parent)
+            _run_child(work, parent)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return child
 
 
-def _be_child(work: Callable[[], object], parent: int) -> None:
-    """Set up the forked process, call the function and end the process."""
+def _run_child(work: Callable[[], object], parent: int) -> None:
+    """Set up the forked process, call the function and exit."""
     code: object = 1
     try:
-        forget_exit_functions()  # what is registered is the parent's to do
+        forget_exit_functions()  # they belong to the parent
         os.setpgid(0, 0)
         end_with(parent)
         for number in SIGNALS:
@@ -83,7 +81,7 @@ def _be_child(work: Callable[[], object], parent: int) -> None:
 
 
 class TrialServer:
-    """Receive messages of the runs at a port of this machine, and answer them, in JSON.
+    """Receives JSON messages from the runs on a port of this machine and answers them.
 
     Args:
         is_remote: whether the runs are on other machines, which must reach the port.
@@ -91,18 +89,18 @@ class TrialServer:
 
     def __init__(self, is_remote: bool):
         self.token = secrets.token_hex(16)
-        route = interface("192.0.2.1") if is_remote else None  # an address kept for documentation, RFC 5737
+        route = interface("192.0.2.1") if is_remote else None  # an address reserved for documentation, RFC 5737
         self._listener = socket.create_server((route[1] if route is not None else "127.0.0.1", 0))
         self._listener.settimeout(POLL_SECONDS)
         self.host, self.port = self._listener.getsockname()[:2]
 
     def address_for(self, number: int, metric: str) -> str:
-        """Return how a run reaches this port, as JSON for a variable of its environment."""
-        words = {"host": self.host, "port": self.port, "token": self.token, "trial": number, "metric": metric}
-        return json.dumps(words)
+        """Return the address of this server for a run, as JSON for a variable of its environment."""
+        address = {"host": self.host, "port": self.port, "token": self.token, "trial": number, "metric": metric}
+        return json.dumps(address)
 
     def listen(self, answer: Callable[[dict[str, object]], dict[str, object]]) -> None:
-        """Answer one message, if one comes in a moment."""
+        """Answer one message, if one arrives within `POLL_SECONDS`."""
         try:
             connection, _ = self._listener.accept()
         except TimeoutError:
@@ -115,7 +113,7 @@ class TrialServer:
                     if isinstance(message, dict) and message.pop("token", None) == self.token:
                         reply = answer(message)
                         connection.sendall(json.dumps(reply).encode() + b"\n")
-            except (OSError, ValueError):  # a run that was killed meanwhile, or another program
+            except (OSError, ValueError):  # a run that was killed, or another program
                 pass
 
     def close(self) -> None:
@@ -123,18 +121,18 @@ class TrialServer:
 
 
 def failure_in(log: Path, code: int) -> str:
-    """Return why a run failed: the last error that it printed, else what its exit code means."""
+    """Return why a run failed: the last error that it printed, else a description of its exit code."""
     notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", log.read_text(errors="replace"), re.MULTILINE)
-    killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return (notes or [killed])[-1]
+    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return (notes or [ended])[-1]
 
 
 class Forked:
-    """Start runs as processes forked from this one.
+    """Starts runs as processes forked from this one.
 
     Attributes:
-        array: the jobs that a launcher keeps for the runs; None: they run here, or start what they need.
-        signal: the last that this process got while it forwarded signals; None: none.
+        array: the jobs that a launcher reserves for the runs; None if they run here, or start their own jobs.
+        signal: the last signal that this process forwarded; None if there was none.
     """
 
     def __init__(self, train: Train, server: TrialServer):
@@ -152,16 +150,16 @@ class Forked:
         Args:
             arguments: of `deeplightning train`.
             log: the file to which its stdout and stderr are appended.
-            environment: variables to set; None: to remove.
+            environment: variables to set; None removes a variable.
         """
         if self.array is not None:
             environment = {**environment, **self.array.variables(environment)}
 
         def work() -> int:
             self.server.close()
-            written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(written, 1)
-            os.dup2(written, 2)
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             for name in environment:
                 os.environ.pop(name, None)
             os.environ.update({name: value for name, value in environment.items() if value is not None})
@@ -170,8 +168,8 @@ class Forked:
         self._running[number] = fork(work)
 
     def ended(self) -> dict[int, int]:
-        """Return the runs that have ended since the last call, with their exit codes; negative: the signal that killed
-        it."""
+        """Return the exit codes of runs that have ended since the last call; a negative one is the signal that killed
+        the run."""
         codes = {}
         for number, child in list(self._running.items()):
             found, status = os.waitpid(child, os.WNOHANG)
@@ -181,15 +179,15 @@ class Forked:
         return codes
 
     @contextlib.contextmanager
-    def passing_signals_on(self) -> Iterator[None]:
-        """Forward SIGINT and SIGTERM to the runs as SIGINT: after one they save a checkpoint and end, after a second
+    def forward_signals(self) -> Iterator[None]:
+        """Forward SIGINT and SIGTERM to the runs as SIGINT. At the first they save a checkpoint and end; at the second
         they end at once."""
 
-        def pass_on(number: int, frame: FrameType | None) -> None:
+        def forward(number: int, frame: FrameType | None) -> None:
             self.signal = number
             self.interrupt()
 
-        before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+        before = {number: signal.signal(number, forward) for number in SIGNALS}
         try:
             yield
         finally:

@@ -1,1 +1,1 @@
-"""One file per task, each with a LightningModule; beside them what tasks share."""
+"""One file per task, each with a LightningModule, and the code that tasks share."""

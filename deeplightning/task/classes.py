@@ -1,4 +1,4 @@
-"""What tasks share that tell classes apart: logits against labels, probabilities, a confusion matrix.
+"""Base of classification tasks: logits against labels, probabilities, a confusion matrix.
 
 Shapes: B batch, K classes.
 """
@@ -11,16 +11,16 @@ from torch import Tensor, bincount, nn
 from deeplightning import transfer
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Accuracy
-from deeplightning.task.networks import LabelError, Probabilities, check_number, refusal
+from deeplightning.task.networks import LabelError, Probabilities, check_output_count, output_error
 from deeplightning.task.supervised import Batch, Supervised
 
 
 class Classification(Supervised):
-    """A task whose network gives logits (B, K), and whose batches have `label` int64 (B,).
+    """Task whose network returns logits (B, K) and whose batches have `label` int64 (B,).
 
     Attributes:
-        sample: a word for one.
-        class_names: the name of each label, in order; empty: the data tell none.
+        sample: noun for one sample, for messages.
+        class_names: the name of each label, in order; empty if the data module gives none.
     """
 
     sample = "sample"
@@ -31,35 +31,34 @@ class Classification(Supervised):
     def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self.class_names: list[str] = []
-        self._answered: list[Tensor] = []  # of each validation batch, label and answer as one number
-        self._outputs_of_classes = 0
-        self._ranges: dict[object, tuple[int, int] | None] = {}  # of each stage, the least and the largest label
+        self._confusion_indices: list[Tensor] = []  # label * K + prediction, of each validation batch
+        self._num_outputs = 0
+        self._label_ranges: dict[object, tuple[int, int] | None] = {}  # smallest and largest label by stage
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.class_names = list(getattr(getattr(self.trainer, "datamodule", None), "class_names", self.class_names))
 
     def truth(self, batch: Batch) -> Tensor:
-        """Return the labels, int64 (B,); what is no whole number stays as it is, and `check_truth` refuses it."""
+        """Return the labels, int64 (B,). Floats are returned unchanged, and `check_truth` refuses them."""
         labels = self.column(batch, "label")
-        return labels if labels.is_floating_point() else labels.long()  # torch's losses take no other integers
+        return labels if labels.is_floating_point() else labels.long()  # torch's losses accept no other integer type
 
     def default_metrics(self) -> dict[str, object]:
         return {"acc": Accuracy()}
 
     def check_outputs(self, outputs: object) -> None:
-        """Raise MisfitError unless they are logits (B, K), one for each class of the data."""
+        """Raise MisfitError unless the outputs are logits (B, K), one for each class of the data."""
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
-            raise refusal(self.cfg.model.network.type, outputs, f"(B, K): one row per {self.sample}")
-        check_number(outputs, self.class_names, f"classes (labels 0 to {len(self.class_names) - 1})")
+            raise output_error(self.cfg.model.network.type, outputs, f"(B, K): one row per {self.sample}")
+        check_output_count(outputs, self.class_names, f"classes (labels 0 to {len(self.class_names) - 1})")
 
     def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
         """Check that each label is one of the classes.
 
         Raises:
-            LabelError: labels are no whole numbers (B,), or one has no output. On a GPU all labels of a set
-                that has them on the CPU (its attribute `labels`) are looked at once; of other sets, batches of the
-                first epoch.
+            LabelError: labels are not whole numbers (B,), or one has no output. On a GPU, the labels of a dataset that
+                has them on the CPU (its attribute `labels`) are checked once; other datasets in the first epoch only.
         """
         if truth.ndim != 1 or truth.dtype != torch.int64:
             found = f"{str(truth.dtype).removeprefix('torch.')} {tuple(truth.shape)}"
@@ -68,7 +67,7 @@ class Classification(Supervised):
                 "have the data module give `label` as torch.int64, for example `labels.long().flatten()`",
                 "data.module",
             )
-        low, high = self._range(truth)
+        low, high = self._label_range(truth)
         if low < 0 or high >= outputs.shape[1]:
             raise LabelError(
                 f"the data holds label {low if low < 0 else high}, the network has {outputs.shape[1]} outputs "
@@ -76,25 +75,25 @@ class Classification(Supervised):
                 "model.network",
             )
 
-    def _range(self, truth: Tensor) -> tuple[int, int]:
-        """Return the least and the largest label of a batch, or of a set that it is of; (0, 0) where nobody looks."""
+    def _label_range(self, truth: Tensor) -> tuple[int, int]:
+        """Return the smallest and largest label of a batch or of its whole dataset; (0, 0) if they are not checked."""
         if not transfer.is_asynchronous(truth.device):
             return int(truth.min()), int(truth.max())
         stage = self.trainer.state.stage
-        if stage not in self._ranges:
-            labels = self._labels_of_set()
-            self._ranges[stage] = None if labels is None else (int(labels.min()), int(labels.max()))
-        known = self._ranges[stage]
-        if known is None and self.current_epoch == 0:
+        if stage not in self._label_ranges:
+            labels = self._dataset_labels()
+            self._label_ranges[stage] = None if labels is None else (int(labels.min()), int(labels.max()))
+        dataset_range = self._label_ranges[stage]
+        if dataset_range is None and self.current_epoch == 0:
             low, high = torch.stack(torch.aminmax(truth)).tolist()
             return int(low), int(high)
-        return known or (0, 0)
+        return dataset_range or (0, 0)
 
-    def _labels_of_set(self) -> Tensor | None:
-        """Return all labels of the set that the stage goes through, where it has them on the CPU."""
+    def _dataset_labels(self) -> Tensor | None:
+        """Return all labels of the stage's dataset, or None if it does not have them on the CPU."""
         trainer = self.trainer
-        judged = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
-        loader: object = trainer.train_dataloader if trainer.training else judged
+        evaluated = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        loader: object = trainer.train_dataloader if trainer.training else evaluated
         labels = getattr(getattr(loader, "dataset", None), "labels", None)
         is_column = isinstance(labels, Tensor) and labels.device.type == "cpu" and labels.ndim == 1 and len(labels) > 0
         return labels if is_column else None
@@ -110,40 +109,40 @@ class Classification(Supervised):
         }
 
     def inference_model(self) -> nn.Module:
-        """Return what maps inputs (N, …) to probabilities float32 (N, K), on the CPU, in eval mode."""
+        """Return a module that maps inputs (N, …) to probabilities float32 (N, K), on the CPU, in eval mode."""
         return self.exported(Probabilities(self.network, getattr(self, "normalise", None)))
 
     # ---- pictures
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        self._answered = []
+        self._confusion_indices = []
 
-    def take_form(self, inputs: Tensor, outputs: Tensor) -> None:
-        super().take_form(inputs, outputs)
-        self.class_names = self._names(outputs.shape[1])
+    def infer_spec(self, inputs: Tensor, outputs: Tensor) -> None:
+        super().infer_spec(inputs, outputs)
+        self.class_names = self._names_or_numbers(outputs.shape[1])
 
     def remember(self, inputs: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Keep label and answer of each validation sample, in 8 bytes."""
-        self._outputs_of_classes = logits.shape[1]
-        self._answered.append(labels * logits.shape[1] + logits.argmax(1))
+        """Store label and prediction of each validation sample, in 8 bytes."""
+        self._num_outputs = logits.shape[1]
+        self._confusion_indices.append(labels * logits.shape[1] + logits.argmax(1))
 
     def pictures(self, stage: str) -> dict[str, Any]:
-        """Draw the confusion matrix, and precision and recall of each class, of the last validation over all processes.
+        """Draw the confusion matrix and the precision and recall of each class, of the last validation.
 
-        Called on every process, since counts are summed over them; only rank 0 gets drawings. Of more classes than
-        `MOST_IN_MATRIX` nothing is drawn.
+        Called on every process, because counts are summed over processes; only rank 0 returns drawings. Nothing is
+        drawn for more than `MAX_MATRIX_CLASSES` classes.
         """
         from deeplightning.figures import class_plots, measures  # most processes and verbs draw nothing
 
-        number = self._outputs_of_classes
-        if stage != "val" or not self._answered or number > class_plots.MOST_IN_MATRIX:
+        number = self._num_outputs
+        if stage != "val" or not self._confusion_indices or number > class_plots.MAX_MATRIX_CLASSES:
             return {}
-        counts = bincount(torch.cat(self._answered), minlength=number * number).view(number, number)
+        counts = bincount(torch.cat(self._confusion_indices), minlength=number * number).view(number, number)
         confusion = self.trainer.strategy.reduce(counts, reduce_op="sum").cpu().numpy()
         if not self.trainer.is_global_zero:
             return {}
-        names = self._names(number)
+        names = self._names_or_numbers(number)
         per_class = measures.from_counts(confusion.diagonal(), confusion.sum(0), confusion.sum(1))
         return {
             "val_confusion_matrix": class_plots.confusion_matrix(confusion, names, "validation"),

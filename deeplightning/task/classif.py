@@ -1,4 +1,4 @@
-"""Classification of anything that is an array of numbers: rows of a table, signals, or inputs of your own.
+"""Classification of arrays of numbers: rows of a table, signals, or your own inputs.
 
 Shapes: B batch, K classes.
 """
@@ -10,8 +10,8 @@ from deeplightning.task.rows import RowTask
 class Classification(classes.Classification, RowTask):
     """Trains `model.network` on batches of {"input": float32 (B, …), "label": int64 (B,), "index": int64 (B,)}.
 
-    The data module says how inputs are prepared (`table_spec` or `array_spec`) and what the classes are called
-    (`class_names`); both travel in the checkpoint.
+    The data module provides `table_spec` or `array_spec`, which prepares inputs, and `class_names`; both are saved in
+    the checkpoint.
     """
 
     gives = "classification"

@@ -1,4 +1,4 @@
-"""What the mean of a loss divides by: the weight of a batch where means of batches are combined.
+"""Compute the denominator of a mean loss, which weights a batch when means of batches are combined.
 
 Shapes: B is the batch size; the other dimensions depend on the loss.
 """
@@ -22,74 +22,74 @@ _BY_ELEMENT = (
 
 
 CANNOT_WEIGH = (
-    "the batches of the data have a weight for each sample, and {} cannot weigh samples: take a loss of torch.nn that "
-    "is a mean over samples, pixels or elements, such as CrossEntropyLoss, BCEWithLogitsLoss or MSELoss, or leave the "
-    "weights out of the batch"
+    "the batches of the data have a weight for each sample, and {} cannot weigh samples: use a loss of torch.nn that "
+    "is a mean over samples, pixels or elements, such as CrossEntropyLoss, BCEWithLogitsLoss or MSELoss, or remove the "
+    "weights from the batch"
 )
 
 
 def divides_by_samples(loss: nn.Module, uniform: bool) -> bool:
-    """Return whether a loss's denominators are to each other as the numbers of samples, in batches of any data.
+    """Return whether a loss's denominator is proportional to the number of samples, whatever the batch.
 
     Args:
-        uniform: the truth of each sample has the same shape, and no class in it is negative.
+        uniform: whether the truth of each sample has the same shape and no class in it is negative.
     """
     if hasattr(loss, "denominator"):
         return False
-    if _is(loss, _BY_CLASS):
+    if _computes_as(loss, _BY_CLASS):
         ignored: Any = loss.ignore_index
         return uniform and loss.weight is None and (ignored is None or ignored < 0)
-    return uniform or not _is(loss, _BY_ELEMENT) or loss.reduction != "mean"
+    return uniform or not _computes_as(loss, _BY_ELEMENT) or loss.reduction != "mean"
 
 
 def denominator(loss: Any, outputs: Any, truth: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return what a loss divides by for a batch, float64 (): what its method `denominator` gives; of a loss of torch.nn
-    with classes as truth, the sum of the weights of the classes that it does not ignore; of one that is a mean over
-    elements, their number; else the number of samples.
+    """Return what a loss divides by for a batch, float64 (): the result of its method `denominator`, if any; for
+    torch.nn losses of classes, the total weight of the classes that are not ignored; for means over elements, their
+    number; otherwise the number of samples.
 
     Args:
-        weight: of each sample, (B,); it multiplies what the sample adds. None: 1 each.
+        weight: of each sample, (B,), which multiplies its contribution; None: 1 each.
     """
     samples: Any = len(truth) if weight is None else weight.sum(dtype=torch.float64)
     if hasattr(loss, "denominator"):
         found = loss.denominator(outputs, truth)
         if isinstance(found, Tensor):
             return found.detach().double()
-    elif _is(loss, _BY_CLASS) and not truth.is_floating_point():
+    elif _computes_as(loss, _BY_CLASS) and not truth.is_floating_point():
         counted = truth != (-100 if loss.ignore_index is None else loss.ignore_index)
-        shares = counted if weight is None else counted * _along(weight.double(), counted)
+        shares = counted if weight is None else counted * _broadcastable(weight.double(), counted)
         if loss.weight is None:
             return shares.sum().double()
         try:
             return (loss.weight.double()[truth.where(counted, 0)] * shares).sum()
         except IndexError:
-            loss(outputs, truth)  # says what does not fit
+            loss(outputs, truth)  # raises an error that explains the misfit
             raise
-    elif _is(loss, _BY_CLASS):
+    elif _computes_as(loss, _BY_CLASS):
         found = truth[0, 0].numel() * samples  # probabilities, (B, K, …)
     else:
-        found = samples * (truth[0].numel() if _is(loss, _BY_ELEMENT) and loss.reduction == "mean" else 1)
+        found = samples * (truth[0].numel() if _computes_as(loss, _BY_ELEMENT) and loss.reduction == "mean" else 1)
     return torch.as_tensor(found, dtype=torch.float64, device=truth.device)
 
 
 def can_weigh(loss: Any) -> bool:
-    """Return whether a loss is a mean that also gives a number for each sample, pixel or element."""
-    return _is(loss, (*_BY_CLASS, *_BY_ELEMENT)) and loss.reduction == "mean"
+    """Return whether a loss is a mean that can also be computed per sample, pixel or element."""
+    return _computes_as(loss, (*_BY_CLASS, *_BY_ELEMENT)) and loss.reduction == "mean"
 
 
-def _along(weight: Tensor, values: Tensor) -> Tensor:
+def _broadcastable(weight: Tensor, values: Tensor) -> Tensor:
     """Return weights (B,) in the shape (B, 1, …), to multiply values (B, …)."""
     return weight.view(-1, *(1,) * (values.ndim - 1))
 
 
 def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute a loss of a batch. Losses of torch.nn give 0, not nan, where all classes are ignored or weigh 0.
+    """Compute a loss of a batch. Losses of torch.nn return 0, not nan, if all classes are ignored or have weight 0.
 
     Args:
         divided_by: the `denominator` for these samples and weights.
-        weight: of each sample, (B,), for a loss that `can_weigh`: what it adds is multiplied by this. None: 1 each.
+        weight: of each sample, (B,), which multiplies its contribution, if the loss `can_weigh`; None: 1 each.
     """
-    if not _is(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+    if not _computes_as(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
         if weight is None:
             return loss(outputs, truth)
         loss = copy.copy(loss)
@@ -101,11 +101,11 @@ def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor, weight: Ten
             each = functional.nll_loss(outputs, truth, **own)
         else:
             each = functional.cross_entropy(outputs, truth, label_smoothing=loss.label_smoothing, **own)
-    weighed = each if weight is None else each * _along(weight, each)
+    weighed = each if weight is None else each * _broadcastable(weight, each)
     found = weighed.sum(dtype=torch.float64) / divided_by.where(divided_by > 0, 1)
     return found.to(each.dtype if each.dtype == torch.float64 else torch.float32)
 
 
-def _is(loss: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a loss computes what one of these computes; a derived class may divide by something else."""
+def _computes_as(loss: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a loss has the `forward` of one of these classes; a derived class may divide differently."""
     return any(isinstance(loss, kind) and type(loss).forward is kind.forward for kind in kinds)

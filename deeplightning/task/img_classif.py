@@ -1,4 +1,4 @@
-"""Image classification: a network learns to tell classes of pictures apart, and says how sure it is.
+"""Image classification: predict the class of a picture, with its probability.
 
 Shapes: B batch, C channels, H height, W width, K classes.
 """
@@ -12,37 +12,36 @@ from torch import Tensor
 from deeplightning.task.classes import Classification
 from deeplightning.task.pixel_input import ImageTask, keep_best
 
-SHOWN = 16
-"""Pictures on the sheet of a validation."""
+SHEET_SIZE = 16
+"""Number of pictures on the sheet of a validation."""
 
 
 class ImageClassification(Classification, ImageTask):
     """Trains `model.network` on batches of {"image": uint8 (B, C, H, W), "label": int64 (B,), "index": int64 (B,)}.
 
-    The data module says how its pixels are normalised (`image_spec`) and what the classes are called (`class_names`);
-    both travel in the checkpoint.
+    The data module provides `image_spec`, which normalises pixels, and `class_names`; both are saved in the checkpoint.
     """
 
     kind = "image_classification"
     sample = "picture"
 
     def remember(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Count label and answer of each validation sample, and keep the pictures of this process that are worth a
-        look: the most confident mistakes, then the right answers that are least confident."""
+        """Store label and prediction of each validation sample, and the most instructive pictures of this process: the
+        most confident mistakes, then the least confident right answers."""
         super().remember(images, logits, labels)
         probability, predicted = logits.float().softmax(1).max(1)
         worth = torch.where(predicted == labels, 1 - probability, 1 + probability)  # (B,)
         found = {"image": images, "label": labels, "predicted": predicted, "p": probability, "worth": worth}
-        self._sheet = keep_best(self._sheet, found, SHOWN)
+        self._sheet = keep_best(self._sheet, found, SHEET_SIZE)
 
     def pictures(self, stage: str) -> dict[str, Any]:
-        """Draw those of every classification, and a sheet of samples."""
+        """Draw the figures of every classification, and a sheet of samples."""
         found = super().pictures(stage)
         if not found or self._sheet is None:
             return found
         from deeplightning.figures import class_plots  # as in `Classification`
 
-        names = self._names(self._outputs_of_classes)
+        names = self._names_or_numbers(self._num_outputs)
         columns = [self._sheet[name].cpu() for name in ("image", "label", "predicted", "p")]
         samples = [
             class_plots.Sample(
@@ -58,8 +57,8 @@ class ImageClassification(Classification, ImageTask):
 
 
 def _pixels(image: Tensor) -> np.ndarray:
-    """Return a picture (C, H, W) of the CPU as uint8 (H, W, 3), or as (H, W) of its first channel unless it has three;
-    floats are spread from black to white."""
+    """Convert a picture (C, H, W) on the CPU to uint8 (H, W, 3), or to (H, W) of its first channel if it does not have
+    three. Floats are scaled to the range from black to white."""
     if image.is_floating_point():
         low, high = torch.aminmax(image)
         image = ((image - low) / (high - low).clamp(min=1e-9) * 255).byte()

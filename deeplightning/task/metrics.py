@@ -1,4 +1,4 @@
-"""Means that are true over batches of any size and over processes. B batch, K classes."""
+"""Metrics that are exact means over batches of any size and all processes. B batch, K classes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,23 +8,23 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 
-class InOwnPrecision(nn.ModuleDict):
-    """Metrics that go along to a device and not to another precision: sums of bf16 numbers would stop growing.
+class FixedDtypeDict(nn.ModuleDict):
+    """Metrics that are moved between devices but keep their dtype: sums in bf16 would stop growing.
 
-    torchmetrics guards `half()` and its kin, and not `to(torch.bfloat16)`, which Lightning casts networks by (1.9).
+    torchmetrics ignores `half()` and the like, but not `to(torch.bfloat16)`, which Lightning casts networks with (1.9).
     """
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "InOwnPrecision":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FixedDtypeDict":
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
 
 class _Sums(Metric):
-    """A metric of a few sums, whose updates cost little beside a small network's step."""
+    """Metric of a few sums. Its updates are cheap compared with the step of a small network."""
 
     full_state_update = False
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in ("_computed", "_update_count"):  # torchmetrics', set at each update; torch looks for parameters
+        if name in ("_computed", "_update_count"):  # set at each update; torch would search its parameters
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
@@ -51,7 +51,7 @@ class Accuracy(_Sums):
 
 
 class Collected(Metric):
-    """What batches give, of all samples and processes; derived metrics compute a number of it."""
+    """Outputs and truth of all samples and processes; derived metrics compute a number from them."""
 
     full_state_update = False
     outputs: list[Tensor]
@@ -63,7 +63,7 @@ class Collected(Metric):
         self.add_state("truth", [], dist_reduce_fx="cat")
 
     def update(self, outputs: Tensor, truth: Tensor) -> None:
-        """Add a batch: what is measured of the outputs, (B, …), and the truth, (B, …)."""
+        """Add a batch: the measured outputs, (B, …), and the truth, (B, …)."""
         self.outputs.append(outputs)
         self.truth.append(truth)
 
@@ -73,12 +73,12 @@ class Collected(Metric):
 
 
 class SampleMean(_Sums):
-    """Mean of what batches report, weighted by their samples or by what else each mean is over, over all processes.
+    """Mean of the values of batches over all processes, weighted by their samples or by another denominator.
 
-    No number in one batch is no number in all; torchmetrics' MeanMetric leaves it out or forgets the weights (1.9).
+    A NaN in one batch makes the result NaN; torchmetrics' MeanMetric leaves it out or forgets the weights (1.9).
 
     Args:
-        factors: of several means whose weighted sum it computes, each over numbers of its own; none: one mean.
+        factors: of the means whose weighted sum is computed, each with its own denominator; empty: a single mean.
     """
 
     total: Tensor
@@ -87,17 +87,17 @@ class SampleMean(_Sums):
     def __init__(self, factors: Sequence[float] = ()) -> None:
         super().__init__()
         self.factors = tuple(factors)
-        # In 64 bits: a run that resumes inside an epoch adds up in another order, and must end with the same digits.
+        # float64: a run that resumes inside an epoch adds in another order, and must give the same digits.
         zero = torch.zeros([len(factors)] if factors else [], dtype=torch.float64)
         self.add_state("total", zero, dist_reduce_fx="sum")
         self.add_state("samples", zero.clone(), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, samples: int | Tensor) -> None:
-        """Add a batch: its mean, float (), and its number of samples or other weight; of K factors, (K,) of each."""
+        """Add a batch: its mean, float (), and its number of samples or other weight; both (K,) for K factors."""
         if isinstance(samples, Tensor):
             self.total.add_(torch.where(samples > 0, value * samples, 0.0))
         else:
-            self.total.add_(value, alpha=samples)  # computed in the 64 bits of the sum, in one kernel
+            self.total.add_(value, alpha=samples)  # computed in float64, in one kernel
         self.samples.add_(samples)
 
     def compute(self) -> Tensor:

@@ -1,7 +1,7 @@
-"""Networks of a config: built on the CPU, tried with an example input before data are read, and what they give.
+"""Check the network and losses of a config before data are read, and select one of a network's outputs.
 
-A network may give something other than a tensor, such as a dataclass, a dict or a tuple: the task takes what
-`model.output` names of it.
+A network may return something other than a tensor, such as a dataclass, a dict or a tuple; `model.output` names the
+part that the task uses.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from deeplightning.config.target import build
 from deeplightning.words import did_you_mean, first_line, lacks_memory
 
 
-class _AboutKey(ValueError):
+class _KeyedError(ValueError):
     """
     Attributes:
-        key: the config key that it is about, where the message does not begin with it.
+        key: the config key that the error is about, if the message does not begin with it.
     """
 
     def __init__(self, message: str, key: str | None = None):
@@ -29,25 +29,25 @@ class _AboutKey(ValueError):
         self.key = key
 
 
-class LabelError(_AboutKey):
+class LabelError(_KeyedError):
     """The data's labels do not fit the network's classes. Ends the run with exit code 3."""
 
     exit_code = 3
 
 
-class MisfitError(_AboutKey):
+class MisfitError(_KeyedError):
     """Parts of the config that do not fit each other. Ends the run with exit code 2."""
 
     exit_code = 2
 
 
 class Probabilities(nn.Module):
-    """What a bundle of classes or labels holds: inputs (B, …) to probabilities float32 (B, K, …).
+    """Module exported for classes and labels: inputs (B, …) to probabilities float32 (B, K, …).
 
     Args:
-        network: gives logits.
-        normalise: what inputs go through before; None: nothing.
-        exclusive: a sample has one class; else any number of labels.
+        network: returns logits.
+        normalise: is applied to inputs first, if given.
+        exclusive: whether a sample has exactly one class, rather than any number of labels.
     """
 
     def __init__(self, network: nn.Module | None, normalise: nn.Module | None = None, exclusive: bool = True):
@@ -61,7 +61,7 @@ class Probabilities(nn.Module):
 
 
 def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:
-    """Build a loss that is called with these arguments; raise MisfitError if its `forward` takes others."""
+    """Build a loss that is called with these arguments; raise MisfitError if its `forward` does not accept them."""
     loss: nn.Module = build(target)
     try:
         signature(loss.forward).bind(*arguments)
@@ -72,8 +72,8 @@ def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:
 
 
 @contextmanager
-def judging(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, without gradients; afterwards each part has its own mode again."""
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode without gradients, and restore the mode of each submodule on exit."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -84,41 +84,41 @@ def judging(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def try_network(network: nn.Module, example: Tensor, refusal: str) -> Any:
+def try_network(network: nn.Module, example: Tensor, summary: str) -> Any:
     """Pass an example through a network in evaluation mode, on the network's device, without gradients.
 
-    The first batch would show the same error, but later and in terms of matrices or indices.
+    The first batch would raise the same error, but later and in terms of matrices or indices.
 
     Args:
-        network: gives an output for the example.
+        network: is called with the example.
         example: (1, …), on any device.
-        refusal: what the error says before torch's reason.
+        summary: start of the error message, before torch's reason.
 
     Returns:
-        What the network gives.
+        The output of the network.
 
     Raises:
-        MisfitError: the network does not take the example.
+        MisfitError: the network does not accept the example.
     """
     device = next(itertools.chain(network.parameters(), network.buffers()), example).device
     try:
-        with judging(network):
+        with evaluation_mode(network):
             return network(example.to(device))
-    except MisfitError:  # of an output
+    except MisfitError:  # raised by `SelectOutput`
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         if lacks_memory(error):
             raise
-        raise MisfitError(f"{refusal}: {first_line(error)}", "model.network") from error
+        raise MisfitError(f"{summary}: {first_line(error)}", "model.network") from error
 
 
-class Picked:
-    """A forward hook by which a network gives one of its outputs alone: in training, in validation and in the export.
+class SelectOutput:
+    """Forward hook that makes a network return only one of its outputs: in training, validation and export.
 
-    A tensor stays as it is: torchvision's inception gives several in training, and one in evaluation.
+    A tensor is returned unchanged: torchvision's Inception returns several outputs in training and one in evaluation.
 
     Args:
-        name: of an attribute or a key; or the position in a tuple or list, from 0.
+        name: an attribute or a key, or the position in a tuple or list, from 0.
         network: the name of the network, for messages.
     """
 
@@ -129,7 +129,7 @@ class Picked:
         """Return the output with this name; raise MisfitError if there is none."""
         if isinstance(outputs, Tensor):
             return outputs
-        names = names_in(outputs)
+        names = output_names(outputs)
         if self.name not in names:
             given = f"{self.network} gives a {type(outputs).__name__}"
             if not names:
@@ -142,9 +142,9 @@ class Picked:
         return getattr(outputs, str(self.name)) if is_attribute else outputs[self.name]
 
 
-def names_in(outputs: object) -> list[str | int]:
-    """Return what `model.output` may be for such outputs; empty: they are a tensor, or of a kind that has no names."""
-    if isinstance(outputs, Mapping):  # a ModelOutput of Hugging Face's is one
+def output_names(outputs: object) -> list[str | int]:
+    """Return the values that `model.output` may have for these outputs; [] if they are a tensor or have no names."""
+    if isinstance(outputs, Mapping):  # including Hugging Face's ModelOutput
         return list(outputs)
     if dataclasses.is_dataclass(outputs):
         return [field.name for field in dataclasses.fields(outputs)]
@@ -153,21 +153,21 @@ def names_in(outputs: object) -> list[str | int]:
     return []
 
 
-def refusal(network: str, outputs: object, wanted: str) -> MisfitError:
-    """Return the error of outputs that are not what a task wants, and what to do about outputs with names."""
+def output_error(network: str, outputs: object, wanted: str) -> MisfitError:
+    """Return the error for outputs of the wrong form, with a hint if the outputs have names."""
     found = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
     message = f"{network} gives {found}, not {wanted}"
-    if names := names_in(outputs):
+    if names := output_names(outputs):
         several = ", ".join(map(str, names))
-        message += f". Set model.output to one of what it has: {several:.300}; for example model.output={names[0]}"
+        message += f". Set model.output to one of its outputs: {several:.300}; for example model.output={names[0]}"
     return MisfitError(message, "model.network")
 
 
-def check_number(outputs: Tensor, names: list[str], what: str, per: str = "") -> None:
-    """Raise MisfitError unless there is one output (B, K, …) for each name; without names any number will do."""
+def check_output_count(outputs: Tensor, names: list[str], what: str, per: str = "") -> None:
+    """Raise MisfitError unless there is one output (B, K, …) for each name; without names any number is accepted."""
     if names and outputs.shape[1] != len(names):
         raise MisfitError(
             f"the data has {len(names)} {what}, the network {outputs.shape[1]} outputs{per}; set "
-            f"model.network.params.num_classes={len(names)}, or whatever it calls them",
+            f"model.network.params.num_classes={len(names)}, or the param that it uses instead",
             "model.network",
         )

@@ -1,4 +1,4 @@
-"""Regression: a network learns to give numbers, one or several for each sample.
+"""Regression: predict one or several numbers for each sample.
 
 Shapes: B batch, F features, T targets.
 """
@@ -12,13 +12,13 @@ from torchmetrics import Metric
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Collected
-from deeplightning.task.networks import MisfitError, refusal
+from deeplightning.task.networks import MisfitError, output_error
 from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
 
 
 class MeanSquaredError(Metric):
-    """Mean of the squared errors, over all samples, targets and processes; scikit-learn's `mean_squared_error`."""
+    """Mean squared error over all samples, targets and processes; equals scikit-learn's `mean_squared_error`."""
 
     full_state_update = False
     total: Tensor
@@ -26,7 +26,7 @@ class MeanSquaredError(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        # In 64 bits, as `deeplightning.task.metrics.SampleMean`; of each target, once the first batch tells how many.
+        # float64, as in `deeplightning.task.metrics.SampleMean`; one sum per target from the first batch on.
         self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
 
@@ -40,7 +40,7 @@ class MeanSquaredError(Metric):
 
 
 class RootMeanSquaredError(MeanSquaredError):
-    """The square root of each target's mean squared error, and the mean of these; scikit-learn's
+    """Mean over targets of the square root of each target's mean squared error; equals scikit-learn's
     `root_mean_squared_error`."""
 
     def compute(self) -> Tensor:
@@ -50,15 +50,15 @@ class RootMeanSquaredError(MeanSquaredError):
 class Regression(RowTask):
     """Trains `model.network` on {"input": float (B, F), "target": float (B,) or (B, T), "index": int64 (B,)}.
 
-    Where the data module has `target_mean` and `target_std`, (T,), the network learns targets of mean 0 and deviation
-    1, and the loss is of these; metrics, predictions and answers are in the unit of the data.
+    If the data module has `target_mean` and `target_std`, (T,), the network learns targets of mean 0 and standard
+    deviation 1, and the loss is computed on these; metrics, predictions and answers are in the unit of the data.
 
-    Outputs and targets of shape (B, 1) are taken as (B,): a loss would spread one against the other to (B, B).
+    Outputs and targets of shape (B, 1) are squeezed to (B,): a loss would broadcast (B,) and (B, 1) to (B, B).
     Metrics: `<stage>_loss`, and `<stage>_mse` and `<stage>_rmse` or those of `model.metrics`, weighted by sample.
-    A batch may lack `index`, the position of each sample in its set; then there is no file of predictions.
+    A batch may lack `index`, the position of each sample in its dataset; then no predictions are written.
 
-    An answer of the endpoint has an interval as well: prediction ± the `interval` quantile of the absolute errors on
-    the validation set. Of samples like these it holds the truth with that probability (split conformal prediction,
+    An answer of the endpoint also has an interval: prediction ± the `interval` quantile of the absolute errors on the
+    validation set. For samples like these it contains the truth with that probability (split conformal prediction,
     Lei et al. 2018, https://arxiv.org/abs/1604.04173).
 
     Args:
@@ -66,10 +66,10 @@ class Regression(RowTask):
         interval: from 0 to 1; null: answers have no interval.
 
     Attributes:
-        target_names: the name of each target; empty: the data module gives none.
+        target_names: the name of each target; empty if the data module gives none.
 
     Raises:
-        MisfitError: (while running) the network does not take the inputs, or gives what is no number for each target.
+        MisfitError: (while running) the network does not accept the inputs, or its outputs do not fit the targets.
     """
 
     gives = "regression"
@@ -86,45 +86,45 @@ class Regression(RowTask):
         self.half_widths: list[float] = []
         self.collected = Collected()
         self.target_names: list[str] = []
-        self._scale([0.0], [1.0])
+        self._set_scale([0.0], [1.0])
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
         if names := getattr(data, "target_names", None):
             self.target_names = list(names)
-            self._scale(data.target_mean, data.target_std)
+            self._set_scale(data.target_mean, data.target_std)
 
-    def _scale(self, mean: list[float], std: list[float]) -> None:
+    def _set_scale(self, mean: list[float], std: list[float]) -> None:
         self.is_scaled = (mean, std) != ([0.0], [1.0])
         for name, values in (("target_mean", mean), ("target_std", std)):
             values = values[0] if len(values) == 1 else values  # type: ignore[assignment] # else (B,) becomes (B, 1)
             self.register_buffer(name, torch.tensor(values), persistent=False)
-        # What torch's ddp reads: these are the same everywhere, and need not be sent at each step.
+        # Read by torch's DDP: these buffers are equal on all processes and need not be broadcast at each step.
         self._ddp_params_and_buffers_to_ignore = ["target_mean", "target_std"]
 
     def default_metrics(self) -> dict[str, object]:
         return {"mse": MeanSquaredError(), "rmse": RootMeanSquaredError()}
 
     def truth(self, batch: Batch) -> Tensor:
-        """Return the targets as the network gives them, float (B,) or (B, T)."""
-        target = _without_one(super().truth(batch))
+        """Return the targets on the scale of the network's outputs, float (B,) or (B, T)."""
+        target = _squeezed(super().truth(batch))
         return (target - self.target_mean) / self.target_std if self.is_scaled else target
 
     def in_units(self, values: Any) -> Any:
-        """Return numbers as the network gives them, float (B,) or (B, T), in the unit of the data."""
+        """Convert outputs of the network, float (B,) or (B, T), to the unit of the data."""
         return values * self.target_std + self.target_mean if self.is_scaled else values
 
-    def _count(self, stage: str, outputs: object, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
-        return super()._count(stage, self.in_units(outputs), self.in_units(truth), *rest, **others)
+    def _measure(self, stage: str, outputs: object, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
+        return super()._measure(stage, self.in_units(outputs), self.in_units(truth), *rest, **others)
 
-    def take_form(self, inputs: Tensor, outputs: Tensor) -> None:
-        super().take_form(inputs, outputs)
+    def infer_spec(self, inputs: Tensor, outputs: Tensor) -> None:
+        super().infer_spec(inputs, outputs)
         if not self.target_names and outputs.ndim > 1:
             self.target_names = [f"target_{number}" for number in range(outputs.shape[1])]
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
-        """Keep outputs and truth of the validation, of whose differences intervals are made."""
+        """Collect outputs and truth of the validation, from whose differences intervals are computed."""
         if self.interval is not None and self.row_spec is not None:
             # Copies, since a CUDA graph reuses the memory of its outputs.
             outputs, truth = (self.in_units(v.float()).reshape(len(v), -1).clone() for v in (outputs, truth))
@@ -133,18 +133,18 @@ class Regression(RowTask):
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
         if self.collected.update_count:
-            # torchmetrics makes one number of one row and target.
+            # torchmetrics reduces (1, 1) to a scalar.
             outputs, truth = (torch.atleast_2d(values).double() for values in self.collected.compute())
             self.collected.reset()
             found = (outputs - truth).abs().sort(0).values  # (N, T)
             if len(found) and self.interval is not None:
-                place = min(len(found), math.ceil((len(found) + 1) * self.interval)) - 1
-                self.half_widths = found[place].tolist()
+                rank = min(len(found), math.ceil((len(found) + 1) * self.interval)) - 1
+                self.half_widths = found[rank].tolist()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return predictions (B,) or (B, T) for inputs (B, F); raise MisfitError if the network takes others."""
+        """Return predictions (B,) or (B, T) for inputs (B, F); raise MisfitError if the network refuses them."""
         try:
-            return _without_one(super().forward(inputs))
+            return _squeezed(super().forward(inputs))
         except RuntimeError as error:
             if "shapes cannot be multiplied" not in str(error):
                 raise
@@ -154,7 +154,7 @@ class Regression(RowTask):
 
     def check_outputs(self, outputs: object) -> None:
         if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
-            raise refusal(self.cfg.model.network.type, outputs, "(B, T): a number for each target of a sample")
+            raise output_error(self.cfg.model.network.type, outputs, "(B, T): a number for each target of a sample")
 
     def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
         if outputs.shape != truth.shape:
@@ -163,11 +163,11 @@ class Regression(RowTask):
             raise MisfitError(message, "model.network")
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
-        """Return a row per sample: prediction and target, with a number behind where there are several."""
+        """Return a row per sample: prediction and target, numbered if there are several."""
         columns = _columns("prediction", self.in_units(outputs.detach().float()))
-        return columns | _columns("target", _without_one(batch["target"])) if "target" in batch else columns
+        return columns | _columns("target", _squeezed(batch["target"])) if "target" in batch else columns
 
-    # ---- travelling
+    # ---- checkpoints
 
     def travels(self) -> dict[str, object]:
         own = super().travels()
@@ -180,8 +180,8 @@ class Regression(RowTask):
         super().arrives(saved)
         if not self.target_names:
             self.target_names = saved["names"]
-            device = self.target_mean.device  # a checkpoint arrives when the task is on its device
-            self._scale(saved["mean"], saved["std"])
+            device = self.target_mean.device  # checkpoints are loaded when the task is already on its device
+            self._set_scale(saved["mean"], saved["std"])
             self.target_mean, self.target_std = self.target_mean.to(device), self.target_std.to(device)
         self.half_widths = saved["half_widths"]
 
@@ -193,12 +193,12 @@ class Regression(RowTask):
         return self.target_names or ["target"]
 
     def answer_details(self) -> dict[str, object]:
-        """Return what a bundle says of its answers: the interval, and by how much a prediction may be off in it."""
+        """Return the interval and its half width for each target, which the bundle keeps."""
         return {"interval": self.interval, "half_widths": self.half_widths} if self.half_widths else {}
 
     def inference_model(self) -> nn.Module:
-        """Return a module that computes prepared inputs float32 (N, …) to numbers float32 (N, T), in the unit of the
-        data; on the CPU, in eval mode."""
+        """Return a module that maps prepared inputs float32 (N, …) to numbers float32 (N, T) in the unit of the data,
+        on the CPU, in eval mode."""
         mean, std = (
             value.detach().cpu().reshape(-1).expand(len(self.class_names)).clone()
             for value in (self.target_mean, self.target_std)
@@ -206,8 +206,8 @@ class Regression(RowTask):
         return self.exported(Scaled(self.network, mean, std))
 
 
-def _without_one(values: object) -> Any:
-    """Return (B, 1) as (B,); anything else as it is."""
+def _squeezed(values: object) -> Any:
+    """Return (B, 1) as (B,), and anything else unchanged."""
     return values.squeeze(1) if isinstance(values, Tensor) and values.ndim == 2 and values.shape[1] == 1 else values
 
 

@@ -1,5 +1,5 @@
-"""What tasks share whose inputs are rows of a table, signals or other arrays of numbers: the spec that prepared them
-travels with the weights.
+"""Base of tasks whose inputs are rows of a table, signals or other arrays of numbers. The spec that prepared them is
+saved with the weights.
 
 Shapes: B batch; the shape of one input follows from the spec.
 """
@@ -18,14 +18,14 @@ from deeplightning.task.supervised import Supervised
 
 
 class RowTask(Supervised):
-    """A task whose inputs are `input` float32 (B, …) in each batch.
+    """Task whose inputs are `input` float32 (B, …) in each batch.
 
-    The data module says how they are prepared (`table_spec` or `array_spec`), which travels in the checkpoint. Without
-    one an input is an array of the shape that all validation batches have; where these differ, there is no endpoint.
+    The data module's `table_spec` or `array_spec` prepares them and is saved in the checkpoint. Without one, a spec is
+    inferred from the shape of the validation batches; if their shapes differ, the run cannot be served.
 
     Attributes:
-        gives: what it answers, a word of `deeplightning.kinds.OUTPUTS`.
-        row_spec: how an input is prepared; None: not known.
+        gives: its kind of output, a key of `deeplightning.kinds.OUTPUTS`.
+        row_spec: prepares an input; None if unknown.
     """
 
     gives = "regression"
@@ -33,21 +33,21 @@ class RowTask(Supervised):
     def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self.row_spec: TableSpec | ArraySpec | None = None
-        self._inferred: ArraySpec | None = None  # of validation batches, or a checkpoint that had it from there
+        self._inferred: ArraySpec | None = None  # from validation batches, or from a checkpoint that inferred it
         self._may_infer = True
 
     @property
     def takes(self) -> str:
-        """What goes in: "table" or "array"."""
+        """The kind of input: "table" or "array"."""
         return "table" if isinstance(self.row_spec, TableSpec) else "array"
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """The kind of the task, of `deeplightning.kinds.KINDS`."""
+        """The kind of the task, a key of `deeplightning.kinds.KINDS`."""
         return f"{self.takes}_{self.gives}"
 
     @property
-    def saved_under(self) -> str:
+    def checkpoint_key(self) -> str:
         return self.gives
 
     def setup(self, stage: str) -> None:
@@ -58,16 +58,16 @@ class RowTask(Supervised):
                 self.row_spec = spec
 
     def try_out(self, network: nn.Module) -> None:
-        """Pass two inputs of zeros through; raise MisfitError if they do not fit."""
+        """Pass two inputs of zeros through the network; raise MisfitError if they do not fit."""
         spec = self.row_spec
         if spec is None:
             return
         shape = (2, *spec.shape)
-        refusal = f"{self.cfg.model.network.type} does not take the data's inputs {shape}"
-        self.check_outputs(try_network(network, torch.zeros(shape), refusal))
+        message = f"{self.cfg.model.network.type} does not take the data's inputs {shape}"
+        self.check_outputs(try_network(network, torch.zeros(shape), message))
 
-    def take_form(self, inputs: Tensor, outputs: Any) -> None:
-        """Take the shape of inputs that the data module does not describe."""
+    def infer_spec(self, inputs: Tensor, outputs: Any) -> None:
+        """Infer the spec of inputs that the data module does not describe."""
         if self._may_infer and self.row_spec is self._inferred:
             shape = tuple(inputs.shape[1:])
             spec = ArraySpec(shape) if shape and all(shape) and inputs.is_floating_point() else None
@@ -81,14 +81,14 @@ class RowTask(Supervised):
         return {"takes": self.takes, "spec": self.row_spec.to_dict(), **names}
 
     def arrives(self, saved: dict[str, Any]) -> None:
-        """Take the spec; raise MisfitError if the inputs were prepared otherwise than those of the data now."""
+        """Restore the spec; raise MisfitError if the current data are prepared differently."""
         spec = row_spec(saved["takes"], saved["spec"])
         if self.row_spec is None:
             self.row_spec, self._inferred = spec, spec if isinstance(spec, ArraySpec) else None
         elif self.row_spec != spec:
             raise MisfitError(
                 "the checkpoint was trained with inputs that were prepared differently from those of the data now: the "
-                "training file, seed, fold or columns changed since; give those of that run",
+                "training file, seed, fold or columns have changed; use those of that run",
                 "data.module",
             )
         if self.gives != "regression":
@@ -96,10 +96,10 @@ class RowTask(Supervised):
 
 
 class Scaled(nn.Module):
-    """A network whose numbers are brought to the unit of the targets: float32 (B, T).
+    """Network whose outputs are converted to the unit of the targets: float32 (B, T).
 
     Args:
-        network: gives (B,) or (B, T), of mean 0 and deviation 1.
+        network: returns (B,) or (B, T), with mean 0 and standard deviation 1.
         mean, std: (T,)
     """
 

@@ -1,4 +1,4 @@
-"""Semantic segmentation: a network learns to say of each pixel which class it belongs to.
+"""Semantic segmentation: predict the class of each pixel.
 
 Shapes: B batch, C channels, H height, W width, K classes.
 """
@@ -11,32 +11,32 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.task.networks import LabelError, MisfitError, Probabilities, check_number, refusal
+from deeplightning.task.networks import LabelError, MisfitError, Probabilities, check_output_count, output_error
 from deeplightning.task.pixel_input import ImageTask, keep_best
 from deeplightning.task.supervised import Batch
 
 log = logging.getLogger("deeplightning")
 
 NO_CLASS = 255
-"""In a batch's masks: the pixel counts in no loss and no metric."""
+"""Value in a batch's masks of pixels that are excluded from losses and metrics."""
 
 IGNORED = -100
-"""In the truth: the same. torch's losses leave out this value unless they get another (`ignore_index`)."""
+"""Value of the same pixels in the truth; the default `ignore_index` of torch's losses."""
 
-MOST_CLASSES = 256
+MAX_CLASSES = 256
 
-SHOWN = 8
-"""Pictures of a validation that are shown."""
+MAX_SHOWN = 8
+"""Number of pictures of a validation that are drawn."""
 
 
 class Segmentation(ImageTask):
     """Trains `model.network` on batches of {"image": uint8 (B, C, H, W), "mask": uint8 (B, H, W), "index": int64 (B,)}.
 
-    The network gives (B, K, H, W). Losses and metrics are called with that and the truth, int64 (B, H, W), in which
-    pixels that do not count are -100: torch's losses leave them out by default.
+    The network returns (B, K, H, W). Losses and metrics are called with these outputs and the truth, int64 (B, H, W),
+    in which excluded pixels are -100, the default `ignore_index` of torch's losses.
 
     Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics`; by default `iou`, the mean over classes,
-    and `acc`, the share of pixels that are right.
+    and `acc`, the share of correct pixels.
     """
 
     kind = "image_segmentation"
@@ -46,7 +46,7 @@ class Segmentation(ImageTask):
 
     def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
-        self._classes = 0  # of the network
+        self._num_classes = 0  # outputs of the network per pixel
 
     def truth(self, batch: Batch) -> Tensor:
         mask = self.column(batch, "mask").long()
@@ -58,7 +58,7 @@ class Segmentation(ImageTask):
     def check_outputs(self, outputs: object) -> None:
         name = self.cfg.model.network.type
         if not isinstance(outputs, Tensor) or outputs.ndim != 4:
-            raise refusal(name, outputs, "(B, K, H, W): a number per class and pixel")
+            raise output_error(name, outputs, "(B, K, H, W): a number per class and pixel")
         spec = self.image_spec
         if spec is not None and spec is not self._inferred and outputs.shape[2:] != (spec.height, spec.width):
             raise MisfitError(
@@ -66,13 +66,13 @@ class Segmentation(ImageTask):
                 f"{spec.height}x{spec.width}; segmentation needs one for each",
                 "model.network",
             )
-        check_number(outputs, self.class_names, "classes", " per pixel")
-        self._classes = outputs.shape[1]
+        check_output_count(outputs, self.class_names, "classes", " per pixel")
+        self._num_classes = outputs.shape[1]
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
         if truth.shape != (len(outputs), *outputs.shape[2:]):
             raise MisfitError(f"the masks are {tuple(truth.shape)}, the network gives {tuple(outputs.shape)}")
-        if self._may_look(truth) and (high := int(truth.max())) >= outputs.shape[1]:
+        if self._may_read(truth) and (high := int(truth.max())) >= outputs.shape[1]:
             raise LabelError(
                 f"the masks hold class {high}, the network has {outputs.shape[1]} outputs per pixel (classes 0 to "
                 f"{outputs.shape[1] - 1}); correct the data or set model.network.params.num_classes",
@@ -80,79 +80,79 @@ class Segmentation(ImageTask):
             )
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
-        """Return a row per picture: the share of each class in the answer; with a mask, how right it is."""
+        """Return a row per picture: the share of each class in the answer and, if there is a mask, IoU and accuracy."""
         columns: dict[str, object] = {}
         answered = outputs.argmax(1)  # (B, H, W)
         if "mask" in batch:
-            counts = counts_of(answered, self.truth(batch))
-            columns |= {"iou": mean_iou(counts), "acc": share_right(counts)}
-        for number, name in enumerate(self._names(outputs.shape[1])):
+            counts = confusion_counts(answered, self.truth(batch))
+            columns |= {"iou": mean_iou(counts), "acc": pixel_accuracy(counts)}
+        for number, name in enumerate(self._names_or_numbers(outputs.shape[1])):
             columns[f"share_{name}"] = (answered == number).float().mean((1, 2))
         return columns
 
     # ---- pictures
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
-        """Keep the pictures of this process with the smallest share of right pixels."""
+        """Keep the pictures of this process with the smallest share of correct pixels."""
         answered = outputs.argmax(1)
         counts = truth >= 0
         right = ((answered == truth) & counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)  # (B,)
         self._sheet = keep_best(
-            self._sheet, {"image": inputs, "truth": truth, "answered": answered, "worth": -right}, SHOWN
+            self._sheet, {"image": inputs, "truth": truth, "answered": answered, "worth": -right}, MAX_SHOWN
         )
 
     def pictures(self, stage: str) -> dict[str, Any]:
-        """Draw up to eight pictures of the last validation, the least right first: as they are, with their true classes
-        laid over them, with the predicted ones."""
+        """Draw up to eight pictures of the last validation, the least accurate first: plain, overlaid with their true
+        classes, and overlaid with the predicted classes."""
         if stage != "val" or not self._sheet or not len(self._sheet["worth"]) or not self.trainer.is_global_zero:
             return {}
         from deeplightning.figures import class_plots  # most processes and verbs draw nothing
 
         columns = {name: column.cpu().numpy() for name, column in self._sheet.items()}
         images, truth, answered = columns["image"].transpose(0, 2, 3, 1), columns["truth"], columns["answered"]
-        shown = images, truth, answered, self._names(self._classes), -columns["worth"]
+        shown = images, truth, answered, self._names_or_numbers(self._num_classes), -columns["worth"]
         return {"val_segmentation": class_plots.overlays(*shown)}
 
     # ---- export
 
     def travels(self) -> dict[str, object]:
         own = super().travels()
-        if own and not own["class_names"]:  # the data module gives none; a server calls them by their numbers
-            own["class_names"] = self._names(self._classes)
+        if own and not own["class_names"]:  # the data module gives none: the server uses their numbers as names
+            own["class_names"] = self._names_or_numbers(self._num_classes)
         return own
 
     def inference_model(self) -> nn.Module:
-        """Return what maps uint8 (N, C, H, W) to the probability of each class for each pixel, float32 (N, K, H, W),
-        on the CPU, in eval mode."""
+        """Return a module that maps uint8 (N, C, H, W) to the probability of each class for each pixel, float32
+        (N, K, H, W), on the CPU, in eval mode."""
         return self.exported(Probabilities(self.network, self.normalise))
 
 
 # ---- metrics
 
 
-def counts_of(answered: Tensor, truth: Tensor) -> Tensor:
-    """Return diagonal, column and row sums of the confusion matrix of the pixels that count, for each sample.
+def confusion_counts(answered: Tensor, truth: Tensor) -> Tensor:
+    """Return diagonal, column and row sums of each sample's confusion matrix, without excluded pixels.
 
     Args:
         answered: int64 (B, H, W).
-        truth: int64 (B, H, W); negative: does not count.
+        truth: int64 (B, H, W); negative values are excluded.
 
     Returns:
-        int64 (B, 3, 256): for each class the pixels that are right, that were answered so, and that are so.
+        int64 (B, 3, 256): for each class the numbers of correct, of predicted and of true pixels.
     """
     size = len(truth)
-    begin = torch.arange(size, device=truth.device).view(-1, 1, 1) * MOST_CLASSES
+    begin = torch.arange(size, device=truth.device).view(-1, 1, 1) * MAX_CLASSES
     kept = truth >= 0
     groups = ((begin + truth)[kept & (answered == truth)], (begin + answered)[kept], (begin + truth)[kept])
-    counts = [torch.bincount(group, minlength=size * MOST_CLASSES).view(size, MOST_CLASSES) for group in groups]
+    counts = [torch.bincount(group, minlength=size * MAX_CLASSES).view(size, MAX_CLASSES) for group in groups]
     return torch.stack(counts, dim=1)
 
 
 def mean_iou(counts: Tensor) -> Tensor:
-    """Return intersection over union, the mean over the classes that occur in truth or answers; nan where none does.
+    """Return the mean intersection over union of the classes that occur in truth or answers, or nan if none does.
 
     Args:
-        counts: see `counts_of`, int64 (…, 3, K).
+        counts: see `confusion_counts`, int64 (…, 3, K).
 
     Returns:
         float (…).
@@ -162,25 +162,25 @@ def mean_iou(counts: Tensor) -> Tensor:
     return (right / union.clamp(min=1)).sum(-1) / (union > 0).sum(-1)
 
 
-def share_right(counts: Tensor) -> Tensor:
-    """Return the share of pixels that are right among those that count, int64 (…, 3, K) → float (…)."""
+def pixel_accuracy(counts: Tensor) -> Tensor:
+    """Return the share of correct pixels, without excluded ones, int64 (…, 3, K) → float (…)."""
     return counts[..., 0, :].sum(-1) / counts[..., 2, :].sum(-1)
 
 
-class _Pixels(Metric):
-    """Counts the pixels of each class, over all samples and processes: as exact as one confusion matrix of them all."""
+class _PixelCounts(Metric):
+    """Counts the pixels of each class over all samples and processes, as exact as one confusion matrix of them all."""
 
     full_state_update = False
     counts: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("counts", torch.zeros(3, MOST_CLASSES, dtype=torch.long), dist_reduce_fx="sum")
+        self.add_state("counts", torch.zeros(3, MAX_CLASSES, dtype=torch.long), dist_reduce_fx="sum")
         self._has_warned = False
 
     def update(self, outputs: Tensor, truth: Tensor) -> None:
-        """Add a batch: outputs (B, K, H, W), truth int64 (B, H, W), negative where a pixel does not count."""
-        self.counts.add_(counts_of(outputs.argmax(1), truth).sum(0))
+        """Add a batch: outputs (B, K, H, W), truth int64 (B, H, W), negative for excluded pixels."""
+        self.counts.add_(confusion_counts(outputs.argmax(1), truth).sum(0))
 
     def forward(self, outputs: Tensor, truth: Tensor) -> Tensor:
         """Add a batch and return its own value."""
@@ -189,7 +189,7 @@ class _Pixels(Metric):
         return self.value(self.counts - before)
 
     def compute(self) -> Tensor:
-        """Return the value over all pixels. Where their truth is one class, log a warning, once."""
+        """Return the value over all pixels. Warn once if they all have the same true class."""
         classes = self.counts[2].nonzero().flatten().tolist()
         if len(classes) == 1 and not self._has_warned:
             self._has_warned = True
@@ -202,32 +202,32 @@ class _Pixels(Metric):
         return self.value(self.counts)
 
     def value(self, counts: Tensor) -> Tensor:
-        """Return the metric of counts int64 (3, 256), see `counts_of`."""
+        """Return the metric of counts int64 (3, 256), see `confusion_counts`."""
         raise NotImplementedError
 
 
-class IoU(_Pixels):
-    """Intersection over union, in [0, 1]: the mean over the classes that occur in truth or answers, or that of one.
+class IoU(_PixelCounts):
+    """Intersection over union, in [0, 1]: of one class, or the mean over the classes that occur in truth or answers.
 
     Args:
-        of: the number of one class; None: the mean. A class that occurs nowhere has none: nan.
+        of: the number of one class; None: the mean. The result is nan for a class that does not occur.
 
     Raises:
-        ValueError: if it is no class's number.
+        ValueError: `of` is not the number of a class.
     """
 
     def __init__(self, of: int | None = None):
         super().__init__()
-        if of is not None and (not isinstance(of, int) or isinstance(of, bool) or not 0 <= of < MOST_CLASSES):
-            raise ValueError(f"of is a class's number, from 0 to {MOST_CLASSES - 1}, or null for the mean, not {of!r}")
+        if of is not None and (not isinstance(of, int) or isinstance(of, bool) or not 0 <= of < MAX_CLASSES):
+            raise ValueError(f"of must be a class number from 0 to {MAX_CLASSES - 1}, or null for the mean, not {of!r}")
         self.of = of
 
     def value(self, counts: Tensor) -> Tensor:
         return mean_iou(counts if self.of is None else counts[:, self.of : self.of + 1])
 
 
-class PixelAccuracy(_Pixels):
-    """Share of the pixels that count whose largest output is their class's, in [0, 1]."""
+class PixelAccuracy(_PixelCounts):
+    """Share of pixels whose largest output is that of their class, without excluded pixels; in [0, 1]."""
 
     def value(self, counts: Tensor) -> Tensor:
-        return share_right(counts)
+        return pixel_accuracy(counts)

@@ -1,7 +1,7 @@
-"""What tasks share that learn from samples whose truth is known: a network, losses, metrics, and numbers that are means
-over samples, on however many processes.
+"""Base of supervised tasks: a network, losses and metrics, with values that are means over samples on any number of
+processes.
 
-B batch; what follows depends on the task.
+B batch; further dimensions depend on the task.
 """
 
 import logging
@@ -18,8 +18,8 @@ from deeplightning.batches import by_name, structure
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.task.denominators import CANNOT_WEIGH, can_weigh, denominator, divides_by_samples, mean
-from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import LabelError, MisfitError, Picked, build_loss, judging
+from deeplightning.task.metrics import FixedDtypeDict, SampleMean
+from deeplightning.task.networks import LabelError, MisfitError, SelectOutput, build_loss, evaluation_mode
 from deeplightning.task.optimize import freeze, optimizers
 from deeplightning.transfer import Points
 
@@ -32,52 +32,52 @@ log = logging.getLogger("deeplightning")
 
 Batch = Mapping[str, Tensor]
 Outputs = Tensor | dict[str, Tensor]
-"""What a network gives: a tensor (B, …), or several by name."""
+"""Outputs of a network: a tensor (B, …), or several by name."""
 
 
 class Supervised(pl.LightningModule):
-    """Trains `model.network` to give the truth of each sample. A task of your own says what the network is given
-    (`inputs`), what it should give (`truth`), and what else differs; the rest is done here.
+    """Trains `model.network` to predict the truth of each sample. Your own task overrides what the network is called
+    with (`inputs`), what it should return (`truth`), and anything else that differs.
 
     Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`metric_names` by default), weighted by
-    sample; losses by what they divide by. Rows of a batch whose `index` is -1 fill it up and are not counted.
+    sample, and losses by their denominator. Rows of a batch whose `index` is -1 are padding and do not count.
 
-    A batch is a mapping with the columns `input_name` and `truth_name`, or a tuple or list of these two in that order;
-    a column `weight`, or a third part, float (B,), weighs each sample in the losses: sum(weight * loss) / sum(weight).
+    A batch is a mapping with the columns `input_name` and `truth_name`, or a tuple or list of these two in that order.
+    A column `weight` or a third part, float (B,), weights each sample in the losses: sum(weight * loss) / sum(weight).
 
     Attributes:
-        weighed_losses: the losses of the last training batch, each with what it divides by, float64 (); empty: by the
-            number of samples.
-        kind: a word for what the task does; checkpoints keep what belongs to it under this name.
+        weighed_losses: the losses of the last training batch, each with its denominator, float64 (); empty if all
+            divide by the number of samples.
+        kind: name of what the task does; its state in checkpoints has this key.
 
     Raises:
-        ValueError: several networks, optimizers or schedulers, or no loss: such tasks train one network.
+        ValueError: there are several networks, optimizers or schedulers, or no loss.
     """
 
     kind = "supervised"
 
     network_names: tuple[str, ...] = ()
-    """The networks that it needs by name; none: a single one. Read from the source by `deeplightning check`."""
+    """Names of the networks that the task needs; empty: a single one. Read from the source by `deeplightning check`."""
 
     metric_names: tuple[str, ...] = ()
     """The names of `default_metrics`; read from the source by `deeplightning check`."""
 
     uniform = False
-    """Whether the truth of each sample has the same shape and no class in it is negative. Then a batch weighs its
-    samples for losses without class weights and `ignore_index`, without a look at the truth."""
+    """Whether the truth of each sample has the same shape and no class in it is negative. Losses without class weights
+    and `ignore_index` then divide by the number of samples, and the truth need not be read."""
 
     class_names: list[str]
-    """The name of each class, label or number of an answer, in order; empty: the data module gives none."""
+    """The name of each class, label or number of an answer, in order; empty if the data module gives none."""
 
     input_name, truth_name = "input", "target"
     """The columns of a batch that `inputs` and `truth` read."""
 
     loss_arguments: tuple[str, ...] = ("outputs", "truth")
-    """What each loss is called with; read from the source by `deeplightning check`."""
+    """The arguments of each loss; read from the source by `deeplightning check`."""
 
-    # What a run has in `trainer.callback_metrics`, for whoever waits for a metric. {stage}: train, val, test; {metric}:
-    # the names under model.metrics; {loss}: the names under model.loss, where there are several. A step of the training
-    # logs train_…, its epoch train_…_epoch; `lr` is logged beside each task.
+    # Names in `trainer.callback_metrics`, for callbacks that monitor a metric. {stage}: train, val, test; {metric}: the
+    # names under model.metrics; {loss}: the names under model.loss, if there are several. Training steps log train_…,
+    # epochs train_…_epoch; `lr` is logged for every task.
     logged_metrics = (
         "{stage}_loss",
         "{stage}_{loss}",
@@ -104,41 +104,41 @@ class Supervised(pl.LightningModule):
                 raise MisfitError(f"model.{section}.{taken[0]}: torch has another use for this name; take another")
         self.losses = nn.ModuleDict({name: build_loss(loss, self.loss_arguments) for name, loss in named.items()})
         self.weights = {name: loss.weight for name, loss in named.items()}
-        self._weighs_samples = all(divides_by_samples(loss, self.uniform) for loss in self.losses.values())
-        self._combines = True  # whether a step is made of more than one batch; not known before the training
+        self._divides_by_samples = all(divides_by_samples(loss, self.uniform) for loss in self.losses.values())
+        self._combines_batches = True  # whether a step combines several batches; True until training starts
         self.weighed_losses: list[tuple[Tensor, Tensor]] = []
-        self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
+        self.metrics = FixedDtypeDict({f"{stage}_stage": self._build_metrics() for stage in ("train", "val", "test")})
         self._compiled: Compiled | None = None
         self._compiled_step: Any = None
-        self._outlines: dict[tuple[int, ...], object] = {}  # by the shape of inputs; see `_outline`
+        self._meta_by_shape: dict[tuple[int, ...], object] = {}  # by input shape, see `_meta_outputs`
         self._logged_step, self._points = -1, Points()
 
-    def _metrics(self) -> nn.ModuleDict:
+    def _build_metrics(self) -> nn.ModuleDict:
         named = self.cfg.model.metrics
         metrics: dict[str, Any] = self.default_metrics() if named is None else {n: build(t) for n, t in named.items()}
         several = self.losses if len(self.losses) > 1 else ()
-        metrics["loss"] = SampleMean([self.weights[name] for name in several] if not self._weighs_samples else ())
+        metrics["loss"] = SampleMean([self.weights[name] for name in several] if not self._divides_by_samples else ())
         metrics |= {name: SampleMean() for name in several}
         return nn.ModuleDict(metrics)
 
-    def _of(self, stage: str) -> dict[str, Any]:
+    def _stage_metrics(self, stage: str) -> dict[str, Any]:
         return dict(cast(nn.ModuleDict, self.metrics[f"{stage}_stage"]).items())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_current_fx_name":  # Lightning's, set fifty times a step; torch looks for parameters in it
+        if name == "_current_fx_name":  # Lightning sets it fifty times a step; torch would search its parameters
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
-    # ---- what a task says
+    # ---- members that a task may override
 
     @property
     def batch_names(self) -> tuple[str, ...]:
-        """The names of the parts of a batch that is a tuple or list."""
+        """Names of the parts of a batch that is a tuple or list, in order."""
         return (self.input_name, self.truth_name, "weight")
 
     def column(self, batch: object, name: str) -> Tensor:
-        """Return a column of a batch; raise MisfitError if it has none, or a form that cannot be understood."""
+        """Return a column of a batch; raise MisfitError if it has none, or has an unsupported form."""
         names, wanted = self.batch_names, dict.fromkeys((self.input_name, name))
         found = by_name(batch, names)
         if found is not None and all(isinstance(found.get(each), Tensor) for each in wanted):
@@ -154,15 +154,15 @@ class Supervised(pl.LightningModule):
         raise MisfitError(message, "data.module")
 
     def inputs(self, batch: Batch) -> Tensor:
-        """Return what the network is given, (B, …)."""
+        """Return the inputs of the network, (B, …)."""
         return self.column(batch, self.input_name)
 
     def truth(self, batch: Batch) -> Tensor:
-        """Return what losses and metrics compare its outputs with, (B, …)."""
+        """Return what losses and metrics compare the outputs with, (B, …)."""
         return self.column(batch, self.truth_name)
 
     def _weight(self, batch: object, samples: int) -> Tensor | None:
-        """Return the weight of each sample of a batch, float (B,); None: the batch has none.
+        """Return the weight of each sample of a batch, float (B,), or None if the batch has none.
 
         Raises:
             MisfitError: there is not one number for each sample.
@@ -176,79 +176,79 @@ class Supervised(pl.LightningModule):
                 f"the weights of a batch are {structure(weight)}, not float ({samples},), one for each sample",
                 "data.module",
             )
-        if self._may_look(weight) and not bool(((weight >= 0) & weight.isfinite()).all()):
+        if self._may_read(weight) and not bool(((weight >= 0) & weight.isfinite()).all()):
             raise LabelError("the weight of a sample is negative or not finite; it must be 0 or more", "data.module")
         return weight.flatten()
 
-    def _may_look(self, values: Tensor) -> bool:
-        """Return whether values of a batch may be looked at, which would stall a GPU: there in the first epoch only."""
+    def _may_read(self, values: Tensor) -> bool:
+        """Return whether to read values of a batch: on a GPU, where reading blocks, in the first epoch only."""
         return self.current_epoch == 0 or values.device.type == "cpu"
 
-    def _names(self, number: int) -> list[str]:
-        """Return the names of the classes or labels; their numbers where the data module gives none."""
+    def _names_or_numbers(self, number: int) -> list[str]:
+        """Return the names of the classes or labels, or their numbers if the data module gives none."""
         return self.class_names or [str(each) for each in range(number)]
 
     def default_metrics(self) -> dict[str, object]:
-        """Return a torchmetrics Metric for each of `metric_names`, where `model.metrics` is null."""
+        """Return a torchmetrics Metric for each of `metric_names`; used if `model.metrics` is null."""
         return {}
 
     def measured(self, outputs: Any) -> Tensor:
-        """Return what metrics are given of the outputs, (B, …)."""
+        """Return the form of the outputs that metrics are called with, (B, …)."""
         return outputs.detach().float()
 
     def check_outputs(self, outputs: object) -> None:
-        """Raise MisfitError if the network gives something that this task cannot use."""
+        """Raise MisfitError if this task cannot use the outputs of the network."""
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
-        """Check that a batch's truth fits the outputs, which under `engine.compile` are on `meta`, without values.
+        """Check that a batch's truth fits the outputs, which with `engine.compile` are on `meta`, without values.
 
         Raises:
-            LabelError: the data hold a truth that the network cannot give.
+            LabelError: the data have a truth that the network cannot predict.
         """
 
     def try_out(self, network: nn.Module) -> None:
-        """Check that a network that was just built fits the data; it is in training mode, before and after."""
+        """Check that a new network fits the data. It must be in training mode before and after."""
 
     def answers(self, batch: Batch, outputs: Any) -> dict[str, Any]:
-        """Return columns for the file of predictions, beside `index`: tensors (B,), or lists of B texts."""
+        """Return the columns of the predictions file besides `index`: tensors (B,), or lists of B texts."""
         return {}
 
-    def take_form(self, inputs: Tensor, outputs: Any) -> None:
-        """Take from each validation batch what an endpoint needs and the data module does not say."""
+    def infer_spec(self, inputs: Tensor, outputs: Any) -> None:
+        """Infer from a validation batch what an endpoint needs and the data module does not provide."""
 
     def remember(self, inputs: Tensor, outputs: Any, truth: Tensor) -> None:
-        """Take the samples of each validation batch, on a process that has none too."""
+        """Collect the samples of a validation batch. Also called on processes without samples."""
 
     def exported(self, model: nn.Module) -> nn.Module:
-        """Return a model as a bundle holds it: on the CPU, in eval mode.
+        """Return a model ready for a bundle: on the CPU, in eval mode.
 
         Raises:
-            MisfitError: the data module does not say how inputs are prepared.
+            MisfitError: the data module does not describe how inputs are prepared.
         """
         from deeplightning.kinds import has_spec
 
         if self.network is None or not has_spec(self):
             raise MisfitError(
-                "the data module gave no `image_spec`, `text_spec`, `table_spec` or `array_spec`: there is nothing to "
-                "prepare inputs by"
+                "the data module has no `image_spec`, `text_spec`, `table_spec` or `array_spec`, so a server cannot "
+                "prepare inputs"
             )
         return model.cpu().float().eval()
 
     def travels(self) -> dict[str, object]:
-        """Return what goes along in a checkpoint, of plain types."""
+        """Return the state to save in a checkpoint, of plain types."""
         return {}
 
     def arrives(self, saved: dict[str, object]) -> None:
-        """Take from a checkpoint what `travels` gave."""
+        """Restore the state that `travels` returned."""
 
-    # ---- assembling
+    # ---- setup
 
     def configure_model(self) -> None:
-        """Build the network on the CPU, and try it out: what does not fit shows before data is read.
+        """Build the network on the CPU, and check that it fits before data are read.
 
-        Under some strategies Lightning calls this in a context that creates tensors on the GPU, whose generator would
-        give a seed other weights. Where an engine shards the network, its parameters may not be there yet, and the
-        first batch is what shows a misfit.
+        Some strategies call this in a context that creates tensors on the GPU, where the same seed would give other
+        weights. If an engine shards the network, its parameters may not exist yet, and the first batch reveals a
+        misfit.
         """
         if self.network is not None:
             return
@@ -256,14 +256,14 @@ class Supervised(pl.LightningModule):
             self.network = network = build(self.cfg.model.network)
             freeze(network, self.cfg.model.trainable)
             if self.cfg.model.output is not None:
-                network.register_forward_hook(Picked(self.cfg.model.output, self.cfg.model.network.type))
-            # A tensor with `ds_id` is in parts, by DeepSpeed.
+                network.register_forward_hook(SelectOutput(self.cfg.model.output, self.cfg.model.network.type))
+            # DeepSpeed marks a sharded tensor with `ds_id`.
             if not any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters()):
                 self.try_out(network)
         if mode := self.cfg.engine.compile:
             from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 
-            if self._computes_itself():
+            if self._compiles_as_one():
                 self._compiled = Compiled(mode)
                 self._compiled_step = self._compiled.compile(self._compute, self)
             elif mode == "graphs":
@@ -271,11 +271,11 @@ class Supervised(pl.LightningModule):
             else:
                 network.compile(mode="default" if mode is True else mode)
 
-    def _computes_itself(self) -> bool:
-        """Return whether network and losses can be compiled as one: no engine has hooks in the network, no derived
-        class has a training step of its own, and no loss is weighed apart from others."""
+    def _compiles_as_one(self) -> bool:
+        """Return whether network and losses can be compiled together: no engine has hooks in the network, no subclass
+        overrides the training step, and all losses weight a batch equally."""
         unsharded = self.cfg.engine.backend in (None, "ddp")
-        together = self._weighs_samples or len(self.losses) == 1
+        together = self._divides_by_samples or len(self.losses) == 1
         return unsharded and together and type(self).training_step is Supervised.training_step
 
     def configure_optimizers(self) -> "OptimizerLRScheduler":
@@ -288,26 +288,26 @@ class Supervised(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as Lightning, and by norms other than the second, which it does not know."""
+        """Clip as Lightning does, and also by norms other than the second, which it does not support."""
         clip = self.cfg.train.gradient_clip
         if clip is None and not gradient_clip_val:
-            return  # as Lightning's own ends, after it has compared words: a hundredth of a small network's step
+            return  # skips Lightning's comparison of strings: 1 % of a small network's step
         if clip is not None and clip.algorithm == "agc":
-            return  # a callback's
+            return  # a callback clips
         if clip is None or clip.algorithm != "norm" or clip.norm_type == 2:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, clip.value, clip.norm_type)
 
-    # ---- learning
+    # ---- training
 
     def on_train_start(self) -> None:
-        self._combines = self.trainer.world_size > 1 or self.cfg.train.accumulator_factor > 1
+        self._combines_batches = self.trainer.world_size > 1 or self.cfg.train.accumulator_factor > 1
         if self.trainer.is_global_zero:
-            self._warn_of_losses()
+            self._warn_about_losses()
 
-    def _warn_of_losses(self) -> None:
+    def _warn_about_losses(self) -> None:
         for name, loss in self.losses.items():
             if getattr(loss, "reduction", None) == "sum":
                 log.warning(
@@ -316,11 +316,11 @@ class Supervised(pl.LightningModule):
                     "`reduction: mean`, and a larger learning rate",
                     *(self._loss_key(name), type(loss).__name__),
                 )
-        if not self._weighs_samples and len(self.losses) > 1 and self.cfg.train.accumulator_factor > 1:
+        if not self._divides_by_samples and len(self.losses) > 1 and self.cfg.train.accumulator_factor > 1:
             log.warning(
                 "model.loss: %s do not all divide by the number of samples, so in a step of accumulated batches each "
-                "batch weighs its samples. Set train.accumulator_factor=1 to have each loss weigh a batch by what it "
-                "divides by",
+                "batch is weighted by its samples. Set train.accumulator_factor=1 to weight each loss by its own "
+                "denominator",
                 ", ".join(self.losses),
             )
 
@@ -328,12 +328,12 @@ class Supervised(pl.LightningModule):
         return f"model.loss.{name}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
 
     def forward(self, inputs: Tensor) -> object:
-        """Return what the network gives to inputs (B, …)."""
+        """Return the outputs of the network for inputs (B, …)."""
         assert self.network is not None
         return self.network(inputs)
 
     def _outputs(self, inputs: Tensor) -> object:
-        outputs = self.forward(inputs)  # `self(inputs)` would start DeepSpeed's timers of the step a second time
+        outputs = self.forward(inputs)  # `self(inputs)` would start DeepSpeed's step timers a second time
         self.check_outputs(outputs)
         return outputs
 
@@ -344,22 +344,22 @@ class Supervised(pl.LightningModule):
             return self._training_step_compiled(batch_idx, inputs, truth)
         outputs = self._outputs(inputs)
         if self.trainer.is_last_batch and index is not None:
-            # Only there are rows that do not count; a look at each batch would stall a GPU.
+            # Only the last batch has padding rows; reading the index of each batch would stall a GPU.
             keep = index >= 0
             if not keep.any():
-                self._join("train", rows(outputs, slice(0)), truth[:0])
+                self._add_empty_batch("train", rows(outputs, slice(0)), truth[:0])
                 self._log_step({})
                 parts, counts, loss = self._loss(outputs, truth, weight)
-                self._weigh(parts, {name: torch.zeros_like(count) for name, count in counts.items()})
-                return loss  # with weight 0; without it the other processes would wait
+                self._set_weighed_losses(parts, {name: torch.zeros_like(count) for name, count in counts.items()})
+                return loss  # with weight 0; without a loss the other processes would wait
             outputs, truth, weight = rows(outputs, keep), truth[keep], None if weight is None else weight[keep]
         parts, counts, loss = self._loss(outputs, truth, weight)
-        self._weigh(parts, counts)
-        values = self._count("train", outputs, truth, parts, counts, loss, wanted=self._due())
+        self._set_weighed_losses(parts, counts)
+        values = self._measure("train", outputs, truth, parts, counts, loss, wanted=self._must_log_step())
         self._log_step(values, len(truth), counts)
         return loss
 
-    def _weigh(self, parts: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
+    def _set_weighed_losses(self, parts: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
         self.weighed_losses = [(parts[name], count) for name, count in counts.items()]
 
     def _is_compiled(self, index: Tensor | None, batch_idx: int, inputs: Tensor, truth: Tensor) -> bool:
@@ -371,60 +371,60 @@ class Supervised(pl.LightningModule):
 
     def _training_step_compiled(self, batch_idx: int, inputs: Tensor, truth: Tensor) -> Tensor:
         compiled = cast("Compiled", self._compiled)
-        self.check_truth(self._outline(inputs), truth)
+        self.check_truth(self._meta_outputs(inputs), truth)
         compiled.begin_step(self, inputs.device, accumulates=batch_idx % self.trainer.accumulate_grad_batches > 0)
         outputs, parts, counts, loss = self._compiled_step(inputs, truth)
-        own, counts = compiled.own({**parts, "loss": loss}), compiled.own(counts)
-        self._weigh(dict.fromkeys(counts, loss), counts)
-        if any(isinstance(v, list) for metric in self._of("train").values() for v in metric.metric_state.values()):
-            outputs = compiled.own(outputs)  # such a metric keeps what it is given
-        values = self._count("train", outputs, truth, own, counts, own["loss"], wanted=self._due())
+        own, counts = compiled.detach({**parts, "loss": loss}), compiled.detach(counts)
+        self._set_weighed_losses(dict.fromkeys(counts, loss), counts)
+        if any(isinstance(v, list) for m in self._stage_metrics("train").values() for v in m.metric_state.values()):
+            outputs = compiled.detach(outputs)  # such a metric stores its inputs
+        values = self._measure("train", outputs, truth, own, counts, own["loss"], wanted=self._must_log_step())
         self._log_step(values, len(truth), counts)
         return cast(Tensor, loss)
 
     def _compute(self, inputs: Tensor, truth: Tensor) -> tuple[object, dict[str, Tensor], dict[str, Tensor], Tensor]:
-        """Return what is compiled: the network, and what `_weighted` does with its outputs."""
+        """Return the outputs of the network and the results of `_weighted`; this is the part that is compiled."""
         outputs = self._outputs(inputs)
         return outputs, *self._weighted(outputs, truth)
 
-    def _outline(self, inputs: Tensor) -> object:
-        """Return what the network gives to such inputs, without values: tensors on `meta`, found by one row."""
+    def _meta_outputs(self, inputs: Tensor) -> object:
+        """Return outputs for inputs of this shape as tensors on `meta`, without values, computed from one row."""
         shape = tuple(inputs.shape)
-        if shape not in self._outlines:
+        if shape not in self._meta_by_shape:
             devices = [inputs.device] if inputs.device.type == "cuda" else []
-            with judging(self), torch.random.fork_rng(devices):
+            with evaluation_mode(self), torch.random.fork_rng(devices):
                 outputs = self._outputs(inputs[:1])
-            torch.clear_autocast_cache()  # it holds weights without their gradients now
-            self._outlines[shape] = _on_meta(outputs, shape[0])
-        return self._outlines[shape]
+            torch.clear_autocast_cache()  # its cached weights do not require gradients
+            self._meta_by_shape[shape] = _on_meta(outputs, shape[0])
+        return self._meta_by_shape[shape]
 
-    def _due(self) -> bool:
-        """Return whether this step has points to log and does not have them yet."""
+    def _must_log_step(self) -> bool:
+        """Return whether the values of this step must be logged and have not been yet."""
         return getattr(self.trainer, "log_every_n_steps", 1) < sys.maxsize and self.global_step != self._logged_step
 
     def _log_step(self, values: dict[str, Tensor], samples: int = 0, counts: dict[str, Tensor] | None = None) -> None:
-        """Log values of a batch as means over all processes, of losses by what they divide by and of metrics by
-        samples; a batch without samples gives no values."""
-        if not self._due():
+        """Log values of a batch as means over all processes: losses weighted by their denominators, metrics by samples.
+        A batch without samples has no values."""
+        if not self._must_log_step():
             return
         self._logged_step = self.global_step
         if self.trainer.world_size > 1:
-            named = self._of("train")
-            nothing = torch.zeros((), device=named["loss"].device)  # a batch without samples has no values
+            named = self._stage_metrics("train")
+            nothing = torch.zeros((), device=named["loss"].device)  # for a batch without samples
             given = torch.stack([values.get(f"train_{name}", nothing) for name in named])
             of = dict.fromkeys(("loss", *self.losses), next(iter((counts or {}).values()), samples)) | (counts or {})
             weights = torch.stack([nothing + of.get(name, samples) for name in named])
             weighed = torch.where(weights > 0, given * weights, nothing)
             sums, totals = self.trainer.strategy.reduce(torch.stack([weighed, weights]), reduce_op="sum")
             values = {f"train_{name}": value for name, value in zip(named, sums / totals, strict=True)}
-            if not self._weighs_samples and len(self.losses) > 1:
+            if not self._divides_by_samples and len(self.losses) > 1:
                 values["train_loss"] = torch.stack([w * values[f"train_{n}"] for n, w in self.weights.items()]).sum()
-        # Not by `self.log`, for which Lightning has some work at each step until the epoch ends.
+        # Not with `self.log`, which costs Lightning time at each step until the end of the epoch.
         self.trainer.callback_metrics.update(values)
         self._points.log(self.loggers, values, self.global_step)
 
     def log_pending(self) -> None:
-        """Log the points of the last logged step, which on a GPU wait for the next; asked for before a checkpoint."""
+        """Log the pending values of the last logged step, which exist on a GPU only. Called before a checkpoint."""
         self._points.log_pending()
 
     def on_train_epoch_end(self) -> None:
@@ -434,29 +434,29 @@ class Supervised(pl.LightningModule):
     def _loss(
         self, outputs: object, truth: Tensor, weight: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-        """Check a truth, and return what `_weighted` gives for it."""
+        """Check the truth and compute the losses, as `_weighted` does."""
         self.check_truth(outputs, truth)
         return self._weighted(outputs, truth, weight)
 
     def _weighted(
         self, outputs: object, truth: Tensor, weight: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-        """Return each loss; what each divides by, float64 (), one number for all that divide by the samples and none
-        where these do not have a weight; the weighted sum.
+        """Compute the losses; return them, their denominators, float64 (), and their weighted sum. There is a single
+        denominator if all losses divide by the samples, and none if these have no weight.
 
         Raises:
-            MisfitError: samples have a weight, and a loss cannot weigh them.
+            MisfitError: samples have a weight, and a loss does not support it.
         """
         if weight is not None and (unfit := [name for name, loss in self.losses.items() if not can_weigh(loss)]):
             raise MisfitError(CANNOT_WEIGH.format(type(self.losses[unfit[0]]).__name__), self._loss_key(unfit[0]))
         counts: dict[str, Tensor] = {}
-        if weight is not None or not self._weighs_samples:
+        if weight is not None or not self._divides_by_samples:
             counts = {name: denominator(loss, outputs, truth, weight) for name, loss in self.losses.items()}
-        if weight is not None or (counts and (self._combines or not self.training)):
+        if weight is not None or (counts and (self._combines_batches or not self.training)):
             parts = {name: mean(loss, outputs, truth, counts[name], weight) for name, loss in self.losses.items()}
         else:
             parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
-        if weight is not None and self._weighs_samples:
+        if weight is not None and self._divides_by_samples:
             counts = {next(iter(self.losses)): weight.sum(dtype=torch.float64)}
         for name, part in parts.items():
             if not isinstance(part, Tensor) or part.ndim != 0:
@@ -466,7 +466,7 @@ class Supervised(pl.LightningModule):
         weighted = [part if self.weights[name] == 1 else self.weights[name] * part for name, part in parts.items()]
         return parts, counts, weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 
-    def _count(
+    def _measure(
         self,
         stage: str,
         outputs: Any,
@@ -476,10 +476,10 @@ class Supervised(pl.LightningModule):
         loss: Tensor,
         wanted: bool = False,
     ) -> dict[str, Tensor]:
-        """Add a batch to the stage's metrics; return the batch's own values where wanted."""
+        """Add a batch to the stage's metrics; return the values of this batch if `wanted`."""
         values = {}
         measured = self.measured(outputs)
-        for name, metric in self._of(stage).items():
+        for name, metric in self._stage_metrics(stage).items():
             if name == "loss" and len(counts) > 1:
                 value = loss.detach()
                 metric.update(torch.stack([*parts.values()]).detach(), torch.stack([*counts.values()]))
@@ -497,40 +497,40 @@ class Supervised(pl.LightningModule):
                 values[f"{stage}_{name}"] = value.float().reshape(())
         return values
 
-    def _join(self, stage: str, outputs: Any, truth: Tensor) -> None:
-        """Add a batch of no rows to metrics that keep lists and have none yet: processes cannot gather a list that
-        one of them does not have (torchmetrics 1.9)."""
-        for metric in self._of(stage).values():
+    def _add_empty_batch(self, stage: str, outputs: Any, truth: Tensor) -> None:
+        """Add a batch without rows to metrics whose list states are empty: processes cannot gather a list that is empty
+        on one of them (torchmetrics 1.9)."""
+        for metric in self._stage_metrics(stage).values():
             if any(isinstance(value, list) and not value for value in metric.metric_state.values()):
                 metric.update(self.measured(outputs), truth)
 
     def _log_epoch(self, stage: str, suffix: str = "") -> None:
-        for name, metric in self._of(stage).items():
-            self.log(f"{stage}_{name}{suffix}", metric)  # computed over all processes and reset by Lightning
+        for name, metric in self._stage_metrics(stage).items():
+            self.log(f"{stage}_{name}{suffix}", metric)  # Lightning computes it over all processes and resets it
 
-    # ---- judging
+    # ---- evaluation
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, object]:
-        return self._judge("val", batch)
+        return self._evaluate("val", batch)
 
     def on_validation_epoch_end(self) -> None:
         self._log_epoch("val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> dict[str, object]:
-        return self._judge("test", batch)
+        return self._evaluate("test", batch)
 
     def on_test_epoch_end(self) -> None:
         self._log_epoch("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, object]:
-        return self._answers(batch, self._judged(self.inputs(batch)))
+        return self._prediction_columns(batch, self._evaluation_outputs(self.inputs(batch)))
 
-    def _judged(self, inputs: Tensor) -> object:
-        """Return outputs for a batch that is not learned from.
+    def _evaluation_outputs(self, inputs: Tensor) -> object:
+        """Return outputs for a batch of an evaluation.
 
-        Where they go to a file, a short batch is filled up: a kernel rounds as the number of rows wants it, and which
-        samples are in a short batch depends on the number of processes. With as many rows in each batch, files of 1,
-        2 and 3 processes were equal to the last digit (CPU, torch 2.15, November 2026).
+        If they are written to a file, a short batch is padded: rounding in kernels depends on the number of rows, and
+        the number of processes decides which samples are in a short batch. With equally many rows in each batch, files
+        of 1, 2 and 3 processes were equal to the last digit (CPU, torch 2.15, November 2026).
         """
         missing = (self.cfg.data.batch_size or 0) - len(inputs)  # null: the data module does not take the config
         if self.trainer.state.fn == "fit" or missing <= 0:
@@ -538,57 +538,57 @@ class Supervised(pl.LightningModule):
         filled = torch.cat([inputs, inputs.new_zeros((missing, *inputs.shape[1:]))])
         return rows(self._outputs(filled), slice(len(inputs)))
 
-    def _judge(self, stage: str, batch: Batch) -> dict[str, object]:
+    def _evaluate(self, stage: str, batch: Batch) -> dict[str, object]:
         inputs, truth = self.inputs(batch), self.truth(batch)
-        outputs, weight, index = self._judged(inputs), self._weight(batch, len(truth)), _index(batch)
+        outputs, weight, index = self._evaluation_outputs(inputs), self._weight(batch, len(truth)), _index(batch)
         keep = index >= 0 if index is not None else None
-        if keep is not None and not keep.all():  # rows that only fill up a batch
+        if keep is not None and not keep.all():  # padding rows
             inputs, truth, outputs = inputs[keep], truth[keep], rows(outputs, keep)
             weight = weight if weight is None else weight[keep]
             batch = {name: column[keep] for name, column in batch.items()}
         if len(truth):
-            self._count(stage, outputs, truth, *self._loss(outputs, truth, weight))
+            self._measure(stage, outputs, truth, *self._loss(outputs, truth, weight))
         else:
-            self._join(stage, outputs, truth)
-        if stage == "val":  # a process without samples too: what is remembered may be summed over all
-            self.take_form(inputs, outputs)
+            self._add_empty_batch(stage, outputs, truth)
+        if stage == "val":  # also without samples: `remember` may lead to a sum over processes
+            self.infer_spec(inputs, outputs)
             self.remember(inputs, outputs, truth)
-        return self._answers(batch, outputs)
+        return self._prediction_columns(batch, outputs)
 
-    def _answers(self, batch: object, outputs: object) -> dict[str, Any]:
-        """Return the columns of `answers` for a batch of any form, behind its `index`."""
+    def _prediction_columns(self, batch: object, outputs: object) -> dict[str, Any]:
+        """Return the columns of `answers` for a batch of any form, after its `index`."""
         named, index = by_name(batch, self.batch_names), _index(batch)
         columns = self.answers(batch if named is None else named, outputs)  # type: ignore[arg-type]
         return {"index": index, **columns} if columns and index is not None else columns
 
-    # ---- travelling
+    # ---- checkpoints
 
     @property
-    def saved_under(self) -> str:
-        """The key under which a checkpoint keeps what `travels` gives."""
+    def checkpoint_key(self) -> str:
+        """Checkpoint key of the state that `travels` returns."""
         return self.kind
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if own := self.travels():
-            checkpoint[self.saved_under] = own
+            checkpoint[self.checkpoint_key] = own
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.saved_under in checkpoint:
-            self.arrives(checkpoint[self.saved_under])
+        if self.checkpoint_key in checkpoint:
+            self.arrives(checkpoint[self.checkpoint_key])
 
 
 def _index(batch: object) -> Tensor | None:
-    """Return the position of each row of a batch in its set, where our loaders give it: int64 (B,), or -1."""
+    """Return the position of each row in its dataset, int64 (B,), -1 for padding; None if the loader gives none."""
     return batch.get("index") if isinstance(batch, Mapping) else None
 
 
 def rows(outputs: Any, which: Tensor | slice) -> Any:
-    """Return some rows of what a network gives: `which` is a slice, or a mask, bool (B,)."""
+    """Return some rows of a network's outputs; `which` is a slice or a mask, bool (B,)."""
     return apply_to_collection(outputs, Tensor, lambda values: values[which])
 
 
 def _on_meta(outputs: object, rows: int) -> object:
-    """Return outputs for one row as those for several, on the device `meta`."""
+    """Return the outputs for one row in the shape for several rows, on the device `meta`."""
 
     def on_meta(found: Tensor) -> Tensor:
         shape = (rows, *found.shape[1:]) if found.ndim and len(found) == 1 else found.shape

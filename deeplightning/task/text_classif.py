@@ -1,4 +1,4 @@
-"""Text classification: a network learns to tell classes of texts apart, and says how sure it is.
+"""Text classification: predict the class of a text, with its probability.
 
 Shapes: B batch, L tokens of the longest text, K classes.
 """
@@ -19,9 +19,9 @@ from deeplightning.text_spec import TextSpec
 class TextClassification(Classification):
     """Trains `model.network` on batches of {"tokens": int64 (B, L), "label": int64 (B,), "index": int64 (B,)}.
 
-    The data module says how texts become tokens (`text_spec`) and what the classes are called (`class_names`); both
-    travel in the checkpoint. Of a network that says them, the attributes `max_length` (the most tokens that it takes)
-    and `padding` are compared with the data.
+    The data module provides `text_spec`, which splits texts into tokens, and `class_names`; both are saved in the
+    checkpoint. If the network has the attributes `max_length` (the most tokens that it accepts) and `padding`, they are
+    compared with the data.
     """
 
     kind = "text_classification"
@@ -36,34 +36,34 @@ class TextClassification(Classification):
         super().setup(stage)
         self.text_spec = getattr(getattr(self.trainer, "datamodule", None), "text_spec", self.text_spec)
 
-    # ---- what goes in
+    # ---- inputs
 
     def inputs(self, batch: Batch) -> Tensor:
-        """Return the tokens; raise MisfitError if a text has more than the network takes."""
+        """Return the tokens; raise MisfitError if a text has more than the network accepts."""
         tokens, most = super().inputs(batch), getattr(self.network, "max_length", None)
         if most is not None and tokens.shape[1] > most:
             raise MisfitError(
                 f"a text of the data has {tokens.shape[1]} tokens, and the network takes at most {most}; set "
-                f"model.network.params.max_length={tokens.shape[1]} where it has that, or have texts cut: "
+                f"model.network.params.max_length={tokens.shape[1]} if it has this param, or cut texts: "
                 f"data.module.params.max_length={most} in training, with cut_always=true everywhere",
                 "model.network",
             )
         return tokens
 
     def try_out(self, network: nn.Module) -> None:
-        """Pass two short texts through, one with the highest token; raise MisfitError if they do not fit."""
+        """Pass two short texts, one with the highest token, through the network; raise MisfitError on a misfit."""
         spec = self.text_spec
         if spec is None:
             return
         name = self.cfg.model.network.type
         padding = getattr(network, "padding", spec.padding)
         if padding != spec.padding:
-            raise MisfitError(f"{name} takes token {padding} for padding, the data {spec.padding}", "model.network")
+            raise MisfitError(f"{name} uses token {padding} for padding, the data {spec.padding}", "model.network")
         tokens = torch.tensor([[spec.size - 1, spec.size - 1], [spec.size - 1, spec.padding]])
-        refusal = f"{name} does not take the data's tokens, 0 to {spec.size - 1}, as int64 (B, L)"
-        self.check_outputs(try_network(network, tokens, refusal))
+        message = f"{name} does not take the data's tokens, 0 to {spec.size - 1}, as int64 (B, L)"
+        self.check_outputs(try_network(network, tokens, message))
 
-    # ---- travelling
+    # ---- checkpoints
 
     def travels(self) -> dict[str, object]:
         if self.text_spec is None:
@@ -72,22 +72,22 @@ class TextClassification(Classification):
         return {"text_spec": spec.to_dict(), "content": spec.content, "class_names": self.class_names}
 
     def arrives(self, saved: dict[str, Any]) -> None:
-        """Take the spec; raise MisfitError if the weights were learned with other tokens than the data give now."""
+        """Restore the spec; raise MisfitError if the tokens of the current data differ from those of the training."""
         spec = TextSpec.from_dict(saved["text_spec"], saved["content"])
         if self.text_spec is None:
             self.text_spec, self.class_names = spec, saved["class_names"]
         elif any(getattr(spec, name) != getattr(self.text_spec, name) for name in ("tokenizer", "content", "lower")):
             raise MisfitError(
-                f"the checkpoint was trained with {spec.size:,} tokens, and the data give {self.text_spec.size:,}, or "
-                "others: the training file, seed, fold or vocabulary changed since; give those of that run, or its "
-                "bundle's vocabulary.txt as data.module.params.vocabulary",
+                f"the checkpoint was trained with a vocabulary of {spec.size:,} tokens, which differs from that of the "
+                f"data ({self.text_spec.size:,} tokens): the training file, seed, fold or vocabulary has changed; use "
+                "those of that run, or its bundle's vocabulary.txt as data.module.params.vocabulary",
                 "data.module",
             )
 
     # ---- export
 
     def exported(self, model: nn.Module) -> nn.Module:
-        """Export as every task; `text_spec` says from then on how many tokens the network takes."""
+        """Prepare a model for export; `text_spec` then also has the most tokens that the network accepts."""
         found = super().exported(model)
         assert self.text_spec is not None
         self.text_spec = replace(self.text_spec, limit=getattr(self.network, "max_length", None))

@@ -1,4 +1,4 @@
-"""Where a run is recorded: MLflow, its store on disk, and the machine that it ran on. Importing it is cheap."""
+"""Record runs: in MLflow, with their code, data and environment. This package is cheap to import."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ __all__ = ["MLflowLogger", "resolve_run"]
 
 
 def __getattr__(name: str) -> object:
-    """Fetch a public name when it is asked for: MLflow costs 1.2 CPU seconds, Lightning and torch twice that."""
+    """Import a public name on first use: MLflow costs 1.2 CPU seconds, Lightning and torch twice that."""
     if name == "MLflowLogger":
         from deeplightning.tracking.logger import MLflowLogger
 

@@ -1,4 +1,4 @@
-"""Around building loggers: Lightning's own MLflow logger gets our kind of store, and the run folder is found."""
+"""Prepare, open and end loggers, and find the run folder. Lightning's own MLflow logger gets our kind of store."""
 
 import os
 import re
@@ -15,23 +15,23 @@ from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import local_path, locate
 from deeplightning.words import is_address
 
-_OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
-_LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")
+_OUR_LOGGER = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
+_LIGHTNING_LOGGER = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")
 
 
 def prepare(type_name: str, params: dict[str, Any]) -> dict[str, object]:
-    """Return the arguments to build a logger with, a relative `save_dir` made absolute.
+    """Return the arguments to build a logger with; a relative `save_dir` becomes absolute.
 
-    Those of Lightning's own `MLFlowLogger` are translated: a directory as `tracking_uri` means the same store as with
-    ours, and under `mlflow run` the run that is there is joined. Writes nothing: the store is made, under its lock,
-    when the logger first uses it.
+    Those of Lightning's own `MLFlowLogger` are translated: a directory as `tracking_uri` means the same store as for
+    our logger, and under `mlflow run` the logger joins the active run. Writes nothing: the logger creates the store,
+    under its lock, on first use.
 
     Raises:
-        SetupError: the `tracking_uri` is of no known kind.
+        SetupError: the `tracking_uri` is of an unknown kind.
     """
     if isinstance(folder := params.get("save_dir"), str) and not is_address(folder):
         params = params | {"save_dir": str(from_start(folder))}
-    if not _LIGHTNINGS.fullmatch(type_name):
+    if not _LIGHTNING_LOGGER.fullmatch(type_name):
         return params
     run_id = os.environ.get("MLFLOW_RUN_ID")
     address = params.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or params.get("save_dir") or "mlruns"
@@ -42,66 +42,66 @@ def prepare(type_name: str, params: dict[str, Any]) -> dict[str, object]:
 
 
 def experiment_of(type_name: str, params: Mapping[str, Any]) -> str:
-    """Return the name of the experiment that a logger of this type and these arguments tracks into."""
-    return params.get("experiment_name") or ("lightning_logs" if _LIGHTNINGS.fullmatch(type_name) else "Default")
+    """Return the name of the experiment that a logger of this type logs to, given its arguments."""
+    return params.get("experiment_name") or ("lightning_logs" if _LIGHTNING_LOGGER.fullmatch(type_name) else "Default")
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
-    """Return why a logger of this type and these arguments cannot continue a run; None: it can.
+    """Return why a logger of this type, given its arguments, cannot continue a run, or None if it can.
 
     Args:
         run_id: the run.
-        folder: where the files of the run lie, absolute.
+        folder: absolute folder of the run's files.
 
     Raises:
-        SetupError: the store cannot be asked.
+        SetupError: the store cannot be queried.
     """
-    if not _OURS.fullmatch(type_name):
+    if not _OUR_LOGGER.fullmatch(type_name):
         return f"{type_name.rpartition('.')[2]} cannot continue a run"
-    named = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
-    if named not in (None, run_id):
-        return f"the run {named} is asked for"
+    requested = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
+    if requested not in (None, run_id):
+        return f"the run {requested} is requested instead"
     store = locate(params.get("tracking_uri"))
     run = find_run(store, run_id)
     if run is None or not run.is_active:
         return f"the tracking store {store.shown} does not have its run {run_id}, or it was deleted"
     if run.experiment != experiment_of(type_name, params):
-        return f"its run {run_id} is of the experiment {run.experiment!r}"
-    its = local_path(run.artifact_uri)
-    if its is not None and not (its.is_dir() and its.samefile(folder)):
-        return f"it does not lie in the folder of its run, {its}"
+        return f"its run {run_id} belongs to the experiment {run.experiment!r}"
+    artifacts = local_path(run.artifact_uri)
+    if artifacts is not None and not (artifacts.is_dir() and artifacts.samefile(folder)):
+        return f"it is not in the folder of its run, {artifacts}"
     return None
 
 
 def open_runs(loggers: Iterable[Any], targets: Iterable[Target]) -> None:
-    """Let each logger that has an `experiment` open its run, in which it passes the rest of its params on.
+    """Open the run of each logger that has an `experiment`. Some loggers forward their other params only then.
 
     Args:
-        targets: what the loggers were built from.
+        targets: targets in the config that the loggers were built from.
 
     Raises:
-        ConfigError: what it passes them on to takes no such param.
+        ConfigError: the library does not accept such a param.
     """
     for logger, target in zip(loggers, targets, strict=True):
         try:
-            getattr(logger, "experiment", None)  # Lightning's Logger does not ask for one
+            getattr(logger, "experiment", None)  # Lightning's Logger does not require one
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
-            message = f"{target.type} refuses a param: {error}; remove it"
+            message = f"{target.type} rejects a param: {error}; remove it"
             raise ConfigError(Fault(message, f"{target.name}.params", target.place)) from error
 
 
 def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
-    """Return where the files of the run go, absolute; to be called on rank 0, since it opens the run.
+    """Return the absolute folder for the run's files. Call it on rank 0 only: it opens the run.
 
-    It is the local artifact folder of the first MLflow logger that has one, else the folder of the first logger that
+    This is the local artifact folder of the first MLflow logger that has one, else the folder of the first logger that
     writes files, else `fallback`.
     """
     loggers = list[Any](loggers)
     for logger in loggers[:1]:
-        if hasattr(logger, "keep_in"):
-            logger.keep_in(from_start(fallback))
+        if hasattr(logger, "set_run_folder"):
+            logger.set_run_folder(from_start(fallback))
     for logger in loggers:
         folder = logger.artifact_folder if is_a(logger, "MLflowLogger") else None
         if is_a(logger, "MLFlowLogger"):
@@ -115,12 +115,12 @@ def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
 
 
 def is_a(logger: object, name: str) -> bool:
-    """Return whether a logger is of a class of this name: `MLflowLogger` is ours, `MLFlowLogger` Lightning's."""
+    """Return whether a logger has a class of this name: `MLflowLogger` is ours, `MLFlowLogger` is Lightning's."""
     return any(base.__name__ == name for base in type(logger).__mro__)
 
 
 def end(loggers: Iterable[Any], status: str, reason: str, others: bool) -> None:
-    """Give each run its last status, `failed` or `killed`, and the reason; `others`: also where none is kept."""
+    """Set the final status of each run, `failed` or `killed`, and the reason; `others`: finalize other loggers too."""
     for logger in loggers:
         if is_a(logger, "MLflowLogger"):
             logger.finalize(status, reason)
@@ -133,7 +133,7 @@ def end(loggers: Iterable[Any], status: str, reason: str, others: bool) -> None:
 
 
 def publish(loggers: Iterable[Any], folder: Path) -> None:
-    """Send the files of the run to trackers that keep their artifacts elsewhere; end their runs as finished."""
+    """Upload the run's files to trackers with remote artifacts, and mark their runs as finished."""
     for logger in loggers:
         if is_a(logger, "MLflowLogger") and logger.artifact_folder is None:
             for path in sorted(folder.iterdir()):

@@ -1,12 +1,12 @@
-"""What says that a tracking store may not have a run completely.
+"""Claims mark runs that may be incomplete in their tracking store.
 
-A process that logs a run holds a small file locked, its claim, which names the run's `metrics.jsonl` and the machine.
-A claim whose lock is free is of a process that has ended: the next command on the store sends the rest, see
-`deeplightning.tracking.unsent`. Claims on an SQLite store are beside it (`mlruns/mlflow.db.unsent/`), those on another
-one in the user's state folder (`~/.local/state/deeplightning/unsent/`, or below XDG_STATE_HOME).
+A process that logs a run keeps a small file locked, its claim, which names the run's `metrics.jsonl` and the machine.
+A claim that is not locked belongs to a process that has ended: the next command on the store sends the rest, see
+`deeplightning.tracking.unsent`. Claims on an SQLite store are next to it (`mlruns/mlflow.db.unsent/`), those on other
+stores in the user's state folder (`~/.local/state/deeplightning/unsent/`, or below XDG_STATE_HOME).
 
-Claims beside a store may have come with it from somebody else: what another user can have written is left alone, and so
-are those of another machine.
+Claims next to a store may have been copied with it. Those that another user could have written are ignored, and so are
+those of another machine.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from deeplightning.tracking.store import Store, explained
 log = logging.getLogger("deeplightning.tracking")
 
 _SUFFIX = ".unsent"
-_RUN_ID = re.compile(r"[\w-]{1,64}", re.ASCII)  # 32 hexadecimal digits, or what a server gives
+_RUN_ID = re.compile(r"[\w-]{1,64}", re.ASCII)  # 32 hexadecimal digits, or the ID that a server assigns
 
 
 def folder_of(store: Store) -> Path:
@@ -42,36 +42,36 @@ def folder_of(store: Store) -> Path:
     if store.database is not None:
         return store.database.with_name(f"{store.database.name}{_SUFFIX}")
     state = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
-    address = re.sub(r"://[^/@]*@", "://", store.address or str(store.folder))  # whatever the password is by then
+    address = re.sub(r"://[^/@]*@", "://", store.address or str(store.folder))  # the password may change
     return state / "deeplightning" / "unsent" / hashlib.sha256(address.encode()).hexdigest()[:16]
 
 
 class Claim(FolderLock):
-    """The claim of this process on a run.
+    """This process's claim on a run.
 
     Args:
         metrics: the run's `metrics.jsonl`.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, store: Store, run_id: str, metrics: Path):
         self.path = folder_of(store) / f"{run_id}.{uuid.uuid4().hex[:8]}{_SUFFIX}"
         content = {"run": run_id, "metrics": str(metrics), "store": store.shown} | _machine()
         make_private(self.path.parent, store.database.parent if store.database else self.path.parent)
-        # Locked before it has its name: nobody takes it for one that was left behind.
-        beside = self.path.with_suffix(".new")
-        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        _hold(descriptor)
+        # Lock it before it gets its name, so that no process takes it for an orphaned claim.
+        temporary = self.path.with_suffix(".new")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        _try_lock(descriptor)
         os.write(descriptor, json.dumps(content).encode() + b"\n")
-        os.fsync(descriptor)  # without this nobody could end the run after a loss of power
-        beside.rename(self.path)
+        os.fsync(descriptor)  # otherwise no process could end the run after a power failure
+        temporary.rename(self.path)
         sync_names(self.path.parent)
         super().__init__(descriptor)
 
     def close(self) -> None:
-        """Remove it; a second call does nothing, and nor does one in a forked process."""
+        """Remove the claim. A second call does nothing, and neither does a call in a forked process."""
         if self._descriptor is not None:
             remove_claim(self.path)
         self.release()
@@ -87,8 +87,8 @@ def _machine() -> dict[str, str]:
 
 
 def is_elsewhere(claim: Mapping[str, object]) -> bool:
-    """Return whether a claim is of another machine, whose locks do not count here. One that was started again is the
-    same, and so is another container of it."""
+    """Return whether a claim is of another machine, whose locks are not visible here. A machine stays the same after a
+    reboot and in another container."""
     here = _machine()
     if here["boot"] and (claim.get("boot") == here["boot"] or not here["machine"]):
         return claim.get("boot") != here["boot"]
@@ -96,10 +96,10 @@ def is_elsewhere(claim: Mapping[str, object]) -> bool:
 
 
 def claims(store: Store, run_id: str = "*") -> list[Path]:
-    """Return the claims on all runs of a store or one, those of running processes too, the oldest first."""
+    """Return the claims on all runs of a store or on one, including those of running processes, oldest first."""
     found = []
     for path in folder_of(store).glob(f"{run_id}.*{_SUFFIX}"):
-        with contextlib.suppress(OSError):  # its process has removed it meanwhile
+        with contextlib.suppress(OSError):  # its process removed it meanwhile
             found.append((path.lstat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 
@@ -108,7 +108,7 @@ def find_run(store: Store, run_id: str) -> Run | None:
     """Return a run, even if its store does not have it yet; None if it does not exist.
 
     Raises:
-        SetupError: the store cannot be asked.
+        SetupError: the store cannot be queried.
     """
     with explained(store):
         return open_reader(store).run(run_id) or next(unsent_runs(store, run_id), None)
@@ -118,23 +118,22 @@ def unsent_runs(store: Store, run_id: str = "*") -> Iterator[Run]:
     """Yield the runs that may not be in their store yet."""
     for path, descriptor in _own_claims(store, run_id):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            header = header_in(metrics_of(store, read_claim(descriptor)))
+            header = read_header(metrics_of(store, read_claim(descriptor)))
             if header.get("run") == path.name.partition(".")[0]:
                 yield run_of(header)
 
 
 def take_over(store: Store, run_id: str) -> bool:
-    """Remove the claims that ended processes have left of a run which this process claims from now on; return whether
-    there was one."""
+    """Remove the orphaned claims on a run that this process now claims; return whether there was one."""
     found = False
-    for path, _ in left_claims(store, run_id):
+    for path, _ in stale_claims(store, run_id):
         found = True
         remove_claim(path)
     return found
 
 
-def header_in(metrics: Path) -> Line:
-    """Return what a run is made of, from its file; {} if that does not say."""
+def read_header(metrics: Path) -> Line:
+    """Return the description of a run in its metrics file, or {} if it has none."""
     return next((line["run"] for _, line in read_lines(metrics) if "run" in line), {})
 
 
@@ -142,7 +141,7 @@ def metrics_of(store: Store, claim: dict[str, Any]) -> Path:
     """Return the metrics file of a claim.
 
     Raises:
-        ValueError: its folder is neither in the store nor that of a run of this user's.
+        ValueError: its folder is neither in the store nor the folder of a run of this user.
     """
     path, root = Path(str(claim["metrics"])), store.artifact_root
     is_inside = root is not None and root.resolve() in path.resolve().parents
@@ -151,16 +150,15 @@ def metrics_of(store: Store, claim: dict[str, Any]) -> Path:
     return path
 
 
-def left_claims(store: Store, run_id: str = "*") -> Iterator[tuple[Path, int]]:
-    """Yield the claims on all runs or one that ended processes have left, open and locked meanwhile, the oldest
-    first."""
+def stale_claims(store: Store, run_id: str = "*") -> Iterator[tuple[Path, int]]:
+    """Yield the claims of ended processes on all runs or on one, as open and locked files, oldest first."""
     for path, descriptor in _own_claims(store, run_id):
-        if _hold(descriptor) and os.fstat(descriptor).st_nlink > 0:  # else a process has it, or has removed it
+        if _try_lock(descriptor) and os.fstat(descriptor).st_nlink > 0:  # otherwise a process has locked or removed it
             yield path, descriptor
 
 
 def _own_claims(store: Store, run_id: str) -> Iterator[tuple[Path, int]]:
-    """Yield the claims that no other user can have written, open meanwhile."""
+    """Yield the claims that no other user could have written, as open files."""
     for path in claims(store, run_id):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -171,18 +169,18 @@ def _own_claims(store: Store, run_id: str) -> Iterator[tuple[Path, int]]:
             if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022:
                 yield path, descriptor
             else:
-                _warn_of(path)
+                _warn_ignored(path)
         finally:
             os.close(descriptor)
 
 
 @functools.cache
-def _warn_of(path: Path) -> None:
-    log.warning("%s is left alone: another user could have written it", path)
+def _warn_ignored(path: Path) -> None:
+    log.warning("%s is ignored: another user could have written it", path)
 
 
-def _hold(descriptor: int) -> bool:
-    """Lock a file for as long as it is open; False if a process has it, or nothing can be locked here."""
+def _try_lock(descriptor: int) -> bool:
+    """Lock a file until it is closed; return False if another process has the lock, or locks are not supported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -194,11 +192,11 @@ def read_claim(descriptor: int) -> dict[str, Any]:
     """Return the content of a claim.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a claim.
     """
     found = json.loads(os.read(descriptor, 100_000) or b"null")
     if not (isinstance(found, dict) and isinstance(found.get("run"), str) and isinstance(found.get("metrics"), str)):
-        raise ValueError("it names no run")
+        raise ValueError("it does not name a run")
     if not _RUN_ID.fullmatch(found["run"]):
         raise ValueError(f"{found['run']!r:.60} is not the id of a run")
     return found

@@ -1,4 +1,4 @@
-"""Write to a tracking store, and read it, through MLflow's own client. Making a `Client` imports MLflow."""
+"""Read and write a tracking store with MLflow's own client. Creating a `Client` imports MLflow."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -14,24 +14,24 @@ from deeplightning.tracking.entities import (
     Point,
     Run,
     as_logged,
-    is_of_test,
+    is_test_metric,
     name_of,
 )
 from deeplightning.tracking.mlflow_store import make_run, open_client
 from deeplightning.tracking.store import Store
 
 MAX_MODEL_PARAMS = 100
-"""The most parameters of a model that MLflow takes at once."""
+"""Maximum number of parameters of a model that MLflow accepts in one call."""
 
-_ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
-"""Codes of MLflow's errors that say that something is not there."""
+_MISSING_CODES = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+"""MLflow's error codes for an object that does not exist."""
 
 
 class Client:
-    """A store; whatever it raises is the store's own, and `is_transient` judges it.
+    """Client of a store. Its methods raise the store's own errors, which `is_transient` classifies.
 
     Args:
-        store: made at the first use, if it is not there.
+        store: created on first use, if it does not exist.
     """
 
     def __init__(self, store: Store):
@@ -47,54 +47,54 @@ class Client:
         return Experiment(found.experiment_id, found.artifact_location, found.lifecycle_stage == "active")
 
     def make_run(self, run: Run) -> None:
-        """Make a run whose id is known; do nothing if it is there. For SQLite stores."""
+        """Create a run with a given id, unless it exists. For SQLite stores."""
         make_run(self._store, run)
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
-        """Create a run, RUNNING; without a name it gets that of `stem` and the first digits of its id."""
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], prefix: str = "") -> Run:
+        """Create a run with the status RUNNING. Its default name is `prefix` and the first digits of its id."""
         given = name or tags.get(RUN_NAME)
-        # MLflow draws names from Python's `random`: a run's seed would give every run the same.
-        run = _run(self._client.create_run(experiment.id, tags=tags, run_name=given or "run"))
+        # MLflow draws names with Python's `random`: all runs with the same seed would get the same name.
+        run = _to_run(self._client.create_run(experiment.id, tags=tags, run_name=given or "run"))
         if given is None:
-            run.tags[RUN_NAME] = name_of(stem, run.id)
+            run.tags[RUN_NAME] = name_of(prefix, run.id)
             self._client.update_run(run.id, name=run.tags[RUN_NAME])
         return run
 
     def run(self, run_id: str) -> Run | None:
         """Return a run, even a deleted one; None if it does not exist."""
-        with _ignoring(*_ABSENT):
+        with _ignoring(*_MISSING_CODES):
             run = self._client.get_run(run_id)
-            return _run(run, self._client.get_experiment(run.info.experiment_id).name)
+            return _to_run(run, self._client.get_experiment(run.info.experiment_id).name)
         return None
 
     def listing(self) -> list[Run]:
-        """Return all runs that were not deleted, the newest first."""
+        """Return all runs that were not deleted, newest first."""
         experiments = {e.experiment_id: e.name for e in self._client.search_experiments()}
         runs: list[Run] = []
         token: str | None = ""
         while experiments and token is not None:
             page = self._client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token or None)
-            runs += [_run(run, experiments[run.info.experiment_id]) for run in page]
+            runs += [_to_run(run, experiments[run.info.experiment_id]) for run in page]
             token = page.token or None
         return runs
 
-    def tagged(self, experiment: str, tag: str, value: str) -> list[Run]:
-        """Return the runs of an experiment with a tag of a value."""
+    def runs_with_tag(self, experiment: str, tag: str, value: str) -> list[Run]:
+        """Return the runs of an experiment whose tag has this value."""
         found = self._client.get_experiment_by_name(experiment)
         runs = self._client.search_runs([found.experiment_id], f"tags.`{tag}` = '{value}'") if found else ()
-        return [_run(run) for run in runs]
+        return [_to_run(run) for run in runs]
 
     def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
-        """Yield the points of some metrics of a run; None: of all but those of the machine's load."""
+        """Yield the points of these metrics of a run; None: of all but system metrics."""
         if names is None:
-            there = self._client.get_run(run_id).data.metrics
-            names = [name for name in there if not name.startswith(SYSTEM)]
+            recorded = self._client.get_run(run_id).data.metrics
+            names = [name for name in recorded if not name.startswith(SYSTEM)]
         for name in names:
             for point in self._client.get_metric_history(run_id, name):
                 yield Point(point.key, as_logged(point.value), point.timestamp, point.step)
 
     def delete(self, run_id: str, statuses: Collection[str]) -> bool:
-        """Mark a run as deleted if its status is one of these; return whether it was."""
+        """Mark a run as deleted if it has one of these statuses; return whether it had."""
         run = self.run(run_id)
         is_wanted = run is not None and run.is_active and run.status in statuses
         if is_wanted:
@@ -102,15 +102,15 @@ class Client:
         return is_wanted
 
     def drop_tag(self, run_id: str, name: str) -> None:
-        """Remove a tag of a run, if it is there."""
-        with _ignoring(*_ABSENT):
+        """Remove a tag of a run, if it exists."""
+        with _ignoring(*_MISSING_CODES):
             self._client.delete_tag(run_id, name)
 
     def log_batch(self, run_id: str, batch: Batch) -> None:
-        """Write a batch; points that are there already stay once, tags replace those of their names.
+        """Write a batch. Points that exist are not duplicated; tags replace those of the same name.
 
         Raises:
-            Exception: the run is not there or was deleted, or a parameter has another value.
+            Exception: the run does not exist or was deleted, or a parameter has another value.
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
@@ -120,30 +120,30 @@ class Client:
         if RUN_NAME in batch.tags:
             self._client.update_run(run_id, name=batch.tags[RUN_NAME])
         if batch.datasets:
-            context = [InputTag("mlflow.data.context", "training")]  # what the run has used the data for
+            context = [InputTag("mlflow.data.context", "training")]  # what the run uses the data for
             inputs = [
                 DatasetInput(Dataset(*dataset[:4], profile=dataset.profile), context) for dataset in batch.datasets
             ]
             self._client.log_inputs(run_id, inputs)
         if batch.status is not None:
-            word, ended = batch.status
+            status, ended = batch.status
             if ended is None:
-                self._client.update_run(run_id, status=word)
+                self._client.update_run(run_id, status=status)
             else:
-                self._client.set_terminated(run_id, word, ended)
+                self._client.set_terminated(run_id, status, ended)
 
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
-        """Put a file or folder into the artifacts of a run whose artifacts are elsewhere."""
+        """Upload a file or folder to the remote artifacts of a run."""
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         send(run_id, os.fspath(path), folder)
 
     def log_model(self, run_id: str, path: Path, name: str, kind: str) -> None:
-        """List an MLflow model among those of the run's experiment, with the run's parameters and the metrics of its
-        test (those of a validation are of other weights than the best); a second time it replaces the first.
+        """Log an MLflow model to the run's experiment, with the run's parameters and test metrics (validation metrics
+        belong to other weights than the best). It replaces the run's former model.
 
         Args:
             path: the model's folder.
-            kind: of the task.
+            kind: kind of the task.
         """
         from mlflow.entities import LoggedModelOutput, Metric
 
@@ -157,15 +157,15 @@ class Client:
         for first in range(0, len(params), MAX_MODEL_PARAMS):
             self._client.log_model_params(model.model_id, dict(params[first : first + MAX_MODEL_PARAMS]))
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
-        judged = {name for name in run.data.metrics if is_of_test(name)}
-        latest = {point.name: point for point in sorted(self.history(run_id, judged), key=lambda p: (p.step, p.time))}
+        tested = {name for name in run.data.metrics if is_test_metric(name)}
+        latest = {point.name: point for point in sorted(self.history(run_id, tested), key=lambda p: (p.step, p.time))}
         self._client.log_batch(run_id, [Metric(*point, model_id=model.model_id) for point in latest.values()])
         self._client.finalize_logged_model(model.model_id, "READY")
 
 
 @contextmanager
 def _ignoring(*codes: str) -> Iterator[None]:
-    """Pass over an error of MLflow that has one of these codes."""
+    """Suppress MLflow errors with one of these codes."""
     try:
         yield
     except Exception as error:
@@ -173,7 +173,7 @@ def _ignoring(*codes: str) -> Iterator[None]:
             raise
 
 
-def _run(run: Any, experiment: str = "") -> Run:
+def _to_run(run: Any, experiment: str = "") -> Run:
     info, data = run.info, run.data
     first = (info.run_id, info.experiment_id, info.status, info.start_time, info.artifact_uri)
     of_data = (dict(data.params), dict(data.tags), experiment, dict(data.metrics))

@@ -1,7 +1,7 @@
-"""The files that a data module reads, by name, size and SHA-256, so that a changed one can be named later.
+"""Record the files that a data module reads by name, size and SHA-256, so that later changes can be reported.
 
-The data module names them in `files`, keeps their paths as attributes, or gets them from the config's params; else they
-are all files below `data.root`. For data that come with a package, its version is enough. Standard library only.
+The data module lists them in `files`, keeps their paths as attributes, or gets them from its params; otherwise, they
+are all files below `data.root`. For data in an installed package, its version is enough. Standard library only.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 MAX_FILES = 20_000
-"""Files that are listed."""
+"""Maximum number of files that are listed."""
 SECONDS = 120.0
-"""How long files are hashed; of those that are left, the sizes are kept."""
+"""Time limit for hashing; of the remaining files only the sizes are recorded."""
 
-_BLOCK = 1 << 20
-_WORTH_KEEPING = 8 << 20  # bytes; hashing less is as fast as looking it up
-_SETTLED = 2_000_000_000  # nanoseconds; what changed less before may change again without a trace
-_NO_DATA = (".py", ".pyc", ".ckpt", ".lock")
+_BLOCK_BYTES = 1 << 20
+_MIN_CACHED_BYTES = 8 << 20  # hashing less is as fast as a lookup
+_STABLE_NANOSECONDS = 2_000_000_000  # a file that changed more recently may change again with equal times
+_SKIPPED_SUFFIXES = (".py", ".pyc", ".ckpt", ".lock")
 
-Never = Callable[[], bool]
+ShouldStop = Callable[[], bool]
 
 
 def paths_of(data: "pl.LightningDataModule | None", root: str | None, params: Mapping[str, object]) -> list[Path]:
@@ -37,11 +37,11 @@ def paths_of(data: "pl.LightningDataModule | None", root: str | None, params: Ma
     Args:
         data: the data module, or None.
         root: `data.root`.
-        params: of the data module; texts in it that are paths count.
+        params: params of the data module; texts that are existing paths count.
     """
     top = from_start(root) if root is not None else None
     declared = getattr(data, "files", None)
-    with suppress(Exception):  # a user's own, which may mean something else
+    with suppress(Exception):  # an attribute of the user's, which may mean something else
         declared = declared() if callable(declared) else declared
     found = []
     for path in _texts_and_paths(declared):
@@ -53,12 +53,12 @@ def paths_of(data: "pl.LightningDataModule | None", root: str | None, params: Ma
     for name, value in params.items():
         for text in _texts_and_paths(value) if not name.startswith(("cache", "augment")) else ():
             near = [folder / text for folder in (start_folder(), top) if folder is not None and len(str(text)) < 4096]
-            with suppress(OSError, ValueError):  # a text that can be no path
+            with suppress(OSError, ValueError):  # a text that cannot be a path
                 found += [path for path in near if str(text) not in ("", ".") and path.exists()][:1]
-    there = [path for path in dict.fromkeys(found) if path.exists() and path != top]
-    if declared is None or not there:
-        there += [top] if top is not None and top.exists() else []
-    return [path for path in there if "site-packages" not in path.parts]
+    existing = [path for path in dict.fromkeys(found) if path.exists() and path != top]
+    if declared is None or not existing:
+        existing += [top] if top is not None and top.exists() else []
+    return [path for path in existing if "site-packages" not in path.parts]
 
 
 def _texts_and_paths(value: object, depth: int = 0) -> Iterator[str | Path]:
@@ -75,51 +75,51 @@ def describe_files(
     *,
     without: Iterable[Path] = (),
     seconds: float = SECONDS,
-    stop: Never = lambda: False,
+    stop: ShouldStop = lambda: False,
     remember: bool = True,
 ) -> dict[str, Any]:
-    """Name, bytes and SHA-256 of files, and of all files in folders.
+    """Describe files, and all files in folders, by name, size in bytes and SHA-256.
 
     Args:
         paths: files and folders, absolute.
         root: `data.root`; names below it are relative.
-        without: folders that are passed over.
-        seconds: how long it may take; then sizes only.
-        stop: is asked between two blocks; true: sizes only from here on.
-        remember: take the SHA-256 of a file that has not changed since from the user's cache, and keep it there.
+        without: folders to skip.
+        seconds: time limit; after it, only sizes are recorded.
+        stop: called between two blocks; if true, only sizes are recorded from then on.
+        remember: use the SHA-256 of unchanged files in the user's cache, and update it.
 
     Returns:
         Plain types for JSON: `root` (absolute, or None), `folders` (names), `files` (by name [bytes, SHA-256 or None]),
-        `incomplete` (why files are missing here or have no SHA-256; None: they are all there).
+        `incomplete` (why files are missing here or have no SHA-256, or None if it is complete).
     """
     until = time.monotonic() + seconds
     top = from_start(root) if root is not None else None
     files: dict[str, Path] = {}
-    folders, incomplete, passed = [], None, {str(path) for path in without}
+    folders, incomplete, skipped = [], None, {str(path) for path in without}
     for path in paths:
         if path.is_dir():
-            folders.append(_name(path, top))
-            for file in _below(path, passed):
+            folders.append(_relative_name(path, top))
+            for file in _files_below(path, skipped):
                 if len(files) >= MAX_FILES:
                     incomplete = f"only the first {MAX_FILES:,} files are listed"
                     break
-                files[_name(file, top)] = file
+                files[_relative_name(file, top)] = file
         else:
-            files[_name(path, top)] = path
-    known = _Known(top or Path("/"), remember)
+            files[_relative_name(path, top)] = path
+    cache = _DigestCache(top or Path("/"), remember)
     listed: dict[str, list[object]] = {}
-    unread = 0
+    unhashed = 0
     for name in sorted(files):
         size, digest = 0, None
         with suppress(OSError):
             size = files[name].stat().st_size
-            over = time.monotonic() > until or stop()
-            digest = None if over else known.digest(files[name], lambda: time.monotonic() > until or stop())
-        unread += digest is None
+            is_over = time.monotonic() > until or stop()
+            digest = None if is_over else cache.digest(files[name], lambda: time.monotonic() > until or stop())
+        unhashed += digest is None
         listed[name] = [size, digest]
-    known.keep()
-    if unread:
-        incomplete = incomplete or f"of {unread:,} files only the size is known: reading all would take too long"
+    cache.save()
+    if unhashed:
+        incomplete = incomplete or f"only the size of {unhashed:,} files is recorded: hashing all takes too long"
     return {"root": str(top) if top else None, "folders": folders, "files": listed, "incomplete": incomplete}
 
 
@@ -131,7 +131,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
         if name not in two:
             found[name] = "missing"
         elif name not in one:
-            if len(one) < MAX_FILES:  # else it may have been there, unlisted
+            if len(one) < MAX_FILES:  # otherwise it may have existed without being listed
                 found[name] = "new"
         elif one[name][0] != two[name][0]:
             found[name] = f"{one[name][0]:,} bytes → {two[name][0]:,}"
@@ -141,10 +141,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
 
 
 def describe_again(before: Mapping[str, Any], root: str | None) -> dict[str, Any]:
-    """Describe the same files and folders as they are now, without files that are gone.
+    """Describe the current state of the same files and folders, without files that are gone.
 
     Args:
-        root: where `data.root` is now.
+        root: current `data.root`.
     """
     top = from_start(root or before["root"] or "/")
     listed = [top / name for name in before["files"]]
@@ -161,12 +161,12 @@ def describe_again(before: Mapping[str, Any], root: str | None) -> dict[str, Any
     return now
 
 
-def _name(path: Path, top: Path | None) -> str:
+def _relative_name(path: Path, top: Path | None) -> str:
     return path.relative_to(top).as_posix() if top is not None and path.is_relative_to(top) else str(path)
 
 
-def _below(top: Path, without: set[str]) -> Iterator[Path]:
-    """List the files below a folder, sorted by name, without hidden ones, code and tracking stores."""
+def _files_below(top: Path, without: set[str]) -> Iterator[Path]:
+    """List the files below a folder, sorted by name, except hidden files, code and tracking stores."""
     seen = set()
     for name, below, names in os.walk(top, followlinks=True):
         with suppress(OSError):
@@ -177,50 +177,50 @@ def _below(top: Path, without: set[str]) -> Iterator[Path]:
             seen.add((status.st_dev, status.st_ino))
         below[:] = sorted(inner for inner in below if not inner.startswith((".", "__pycache__")))
         for file in sorted(names):
-            if not file.startswith(".") and not file.endswith(_NO_DATA):
+            if not file.startswith(".") and not file.endswith(_SKIPPED_SUFFIXES):
                 yield Path(name, file)
 
 
-class _Known:
-    """SHA-256 of files that have not changed since, in the user's cache: a run that is repeated does not read all of
-    its data twice. A file is the same while device, inode, size and both times are."""
+class _DigestCache:
+    """SHA-256 of unchanged files, in the user's cache: a repeated run does not read all its data again. A file is
+    unchanged if its device, inode, size and both times are the same."""
 
     def __init__(self, top: Path, remember: bool):
         self.file: Path | None = None
-        self.there: dict[str, list[Any]] = {}
+        self.cached: dict[str, list[Any]] = {}
         self.new: dict[str, list[Any]] = {}
         if not remember or os.environ.get("DEEPLIGHTNING_CACHE", "").lower() == "off":
             return
         with suppress(OSError, RuntimeError, ValueError):  # a user without a home; a damaged file
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "digests"
-            self.file = cache / f"{hashlib.sha256(str(top).encode()).hexdigest()[:24]}.json"
-            there = json.loads(self.file.read_text()) if self.file.exists() else {}
-            self.there = there if isinstance(there, dict) else {}
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "digests"
+            self.file = folder / f"{hashlib.sha256(str(top).encode()).hexdigest()[:24]}.json"
+            content = json.loads(self.file.read_text()) if self.file.exists() else {}
+            self.cached = content if isinstance(content, dict) else {}
 
-    def digest(self, path: Path, stop: Never) -> str | None:
-        """Return the SHA-256, or None after a request to stop."""
+    def digest(self, path: Path, stop: ShouldStop) -> str | None:
+        """Return the SHA-256, or None if `stop` is true."""
         with path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
-            mark = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-            if (found := self.there.get(str(path))) is not None and found[:5] == mark:
+            state = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            if (found := self.cached.get(str(path))) is not None and found[:5] == state:
                 self.new[str(path)] = found
                 return str(found[5])
-            digest, block = hashlib.sha256(), bytearray(min(_BLOCK, max(1, status.st_size)))
+            digest, block = hashlib.sha256(), bytearray(min(_BLOCK_BYTES, max(1, status.st_size)))
             while read := file.readinto(block):
                 digest.update(memoryview(block)[:read])
                 if stop():
                     return None
         text = digest.hexdigest()
-        if max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _SETTLED:
-            self.new[str(path)] = [*mark, text]
+        if max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _STABLE_NANOSECONDS:
+            self.new[str(path)] = [*state, text]
         return text
 
-    def keep(self) -> None:
-        is_worth_it = sum(found[2] for found in self.new.values()) >= _WORTH_KEEPING
-        if self.file is None or not is_worth_it or self.new == self.there:
+    def save(self) -> None:
+        is_worth_it = sum(found[2] for found in self.new.values()) >= _MIN_CACHED_BYTES
+        if self.file is None or not is_worth_it or self.new == self.cached:
             return
         with suppress(OSError):
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            beside = self.file.with_name(f".{self.file.name}.{os.getpid()}")
-            beside.write_text(json.dumps(self.new))
-            beside.replace(self.file)
+            temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(self.new))
+            temporary.replace(self.file)

@@ -1,4 +1,4 @@
-"""Send the lines of a run's `metrics.jsonl` to its tracking store, in the run's own thread or by a later command."""
+"""Send the lines of a run's `metrics.jsonl` to its tracking store, in a thread of the run or by a later command."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -11,72 +11,72 @@ from deeplightning.config.own_runs import is_own
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, run_of
-from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position, sync
+from deeplightning.tracking.metrics_file import Line, points_of, read_lines, save_sent_position, sent_position, sync
 from deeplightning.tracking.mlflow_store import NO_FORK
 from deeplightning.tracking.store import Store, first_line, is_transient, raise_if_locked
 
 log = logging.getLogger("deeplightning.tracking")
 
-BATCH = 1000
-"""The most points that are sent together."""
-_AGAIN = {"run", "values", "params", "dataset"}
-_ALONE = {"run", "untag", "artifact", "model"}
+MAX_BATCH_POINTS = 1000
+"""Maximum number of points per request."""
+_RESENT_KEYS = {"run", "values", "params", "dataset"}
+_UNBATCHED_KEYS = {"run", "untag", "artifact", "model"}
 
 
 class Delivery:
-    """Send one run.
+    """Sends the lines of one run.
 
     Args:
-        store: where the run is, or is to be made.
-        metrics: the run's file.
-        client: of the store, if it is open already.
+        store: store of the run, which may not have it yet.
+        metrics: the run's `metrics.jsonl`.
+        client: client of the store, if there is one.
     """
 
     def __init__(self, store: Store, run_id: str, metrics: Path, client: Client | None = None):
         self.store, self.run_id, self.metrics, self.client = store, run_id, metrics, client
-        self.position = sent_position(metrics)  # from which to send
-        self.known = self.position  # bytes that the store has; of lines before, points and parameters alone go again
-        self.points = 0  # that were sent
-        self.params: dict[str, str] = {}  # that the store has
-        self.is_leftover = False  # of an ended process: only files of this user's runs are sent
-        self.has_finished = False  # it stays FINISHED, whatever a file says that was copied here, or comes late
+        self.position = sent_position(metrics)  # in the file, where sending starts
+        self.known_position = self.position  # the store has all lines before it; `_RESENT_KEYS` go again
+        self.points = 0  # number of points sent
+        self.params: dict[str, str] = {}  # parameters that the store has
+        self.is_leftover = False  # left by an ended process: send only files of this user's runs
+        self.has_finished = False  # it stays FINISHED, whatever a copied file or a late line says
 
     def send(self, until: int) -> None:
         """Send the lines up to a position of the file.
 
-        What the store refuses is reported and given up, so that a parameter costs no point.
+        Data that the store rejects is reported and dropped, so that a bad parameter does not cost points.
 
         Raises:
-            Exception: the store does not answer now; what it has not got is sent by the next call.
+            Exception: the store does not answer now; the next call sends the rest.
         """
-        sync(self.metrics)  # else the store may keep a point which a loss of power takes from the file
+        sync(self.metrics)  # otherwise the store may have points that a power failure removes from the file
         self.deliver(read_lines(self.metrics, self.position, until))
-        self.position = max(self.position, until)  # also behind a last line that is torn
+        self.position = max(self.position, until)  # even past an incomplete last line
 
     def deliver(self, lines: Iterable[tuple[int | None, Line]]) -> None:
-        """Send lines in their order.
+        """Send lines in order.
 
         Args:
-            lines: with the position behind each; None: they are not in the file.
+            lines: each with the position after it, or None if it is not in the file.
         """
         client = self.client = self.client or Client(self.store)
-        batch, behind = Batch(), self.position
+        batch, end = Batch(), self.position
         for position, line in lines:
-            if position is not None and position <= self.known and not line.keys() & _AGAIN:
+            if position is not None and position <= self.known_position and not line.keys() & _RESENT_KEYS:
                 continue
-            is_alone = bool(line.keys() & _ALONE)
-            if is_alone or len(batch.points) >= BATCH:
-                self._flush(batch, behind)
+            is_unbatched = bool(line.keys() & _UNBATCHED_KEYS)
+            if is_unbatched or len(batch.points) >= MAX_BATCH_POINTS:
+                self._flush(batch, end)
                 batch = Batch()
-            if is_alone:
-                self._do(client, line)
+            if is_unbatched:
+                self._send_unbatched(client, line)
             else:
                 self._add(batch, line)
-            behind = behind if position is None else position
-        self._flush(batch, behind)
+            end = end if position is None else position
+        self._flush(batch, end)
 
     def _add(self, batch: Batch, line: Line) -> None:
-        """Add what a line says to a batch."""
+        """Add the content of a line to a batch."""
         if "status" in line and not self.has_finished:
             batch.status = (line["status"], line.get("time"))
         elif "params" in line:
@@ -87,11 +87,11 @@ class Delivery:
             batch.datasets.append(Dataset(*line["dataset"]))
         batch.points += points_of(line)
 
-    def _do(self, client: Client, line: Line) -> None:
-        """Do what a line asks for that is no part of a batch."""
+    def _send_unbatched(self, client: Client, line: Line) -> None:
+        """Send a line that cannot be part of a batch."""
         if "run" in line:
             if line["run"].get("run") == self.run_id:
-                with self._alone():  # what the store refuses here is an error, since it has nothing to add to
+                with self._forbid_fork():  # a rejection is an error here: without the run, nothing can be sent
                     client.make_run(run_of(line["run"]))
             return
         if "untag" in line:
@@ -100,7 +100,7 @@ class Delivery:
         kind = "artifact" if "artifact" in line else "model"
         path, *rest = line[kind]
         source = Path(path).resolve()
-        is_foreign = self.is_leftover and self.store.database is not None  # it may have come with the store
+        is_foreign = self.is_leftover and self.store.database is not None  # it may have been copied with the store
         if not source.exists():
             return
         if is_foreign and not any(is_own(RunFolder(folder)) for folder in (source, *source.parents)):
@@ -110,7 +110,7 @@ class Delivery:
         self._try(f"the {kind} {source.name}", partial(do, self.run_id, source, *rest))
 
     def _flush(self, batch: Batch, position: int) -> None:
-        """Send a batch, part by part, so that a parameter which the store refuses costs no point."""
+        """Send a batch in parts, so that a rejected parameter does not cost points."""
         assert self.client is not None
         others = (Batch(params=batch.params), Batch(tags=batch.tags), Batch(datasets=batch.datasets))
         for part in (*others, Batch(batch.points), Batch(status=batch.status)):
@@ -120,21 +120,21 @@ class Delivery:
         self.points += sum(not point.name.startswith(SYSTEM) for point in batch.points)
         if position != self.position:
             self.position = position
-            note_sent(self.metrics, position)
+            save_sent_position(self.metrics, position)
 
-    def _try(self, words: str, do: Callable[[], object]) -> None:
-        """Report what the store refuses; raise an error that may pass."""
+    def _try(self, description: str, do: Callable[[], object]) -> None:
+        """Report data that the store rejects; raise transient errors."""
         try:
-            with self._alone():
+            with self._forbid_fork():
                 do()
-        except Exception as error:  # MLflow, SQLAlchemy and the network each have their own
+        except Exception as error:  # MLflow, SQLAlchemy and the network each have their own errors
             if is_transient(error):
                 raise
-            log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
+            log.warning("Not tracked in %s: %s (%s)", self.store.shown, description, first_line(error))
 
-    def _alone(self) -> Any:
-        """Forbid a fork inside a transaction of SQLite; a server has its own, and may take long."""
+    def _forbid_fork(self) -> Any:
+        """Forbid forks during an SQLite transaction. A server has its own transactions, which may take long."""
         if self.store.database is None:
             return nullcontext()
-        raise_if_locked(self.store.database)  # instead of waiting for 20 seconds with the lock
+        raise_if_locked(self.store.database)  # instead of holding the lock for 20 seconds
         return NO_FORK

@@ -1,6 +1,6 @@
-"""What a run needs to be understood later: packages, machine, command, commit, user. Never fails, never hangs.
+"""Describe the environment of a run: packages, machine, command, commit, user. Never fails, never hangs.
 
-Environment variables are not read into it, since they hold secrets, but for some that decide over numbers.
+Environment variables are not recorded, since they may contain secrets, except some that affect numerical results.
 """
 
 import getpass
@@ -37,23 +37,23 @@ VARIABLES = [
     *("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
     *("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "KMP_AFFINITY"),
 ]
-"""Environment variables that decide how many compute, in what order, and how numbers are rounded."""
+"""Environment variables that affect the number of threads, the order of operations and rounding."""
 
 GIT = "git.json"
-"""The file in the folder of a sealed launch with `git_state` as it was when it was submitted."""
+"""File in the folder of a sealed launch with the `git_state` at the time of submission."""
 
 SECONDS = 10.0
-"""How long a program such as git may take; a repository on a slow network disk is then left out."""
+"""Time limit for a program such as git. A repository on a slow network disk is not recorded."""
 
 REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
-"""The variable that names the run which this one makes again; the tag `reproduces` of this one."""
+"""Variable with the run that this run reproduces; it becomes the tag `reproduces`."""
 
 
 def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
     """Describe the environment of this process as plain JSON types; unknown values are None.
 
     Args:
-        redact: is applied to every text, to take secrets out.
+        redact: removes secrets; it is applied to every text.
     """
     import psutil
 
@@ -61,7 +61,7 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
     with suppress(OSError):  # it was deleted
         directory = str(start_folder())
     with suppress(SetupError):
-        launch = found.launch if (found := identity()) else None  # shared by its processes, also after a restart
+        launch = found.launch if (found := identity()) else None  # shared by all its processes, even after a restart
     return redacted(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -84,8 +84,8 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return commit and branch (None if detached) of a repository, or None without one: that of the working directory;
-    where that is in none, the one that this code runs from. A sealed launch keeps those of its sealing."""
+    """Return commit and branch (None if detached) of the repository of the working directory, else of the one that this
+    code runs from; None if there is none. A sealed launch keeps its state at the time of submission."""
     with suppress(KeyError, OSError, ValueError):
         sealed: dict[str, Any] = json.loads(Path(os.environ[SEALED], GIT).read_text())
         return sealed
@@ -95,13 +95,13 @@ def git_state() -> dict[str, Any] | None:
 
 
 def ask_git(*arguments: str, folder: Path | None = None) -> str | None:
-    """Return a line of git's output, or None if it fails, takes too long or is missing.
+    """Return a line of git's output, or None if git fails, takes too long or is missing.
 
-    A repository may have come with somebody else's folder, and its settings name programs: ask only what runs none of
-    them. Git itself refuses a repository of another user (`safe.directory`).
+    A repository may come from somebody else, and its settings name programs: use only commands that run none of them.
+    Git itself refuses a repository of another user (`safe.directory`).
 
     Args:
-        folder: of the repository; None: the one of `git_state`.
+        folder: folder of the repository; None: as in `git_state`.
     """
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": SECONDS, "check": True}
     try:
@@ -109,7 +109,7 @@ def ask_git(*arguments: str, folder: Path | None = None) -> str | None:
             folder, ours = start_folder(), Path(__file__).resolve().parents[2]
             folder = folder if any((top / ".git").exists() for top in (folder, *folder.parents)) else ours
         done = subprocess.run(["git", "-C", str(folder), *arguments], **options)
-    except (OSError, subprocess.SubprocessError):  # OSError: also of a working directory that was deleted
+    except (OSError, subprocess.SubprocessError):  # OSError: also if the working directory was deleted
         return None
     return done.stdout.decode("utf-8", "replace").strip()
 
@@ -124,7 +124,7 @@ def _cpu() -> dict[str, object]:
 
 
 def _gpus() -> list[dict[str, object]]:
-    """List the GPUs by nvidia-smi: torch would have to start CUDA in this process, which forbids forking."""
+    """List the GPUs with nvidia-smi: torch would initialize CUDA in this process, which then could not fork."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
@@ -135,7 +135,7 @@ def _gpus() -> list[dict[str, object]]:
 
 
 def packages() -> dict[str, str]:
-    """Return the versions of the packages that runs depend on, as far as they are installed."""
+    """Return the versions of the installed packages that runs depend on."""
     versions = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -155,8 +155,8 @@ def redacted(value: object, redact: Callable[[str], str]) -> Any:
 def run_tags() -> dict[str, str]:
     """Return the tags that MLflow's client would resolve, without importing it.
 
-    MLflow describes the repository of the started file, which is ours, and its address, perhaps with a password; so git
-    is asked here for that of the user.
+    MLflow describes the repository of the started file, which is ours, and its address, perhaps with a password. These
+    tags describe the user's repository instead.
     """
     git = git_state() or {}
     repository = {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
@@ -171,8 +171,8 @@ def run_tags() -> dict[str, str]:
 
 
 def _user() -> str:
-    """Return the user name for MLflow's servers, else the user of this machine."""
+    """Return the user's name on an MLflow server, else on this machine."""
     try:
         return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
-    except (ImportError, KeyError, OSError):  # a user whom the machine has no name for
+    except (ImportError, KeyError, OSError):  # a user without a name on this machine
         return "unknown"

@@ -1,7 +1,7 @@
-"""A run's bundle becomes an MLflow model, which `mlflow models serve`, `mlflow.pyfunc.load_model` and registries take.
+"""Write a run's bundle as an MLflow model, for `mlflow models serve`, `mlflow.pyfunc.load_model` and registries.
 
-It holds no pickle: the bundle as it is, and as source what reads one and answers (`SOURCES`,
-`deeplightning.tracking.pyfunc`). Nothing of it needs torch.
+It contains no pickle: only the unchanged bundle and the source code that reads it and predicts (`SOURCES`,
+`deeplightning.tracking.pyfunc`). It does not need torch.
 """
 
 import base64
@@ -27,26 +27,26 @@ _OURS = ("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_s
 SOURCES = (*(f"serve/{name}.py" for name in _SERVE), *(f"deeplightning/{name}.py" for name in _OURS))
 
 PACKAGES = ("mlflow", "numpy", "onnxruntime", "pillow")
-"""What these files import; MLflow brings pandas with it. Texts need `tokenizers` as well."""
+"""Packages that these files import; MLflow depends on pandas. Text models also need `tokenizers`."""
 
 _ROOT = Path(__file__).parents[2]
 
-# MLflow puts the folder of these sources first on the path. What it has none of is found in the installed packages.
+# MLflow puts the folder of these sources first on the path. Other modules are found in the installed packages.
 _EXTEND = '\n__path__ = __import__("pkgutil").extend_path(__path__, __name__)\n'
 
 
 def write_model(folder: RunFolder) -> Path:
-    """Write the MLflow model of a run's bundle into the run's folder and replace a former one.
+    """Write the MLflow model of a run's bundle to the run folder, replacing a former one.
 
     Raises:
         SetupError: the folder cannot be written.
     """
     quiet_mlflow()
-    for name in ("mlflow.pyfunc", "mlflow.utils.environment"):  # it says what it does, and misses pip's version
+    for name in ("mlflow.pyfunc", "mlflow.utils.environment"):  # they log each step, and warn about pip
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with tempfile.TemporaryDirectory(dir=folder.path, prefix=".model-") as place, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # MLflow 3.17 warns of its own type hints
+            warnings.simplefilter("ignore")  # MLflow 3.17 warns about its own type hints
             _save(folder, Path(place))
             shutil.rmtree(folder.model, ignore_errors=True)
             (Path(place) / "model").rename(folder.model)
@@ -84,7 +84,7 @@ _OUTPUTS: dict[str, list[tuple[str, str | None]]] = {
     "multilabel": [("labels", None), ("predictions", None)],
     "segmentation": [("mask", "string"), ("height", "long"), ("width", "long"), ("classes", None)],
 }
-"""The columns of the answers with MLflow's types, by what a task gives; None: a list."""
+"""Columns of the predictions with MLflow's types, by the output of a task; None: a list."""
 
 
 def _example(card: Card) -> dict[str, object]:
@@ -100,18 +100,18 @@ def _example(card: Card) -> dict[str, object]:
 
 
 def requirements(takes: str = "image") -> list[str]:
-    """Return the requirements of the model, with the lower bounds of Deep Lightning.
+    """Return the requirements of the model, with the version bounds of Deep Lightning.
 
     Args:
-        takes: what goes into the model, of `deeplightning.kinds.INPUTS`.
+        takes: input of the model, one of `deeplightning.kinds.INPUTS`.
     """
-    wanted = {*PACKAGES, "tokenizers"} if takes == "text" else {*PACKAGES}
+    names = {*PACKAGES, "tokenizers"} if takes == "text" else {*PACKAGES}
     ours = [text.partition(";")[0].strip() for text in requires("deeplightning") or []]
-    return [text for text in ours if re.split(r"[^\w-]", text)[0].lower() in wanted]
+    return [text for text in ours if re.split(r"[^\w-]", text)[0].lower() in names]
 
 
 def _sources(place: Path) -> list[Path]:
-    """Copy the modules that the model needs, within their packages, below `place`; return the packages."""
+    """Copy the modules that the model needs, in their packages, to the folder `place`; return the packages."""
     for name in SOURCES:
         target = place / name
         target.parent.mkdir(parents=True, exist_ok=True)

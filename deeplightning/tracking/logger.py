@@ -1,6 +1,6 @@
-"""`deeplightning.tracking.MLflowLogger` tracks what Lightning, the callbacks and a user's code log, in one MLflow run.
+"""`deeplightning.tracking.MLflowLogger` tracks what Lightning, callbacks and user code log, in one MLflow run.
 
-Making the logger does nothing. The first use in a hook, on rank 0, opens or joins a run; on others nothing happens.
+Creating the logger does nothing. Its first use in a hook opens or joins a run on rank 0, and does nothing on others.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking import entities
 from deeplightning.tracking.claims import find_run, folder_of
-from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, inside, is_of_test
+from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, is_test_metric, subpath
 from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import NO_FORK, Lazy, open_client, uri_of
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning.tracking")
 
 SAMPLE_SECONDS = 10.0
-"""The pause between two system metrics; MLflow's variable MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
+"""Interval of system metrics; MLflow's variable MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED"}
 _STATUS |= {word.lower(): word for word in ("FINISHED", "FAILED", "KILLED")}
@@ -50,16 +50,16 @@ _STATUS |= {word.lower(): word for word in ("FINISHED", "FAILED", "KILLED")}
 class MLflowLogger(Logger):
     """Tracks one run in MLflow.
 
-    Under `mlflow run` (the variable MLFLOW_RUN_ID is set) it joins the run that MLflow has opened, in MLflow's store.
+    Under `mlflow run` (the variable MLFLOW_RUN_ID is set) it joins the run that MLflow opened, in MLflow's store.
 
     Args:
-        experiment_name: the experiment, made if there is none of that name.
-        tracking_uri: a directory (an SQLite database in it, artifacts beside it), `sqlite:///FILE`, or the address of a
+        experiment_name: the experiment; it is created if it does not exist.
+        tracking_uri: a directory (with an SQLite database and artifacts), `sqlite:///FILE`, or the address of a
             server. None: the variable MLFLOW_TRACKING_URI, else `mlruns`.
-        run_name: the run's name; None: what `suggest_name` was given, else `run`, and the first digits of the id.
+        run_name: the run's name; None: the name given to `suggest_name`, else `run`, and the first digits of the id.
         tags: tags of the run.
         run_id: an existing run to continue; None: a new one.
-        system_metrics: track the load of the machine (CPU, memory; GPUs with nvidia-ml-py) every ten seconds.
+        system_metrics: track system load (CPU, memory; GPUs with nvidia-ml-py) every ten seconds.
     """
 
     def __init__(
@@ -75,32 +75,32 @@ class MLflowLogger(Logger):
         self._experiment_name = experiment_name
         self._tracking_uri = tracking_uri
         self._run_name = run_name
-        self._stem = ""
+        self._name_prefix = ""
         self._tags = dict(tags or {})
         self._run_id = run_id
         self._system_metrics = system_metrics
         self._experiment_id: str | None = None
-        self._name: str | None = None  # as the store has it
+        self._name: str | None = None  # the name in the store
         self._artifact_folder: Path | None = None
         self._last_step = 0
-        self._names: dict[str, str] = {}  # of metrics, as they are logged and as they are tracked
+        self._names: dict[str, str] = {}  # of metrics: logged name to tracked name
         self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
-        self._there: dict[str, set[int]] = {}  # steps that a continued run has logged
+        self._logged_steps: dict[str, set[int]] = {}  # steps of each metric that a continued run logged before
         self._continues = False
-        self._owed: list[tuple[str, float, int, int]] = []
-        self._is_described = NOTE in self._tags  # by somebody else
+        self._pending_points: list[tuple[str, float, int, int]] = []
+        self._is_described = NOTE in self._tags  # by the user
         self._status: str | None = None  # None: no run is open in this process
         self._store: Store | None = None
         self._sender: Sender | None = None
-        self._early: dict[str, object] = {}  # parameters of a continued run that is not open yet
-        self._params: dict[str, str] = {}  # what the run has, or is about to have
-        self._kept_in: Path | None = None  # the folder of a run whose artifacts are elsewhere
-        self._opened_in = 0  # the process that opened it
-        self._ended_as: str | None = None  # the status before it was opened again
+        self._early_params: dict[str, object] = {}  # parameters logged before a continued run is open
+        self._params: dict[str, str] = {}  # parameters of the run, including unsent ones
+        self._run_folder: Path | None = None  # folder of a run with remote artifacts
+        self._opener_pid = 0  # id of the process that opened the run
+        self._previous_status: str | None = None  # the status before the run was reopened
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the open run out of a copy that is sent to another process, which would continue it."""
-        return self.__dict__ | {"_sender": None, "_status": None, "_opened_in": 0}
+        """Leave the open run out of a copy for another process, which would continue it."""
+        return self.__dict__ | {"_sender": None, "_status": None, "_opener_pid": 0}
 
     # The identity of the run
 
@@ -124,18 +124,18 @@ class MLflowLogger(Logger):
 
     @property
     def run_name(self) -> str | None:
-        """The run's name as the store has it; opens the run. None on other ranks than 0."""
+        """The run's name in the store; opens the run. None on other ranks than 0."""
         self._open()
         return self._name
 
     @property
     def version(self) -> str | None:
-        """Lightning's word for `run_id`."""
+        """Lightning's name for `run_id`."""
         return self.run_id
 
     @property
     def name(self) -> str | None:
-        """The experiment's id, since Lightning makes paths of it: `save_dir/name/version` is the run's folder."""
+        """The experiment's id, since Lightning builds paths with it: `save_dir/name/version` is the run's folder."""
         self._open()
         return self._experiment_id
 
@@ -149,51 +149,51 @@ class MLflowLogger(Logger):
 
     @property
     def tracking_uri(self) -> str:
-        """The URI by which MLflow opens the store; opens nothing."""
+        """The URI with which MLflow opens the store; opens nothing."""
         return uri_of(self._store or self._locate()[0])
 
     @property
     def artifact_folder(self) -> Path | None:
-        """The local folder of the run's artifacts, absolute, made; opens the run. None: on a server, or not rank 0."""
+        """Existing absolute folder of the run's artifacts; opens the run. None if they are remote, or not on rank 0."""
         self._open()
         return self._artifact_folder
 
     # Continuing a run
 
-    def go_on(self, run_id: str, owed: Iterable[Sequence[Any]], folder: Path | None = None) -> None:
-        """Continue a run from an earlier point of it; to be called before the first use.
+    def resume_run(self, run_id: str, pending: Iterable[Sequence[Any]], folder: Path | None = None) -> None:
+        """Continue a run from an earlier point. Call it before the first use.
 
-        What it logs again is there already: of each metric, the steps in `metrics.jsonl` are not logged again.
+        Steps of a metric that are already in `metrics.jsonl` are not logged again.
 
         Args:
             run_id: the run.
-            owed: points (name, value, milliseconds since 1970, step) that the run was about to log.
-            folder: of the run.
+            pending: points (name, value, milliseconds since 1970, step) that the run was about to log.
+            folder: the run's folder.
         """
         self._run_id, self._continues = run_id, True
-        self._owed = [(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
-        self._kept_in = folder
+        self._pending_points = [(str(name), float(value), int(time), int(step)) for name, value, time, step in pending]
+        self._run_folder = folder
 
-    def keep_in(self, folder: Path) -> None:
-        """Say where the files of a run go whose artifacts a server has; to be called before the first use."""
-        self._kept_in = folder
+    def set_run_folder(self, folder: Path) -> None:
+        """Set the folder for the files of a run with remote artifacts. Call it before the first use."""
+        self._run_folder = folder
 
     @rank_zero_only
     def sync(self) -> None:
-        """Wait until all points that were logged outlast a loss of power; opens nothing."""
+        """Wait until all logged points would survive a power failure; opens nothing."""
         if self._sender is not None:
-            sync(RunFolder(self._top()).metrics)
+            sync(RunFolder(self._files_folder()).metrics)
 
     def make_run(self) -> None:
-        """Make sure, at once, that the store has the run, for code that uses MLflow itself; else it has it after the
+        """Ensure that the store has the run now, for code that uses MLflow itself. Otherwise, it has the run after the
         first training step."""
         self._open()
         if self._sender is not None:
             self._sender.make_run()
 
-    def suggest_name(self, stem: str) -> None:
-        """Say what a new run is about, for its name; to be called before the first use. `run_name` wins."""
-        self._stem = stem
+    def suggest_name(self, prefix: str) -> None:
+        """Set the start of a new run's name. Call it before the first use. `run_name` takes precedence."""
+        self._name_prefix = prefix
 
     # What is tracked
 
@@ -201,16 +201,16 @@ class MLflowLogger(Logger):
     def log_hyperparams(self, params: dict[str, object] | Namespace | None, *args: object, **kwargs: object) -> None:
         """Track parameters under their path (`model/optimizer/params/lr`).
 
-        On a continued run a parameter keeps its first value, as MLflow wants it; others are named in a notice.
+        In a continued run a parameter keeps its first value, as MLflow requires; a warning lists changed ones.
         """
         values = entities.flatten(vars(params) if isinstance(params, Namespace) else dict(params or {}))
         values |= {str(key): str(value) for key, value in kwargs.items()}
         if not values:
             return
-        if self._continues and self._status is None:  # Lightning says them before a checkpoint is restored
-            self._early |= values
+        if self._continues and self._status is None:  # Lightning logs them before a checkpoint is restored
+            self._early_params |= values
             return
-        sender = self._running()
+        sender = self._running_sender()
         if changed := [key for key, value in values.items() if self._params.get(key, value) != value]:
             log.warning(
                 "MLflow keeps the first values of %s of the continued run: %s. The new ones are in its config file.",
@@ -218,17 +218,17 @@ class MLflowLogger(Logger):
             )
         if new := {key: value for key, value in values.items() if key not in self._params}:
             self._params |= new
-            sender.say({"params": new})
+            sender.log({"params": new})
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Track points; written within about a second. What repeats the last point of its metric is left out.
+        """Track points within about a second. A point that repeats the last point of its metric is left out.
 
-        `epoch`, which Lightning adds, is no metric. Metrics of a test have no step of their own: theirs is 0.
+        `epoch`, which Lightning adds, is not a metric. Test metrics are tracked at step 0.
 
         Args:
-            metrics: numbers, or tensors and arrays of one element. NaN and infinities are tracked, for they tell a
-                story (MLflow stores an infinity as the largest float).
+            metrics: numbers, or tensors and arrays of one element. NaN and infinities are tracked too (MLflow stores an
+                infinity as the largest float).
             step: the step of the points; None: the last one given.
         """
         step = self._last_step if step is None else int(step)
@@ -240,10 +240,10 @@ class MLflowLogger(Logger):
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
         if values:
-            self._add(values, time.time_ns() // 1_000_000, step)
+            self._log_points(values, time.time_ns() // 1_000_000, step)
 
     def _tracked_as(self, name: str) -> str:
-        """Return the name of a metric in the form that MLflow takes, another one for each metric."""
+        """Return a unique name for a metric in a form that MLflow accepts."""
         if name not in self._names:
             tracked = clean(name)
             if tracked in self._names.values():
@@ -253,57 +253,57 @@ class MLflowLogger(Logger):
             self._names[name] = tracked
         return self._names[name]
 
-    def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
-        sender, new, tested = self._running(), {}, {}
+    def _log_points(self, values: Mapping[str, float], moment: int, step: int) -> None:
+        sender, new, tested = self._running_sender(), {}, {}
         for name, value in values.items():
             if name == EPOCH:
                 continue
-            latest, is_test = self._latest.get(name), is_of_test(name)
+            latest, is_test = self._latest.get(name), is_test_metric(name)
             self._latest[name] = point = (0 if is_test else step, value)
-            if repr(point) == repr(latest):  # as text NaN equals NaN
+            if repr(point) == repr(latest):  # as text, NaN equals NaN
                 continue
             if is_test:  # a run may be tested again
                 tested[name] = value
-            elif step not in self._there.get(name, ()):
+            elif step not in self._logged_steps.get(name, ()):
                 new[name] = value
         if new:
-            sender.say(points_line(moment, step, new))
+            sender.log(points_line(moment, step, new))
         if tested:
-            sender.say(points_line(moment, 0, tested))
+            sender.log(points_line(moment, 0, tested))
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags of the run; a value is cut at 5,000 characters."""
-        self._running().say({"tags": {clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}})
+        self._running_sender().log({"tags": {clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}})
 
     @rank_zero_only
     def describe(self, text: str) -> None:
-        """Set the description that MLflow shows of the run, in Markdown, unless somebody else has written one."""
+        """Set the description of the run in MLflow, in Markdown, unless the user has written one."""
         text = printable(text, "\n")[:MAX_TAG]
-        self._open()  # tells whose description the run has
+        self._open()  # sets `_is_described`
         if not self._is_described:
             self.log_tags({NOTE: text})
 
     @rank_zero_only
     def log_dataset(self, dataset: Dataset) -> None:
-        """Say what data the run uses; MLflow shows them with their digest. Changes no status, so any thread may."""
-        self._sending().say({"dataset": list(dataset)})
+        """Log the data that the run uses; MLflow shows their digest. Any thread may call it: it changes no status."""
+        self._open_sender().log({"dataset": list(dataset)})
 
     @rank_zero_only
     def log_model(self, path: str | Path, name: str, kind: str) -> None:
-        """List an MLflow model of the run among its experiment's models, with the metrics of its test.
+        """Log an MLflow model of the run to its experiment, with its test metrics.
 
         Args:
-            path: the model's folder, in the run's folder. A server gets a copy in the background.
-            name: what MLflow lists it under.
-            kind: of the task, such as `image_classification`.
+            path: the model's folder, in the run's folder. It is uploaded to a server in the background.
+            name: the model's name in MLflow.
+            kind: kind of the task, such as `image_classification`.
         """
         if self._sender is not None:
-            self._sender.say({"model": [str(Path(path).absolute()), clean(name).replace("/", "_"), kind]})
+            self._sender.log({"model": [str(Path(path).absolute()), clean(name).replace("/", "_"), kind]})
 
     @rank_zero_only
-    def rest(self) -> None:
-        """Send what came after the end of the run, without opening it again."""
+    def flush_ended(self) -> None:
+        """Send data that was logged after the end of the run, without reopening the run."""
         if self._sender is not None and self._status != "RUNNING":
             self._sender.stop()
 
@@ -311,18 +311,18 @@ class MLflowLogger(Logger):
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
         """Put a file or a folder into the run's artifacts, under `folder`.
 
-        Nothing is copied where it is there already. A server gets it in the background: leave it until `finalize`.
+        A file that is already there is not copied. Uploads to a server run in the background: keep it until `finalize`.
 
         Raises:
-            FileNotFoundError: there is nothing at `path`.
+            FileNotFoundError: `path` does not exist.
         """
         source = Path(path).expanduser().absolute()
         if not source.exists():
             raise FileNotFoundError(f"There is no file {source} to put into the run's artifacts.")
-        sender, place = self._sending(), inside(folder or ".")
+        sender, place = self._open_sender(), subpath(folder or ".")
         if self._artifact_folder is None:
-            to = place / source.name if source.is_dir() else place
-            sender.say({"artifact": [str(source), None if to == Path() else to.as_posix()]})
+            into = place / source.name if source.is_dir() else place
+            sender.log({"artifact": [str(source), None if into == Path() else into.as_posix()]})
             return
         target = self._artifact_folder / place / source.name
         if target.exists() and target.samefile(source):
@@ -331,13 +331,13 @@ class MLflowLogger(Logger):
             if source.is_dir():
                 shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
             else:
-                shutil.copyfile(source, partial)  # with the permissions of the run, not those of the source
+                shutil.copyfile(source, partial)  # with the run's permissions, not those of the source
                 partial.replace(target)
 
-    def _save(self, name: str, content: bytes) -> None:
-        """Replace a file of the artifacts at once, complete."""
+    def _write_artifact(self, name: str, content: bytes) -> None:
+        """Replace an artifact file atomically."""
         self._open()
-        target = self._top() / inside(name)
+        target = self._files_folder() / subpath(name)
         with self._writing(target) as partial:
             partial.write_bytes(content)
             partial.replace(target)
@@ -346,19 +346,19 @@ class MLflowLogger(Logger):
 
     @contextlib.contextmanager
     def _writing(self, target: Path) -> Iterator[Path]:
-        """Yield the path at which a file is written first. If the disk is full, the file is left out with a warning."""
+        """Yield a temporary path to write a file to. If the disk is full, warn and leave the file out."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             yield target.with_name(f".{target.name}.partial")
         except OSError as error:
-            log.warning("Not tracked in %s: %s (%s)", self._top(), target.name, error)
+            log.warning("Not tracked in %s: %s (%s)", self._files_folder(), target.name, error)
 
     @rank_zero_only
     def log_picture(self, name: str, image: object) -> None:
         """Put a picture into the run's artifacts as a PNG.
 
         Args:
-            name: the file's name, with or without `.png`, with or without folders before it.
+            name: the file's name, with or without folders and `.png`.
             image: a matplotlib figure, a Pillow image, or an array or tensor: uint8, or floats from 0 to 1, of shape
                 (H, W), (C, H, W) or (H, W, C) with 1, 3 or 4 channels.
 
@@ -367,23 +367,23 @@ class MLflowLogger(Logger):
         """
         from deeplightning.tracking import picture
 
-        self._save(name if name.endswith(".png") else f"{name}.png", picture.to_png(image))
+        self._write_artifact(name if name.endswith(".png") else f"{name}.png", picture.to_png(image))
 
     @rank_zero_only
     def log(self, name: str, value: Any, step: int | None = None, kind: str | None = None) -> None:
-        """Track one thing, by its kind.
+        """Track a value by its kind.
 
         Args:
-            name: its name; a file gets its ending by itself.
-            value: a number (`metric`), a mapping or list (`config`: YAML, or JSON if the name ends so), a picture
+            name: its name; a suffix is added to the name of a file.
+            value: a number (`metric`), a mapping or list (`config`: YAML, or JSON if `name` ends so), a picture
                 (`image`), a matplotlib figure (`figure`), numbers of any shape (`histogram`: a PNG, and its bins as
                 JSON), or a `Path` (`file`).
-            step: the step of a metric; for the others it is added to the file's name.
-            kind: one of the words above; None: by the value (an array or tensor of one axis is a histogram, of two or
-                three an image).
+            step: the step of a metric; for other kinds it is added to the file's name.
+            kind: one of the kinds above; None: depends on the value (an array or tensor with one axis is a histogram,
+                with two or three an image).
 
         Raises:
-            ValueError: an unknown kind, or a value of none of the kinds.
+            ValueError: the kind is unknown, or the value has none of the kinds.
         """
         from deeplightning.tracking import picture
 
@@ -395,12 +395,12 @@ class MLflowLogger(Logger):
         elif kind == "config":
             as_yaml = None if ending == ".json" else yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
             text: str = json.dumps(value, indent=2) if as_yaml is None else as_yaml
-            self._save(stem + (ending or ".yaml"), text.encode())
+            self._write_artifact(stem + (ending or ".yaml"), text.encode())
         elif kind in ("image", "figure"):
             self.log_picture(stem, value)
         elif kind == "histogram":
             counts, edges = picture.histogram(value)
-            self._save(f"{stem}.json", json.dumps({"counts": counts, "edges": edges}).encode())
+            self._write_artifact(f"{stem}.json", json.dumps({"counts": counts, "edges": edges}).encode())
             self.log_picture(stem, picture.histogram_figure(stem, counts, edges))
         elif kind == "file":
             self.log_artifact(value)
@@ -412,28 +412,28 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str, reason: str | None = None) -> None:
-        """Write everything that waits and set the run's status; Lightning calls it at the end of every stage.
+        """Write all pending data and set the run's status. Lightning calls it at the end of every stage.
 
-        What is tracked afterwards sets the run to RUNNING again, until the next call.
+        Data that is tracked afterwards sets the run to RUNNING again, until the next call.
 
         Args:
             status: `success`, `failed` or `killed`.
-            reason: why it failed or was killed; kept as the tag `failure`, its first 1,000 characters.
+            reason: why it failed or was killed; its first 1,000 characters become the tag `failure`.
         """
-        word = _STATUS[status]
-        if self._status is None or (self._status == "KILLED" and word == "FAILED"):  # Lightning says `failed` of both
+        final = _STATUS[status]
+        if self._status is None or (self._status == "KILLED" and final == "FAILED"):  # Lightning passes `failed`
             return
-        sender = self._sending()
+        sender = self._open_sender()
         if reason:
-            sender.say({"tags": {"failure": reason[: entities.MAX_REASON]}})
-        sender.say({"status": word, "time": time.time_ns() // 1_000_000})
-        self._status = word
+            sender.log({"tags": {"failure": reason[: entities.MAX_REASON]}})
+        sender.log({"status": final, "time": time.time_ns() // 1_000_000})
+        self._status = final
         sender.stop()
 
     # Opening and ending
 
     def _locate(self) -> tuple[Store, str | None]:
-        """Return the store and the run to join: under `mlflow run` MLflow's, else ours."""
+        """Return the store and the run to join, under `mlflow run` those of MLflow."""
         if self._run_id is None and (run_id := os.environ.get("MLFLOW_RUN_ID")):
             return locate(os.environ.get("MLFLOW_TRACKING_URI") or self._tracking_uri), run_id
         return locate(self._tracking_uri), self._run_id
@@ -443,7 +443,7 @@ class MLflowLogger(Logger):
         """Open or join the run, once.
 
         Raises:
-            SetupError: the store cannot be used, or the run to join is not there.
+            SetupError: the store cannot be used, or does not have the run to join.
         """
         if self._status is not None:
             return
@@ -463,35 +463,35 @@ class MLflowLogger(Logger):
         self._name = self._run_name or run.tags.get(RUN_NAME)
         self._artifact_folder = folder
         self._params = dict(run.params)
-        metrics = RunFolder(self._top()).metrics
+        metrics = RunFolder(self._files_folder()).metrics
         if run_id:
-            self._read(metrics, run.tags.get(NOTE))
+            self._read_history(metrics, run.tags.get(NOTE))
         sample = sampler(run.started) if self._system_metrics else None
         pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
-        self._sender = Sender(store, run.id, metrics, client, self._settle_others, sample, pause)
-        self._status, self._opened_in = "RUNNING", os.getpid()  # not before: a signal may come at any line
+        self._sender = Sender(store, run.id, metrics, client, self._send_leftovers, sample, pause)
+        self._status, self._opener_pid = "RUNNING", os.getpid()  # not earlier: a signal may arrive at any line
         atexit.register(self._at_exit)
         for line in lines:
-            self._sender.say(line)
-        owed, self._owed = self._owed, []
-        if self._early:
-            self.log_hyperparams(self._early)
-        for name, value, moment, step in owed:
-            self._add({name: value}, moment, step)
+            self._sender.log(line)
+        pending, self._pending_points = self._pending_points, []
+        if self._early_params:
+            self.log_hyperparams(self._early_params)
+        for name, value, moment, step in pending:
+            self._log_points({name: value}, moment, step)
 
-    def _top(self) -> Path:
-        """Return the folder of the run's files: where a server has the artifacts, that which `keep_in` names."""
+    def _files_folder(self) -> Path:
+        """Return the folder of the run's files; with remote artifacts, the one given to `set_run_folder`."""
         if self._artifact_folder is not None:
             return self._artifact_folder
-        if self._kept_in is not None:
-            return self._kept_in
+        if self._run_folder is not None:
+            return self._run_folder
         assert self._store is not None
         folder = folder_of(self._store) / f"{self._run_id}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _new_run(self, store: Store, client: "Client | None") -> tuple[Run, list[Line]]:
-        """Return a new run, and lines to say first."""
+        """Return a new run, and the first lines to log."""
         tags = {name: str(value)[:MAX_TAG] for name, value in (run_tags() | self._tags).items()}
         experiment = find_experiment(store, self._experiment_name) if client is None else None
         if experiment is None:
@@ -503,72 +503,72 @@ class MLflowLogger(Logger):
                 "logger.params.experiment_name."
             )
         if client is not None:
-            return client.create_run(experiment, self._run_name, tags, self._stem), []
+            return client.create_run(experiment, self._run_name, tags, self._name_prefix), []
         run_id, started = uuid.uuid4().hex, time.time_ns() // 1_000_000
-        tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._stem, run_id)}
+        tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._name_prefix, run_id)}
         location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
         run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags, self._experiment_name)
         return run, [{"run": entities.header_of(run)}]
 
     def _old_run(self, store: Store, run_id: str) -> tuple[Run, list[Line]]:
-        """Return the run to join, and lines to say first."""
+        """Return the run to join, and the first lines to log."""
         run = find_run(store, run_id)
         if run is None or not run.is_active:
             state = "is not" if run is None else "was deleted"
             raise SetupError(
-                f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
-                "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
+                f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or omit "
+                "it (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
         tags = {name: str(value)[:MAX_TAG] for name, value in self._tags.items()}
         tags |= {RUN_NAME: self._run_name} if self._run_name else {}
         lines: list[Line] = [{"untag": "failure"}] if self._continues else []
         return run, [*lines, *([{"tags": tags}] if tags else []), {"status": "RUNNING", "time": None}]
 
-    def _read(self, metrics: Path, note: str | None) -> None:
-        """Learn what the run has logged, and whether its description in the store is one of ours."""
-        self._there = {}
-        said: set[str | None] = {None}
+    def _read_history(self, metrics: Path, note: str | None) -> None:
+        """Read what the run has logged, and whether its description in the store is one of ours."""
+        self._logged_steps = {}
+        own_notes: set[str | None] = {None}
         for _, line in read_lines(metrics):
-            said.add(line.get("tags", {}).get(NOTE))
+            own_notes.add(line.get("tags", {}).get(NOTE))
             self._params |= line.get("params", {})
             for point in points_of(line):
                 if self._continues:
-                    self._there.setdefault(point.name, set()).add(point.step)
-                if is_of_test(point.name):
+                    self._logged_steps.setdefault(point.name, set()).add(point.step)
+                if is_test_metric(point.name):
                     self._latest[point.name] = (0, point.value)
-        self._is_described = self._is_described or note not in said
+        self._is_described = self._is_described or note not in own_notes
 
-    def _settle_others(self) -> None:
-        """Send, in the run's thread, what ended processes have left."""
-        with NO_FORK:  # it imports
-            from deeplightning.tracking.unsent import settle_quietly
+    def _send_leftovers(self) -> None:
+        """Send unsent data of ended processes, in the run's thread."""
+        with NO_FORK:  # this imports modules
+            from deeplightning.tracking.unsent import send_leftovers_quietly
 
         assert self._store is not None
-        for line in settle_quietly(self._store):
+        for line in send_leftovers_quietly(self._store):
             log.info("unsent     %s", line)
 
-    def _sending(self) -> Sender:
+    def _open_sender(self) -> Sender:
         self._open()
         assert self._sender is not None
         return self._sender
 
-    def _running(self) -> Sender:
+    def _running_sender(self) -> Sender:
         """Return the sender, with the run's status RUNNING."""
-        sender = self._sending()
+        sender = self._open_sender()
         if self._status != "RUNNING":
-            self._ended_as, self._status = self._status, "RUNNING"
-            sender.say({"status": "RUNNING", "time": None})
+            self._previous_status, self._status = self._status, "RUNNING"
+            sender.log({"status": "RUNNING", "time": None})
         return sender
 
     def _at_exit(self) -> None:
         """End the run and write all points when the process ends without `finalize`."""
-        if self._status is None or self._opened_in != os.getpid():  # a forked child is not the owner
+        if self._status is None or self._opener_pid != os.getpid():  # a forked child does not own the run
             return
-        error = getattr(sys, "last_value", None)  # set by the interpreter for an exception that nobody caught
+        error = getattr(sys, "last_value", None)  # set by the interpreter for an uncaught exception
         if self._status != "RUNNING":
-            self._sending().stop()
-        elif error is None and self._ended_as is not None:
-            self.finalize(self._ended_as.lower())
+            self._open_sender().stop()
+        elif error is None and self._previous_status is not None:
+            self.finalize(self._previous_status.lower())
         else:
             reason = f"{type(error).__name__}: {error}" if error else "the process ended without finishing the run"
             self.finalize("failed", reason)

@@ -1,4 +1,4 @@
-"""MLflow's client opens a store of ours: an SQLite database that is made or migrated at its first use, under a lock."""
+"""Open our stores with MLflow's client: an SQLite database is created or migrated on first use, under a lock."""
 
 import atexit
 import logging
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning.tracking")
 
-# A process that is forked while another thread imports, or is inside a transaction, would have a module that is never
-# complete, or a connection that rolls the transaction back. So no fork happens meanwhile.
+# Held during imports and transactions: a process forked meanwhile would have a module that is never complete, or a
+# connection that rolls the transaction back.
 NO_FORK = threading.RLock()
 os.register_at_fork(before=NO_FORK.acquire, after_in_parent=NO_FORK.release, after_in_child=NO_FORK.release)
 
@@ -34,10 +34,10 @@ _stores: "dict[str, Lazy]" = {}
 
 
 def attach(store: Store) -> str:
-    """Prepare this process for the store and return the URI to hand to `MlflowClient`. Still nothing is written.
+    """Prepare this process for the store and return the URI for `MlflowClient`. Nothing is written yet.
 
-    MLflow's client would make an SQLite store at once, without a lock, with its artifacts in `mlruns` under the
-    working directory. So its registry gets a store of ours that opens late, under a lock, with the right folder.
+    MLflow's client would create an SQLite store at once, without a lock, with its artifacts in `mlruns` under the
+    working directory. So our own store is registered, which opens lazily, under a lock, with the right folder.
     """
     quiet_mlflow()
     uri = uri_of(store)
@@ -45,7 +45,7 @@ def attach(store: Store) -> str:
         return uri
     if store.database is None:
         assert store.folder is not None
-        # MLflow 3.17 refuses its old file stores without this switch, which its own error message names.
+        # MLflow 3.17 refuses its old file stores without this variable, which its error message names.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         log.warning(
             "%s is a file store of an older MLflow. It works, but slowly; to migrate it: "
@@ -54,7 +54,7 @@ def attach(store: Store) -> str:
         )
         return uri
     _attached[uri] = store
-    register_store("sqlite", _build_late)
+    register_store("sqlite", _lazy_store)
     return uri
 
 
@@ -62,7 +62,7 @@ def open_client(store: Store) -> "MlflowClient":
     """Return MLflow's own client on a store.
 
     Raises:
-        SetupError: MLflow cannot be imported, or the store not be used.
+        SetupError: MLflow cannot be imported, or the store cannot be used.
     """
     with NO_FORK, explained(store):
         uri = attach(store)  # quiets MLflow before more of it is imported
@@ -72,7 +72,7 @@ def open_client(store: Store) -> "MlflowClient":
 
 
 def uri_of(store: Store) -> str:
-    """Return the URI by which MLflow opens a store."""
+    """Return the URI with which MLflow opens a store."""
     if store.database is not None:
         return _sqlite_uri(store.database)
     assert store.address is not None or store.folder is not None
@@ -80,30 +80,30 @@ def uri_of(store: Store) -> str:
 
 
 def make_run(store: Store, run: Run) -> None:
-    """Make a run whose id is known, in an SQLite store; do nothing if it is there."""
-    add_run(_build_late(attach(store)).made(), run)
+    """Create a run with a given id in an SQLite store, unless it exists."""
+    add_run(_lazy_store(attach(store)).instance(), run)
 
 
 class Lazy:
-    """An object that is made when an attribute of it is first used."""
+    """An object that is created when an attribute of it is first used."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make, self._making = make, threading.Lock()
         self._made: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.made(), name)
+        return getattr(self.instance(), name)
 
-    def made(self) -> Any:
-        """Return the object; make it first, if it is not there."""
+    def instance(self) -> Any:
+        """Return the object; create it on the first call."""
         with self._making:
             if self._made is None:
                 self._made = self._make()
         return self._made
 
 
-def _build_late(store_uri: str, artifact_uri: str | None = None) -> Lazy:
-    """Return MLflow's SQL store, opened late: its client builds the store when the client is made."""
+def _lazy_store(store_uri: str, artifact_uri: str | None = None) -> Lazy:
+    """Return MLflow's SQL store, opened lazily: MLflow's client builds it when the client is created."""
     return _stores.setdefault(store_uri, Lazy(partial(_open_database, store_uri, artifact_uri)))
 
 
@@ -111,12 +111,12 @@ def _open_database(uri: str, artifact_uri: str | None):
     """Create or migrate the database where needed, and open it.
 
     Raises:
-        SetupError: the folder cannot be made, the database is locked for too long, damaged, or of a newer MLflow.
+        SetupError: the folder cannot be created, or the database is locked for too long, damaged, or of a newer MLflow.
     """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     store = _attached.get(uri)
-    if store is None:  # someone else's database, opened in this process: as MLflow does it
+    if store is None:  # a database that user code opens in this process, as MLflow would open it
         from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 
         return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
@@ -138,33 +138,33 @@ _links: dict[Path, Path] = {}
 
 
 def _sqlite_uri(database: Path) -> str:
-    """Return the address of a file. SQLAlchemy has no escape for `?`, and its releases differ at `%`: of a folder with
-    one in its name it is that of a link."""
+    """Return the URI of a file. SQLAlchemy cannot escape `?`, and its releases treat `%` differently: if the folder's
+    name has one, this is the URI of a link."""
     if not {"?", "%"} & {*str(database)}:
         return f"sqlite:///{database}"
     if database.parent not in _links:
-        holder = Path(tempfile.mkdtemp(prefix="deeplightning-"))
-        atexit.register(shutil.rmtree, holder, ignore_errors=True)
-        (holder / "store").symlink_to(database.parent, target_is_directory=True)
-        _links[database.parent] = holder / "store"
+        links = Path(tempfile.mkdtemp(prefix="deeplightning-"))
+        atexit.register(shutil.rmtree, links, ignore_errors=True)
+        (links / "store").symlink_to(database.parent, target_is_directory=True)
+        _links[database.parent] = links / "store"
     return f"sqlite:///{_links[database.parent] / database.name}"
 
 
 def _make_database(database: Path, artifact_root: str) -> None:
-    """Make it under another name first: a process that is killed leaves no half of a database. Needs the lock."""
+    """Create a database atomically, so that a killed process does not leave half of one. Needs the lock."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    beside = database.with_name(f".{database.name}.new")
-    for suffix in ("", "-journal", "-wal", "-shm"):  # what a process that was killed has left
-        Path(f"{beside}{suffix}").unlink(missing_ok=True)
-    beside.touch()  # SQLite itself would give it no more than 644
-    SqlAlchemyStore(_sqlite_uri(beside), artifact_root)
-    beside.replace(database)
+    temporary = database.with_name(f".{database.name}.new")
+    for suffix in ("", "-journal", "-wal", "-shm"):  # left by a killed process
+        Path(f"{temporary}{suffix}").unlink(missing_ok=True)
+    temporary.touch()  # SQLite would limit its permissions to 644
+    SqlAlchemyStore(_sqlite_uri(temporary), artifact_root)
+    temporary.replace(database)
     sync_names(database.parent)
 
 
 def _migrate(database: Path, uri: str, revision: str) -> None:
-    """Migrate a database of another MLflow version to this one's schema; a copy of it stays beside it."""
+    """Migrate a database of another MLflow version to the schema of this one; keep a copy next to it."""
     copy = database.with_name(f"{database.name}.{revision}.bak")
     with closing(sqlite3.connect(database)) as connection, closing(sqlite3.connect(copy)) as backup:
         connection.backup(backup)

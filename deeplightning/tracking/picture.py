@@ -1,4 +1,4 @@
-"""Anything that can be looked at becomes the bytes of a PNG. Arrays and Pillow; matplotlib only for figures."""
+"""Encode pictures as PNG: figures, images, arrays and tensors. Imports matplotlib only for figures."""
 
 import io
 import math
@@ -41,15 +41,15 @@ def to_pixels(image: Any) -> np.ndarray:
     Args:
         image: uint8, bool, whole numbers from 0 to 255, or floats, which are clipped to [0, 1] (NaN is black); shape
             (H, W), (C, H, W) or (H, W, C) with C of 1, 3 or 4. Where the shape allows both readings, a tensor is read
-            as (C, H, W), as torch has it, and an array as (H, W, C), as numpy's world has it.
+            as (C, H, W), as is usual in torch, and an array as (H, W, C), as is usual in numpy.
 
     Raises:
-        ValueError: another shape or another kind of numbers.
+        ValueError: the shape or the type of numbers is not supported.
     """
     is_tensor = hasattr(image, "detach")
     if is_tensor:
         image = image.detach().cpu()
-        image = (image.float() if image.is_floating_point() else image).numpy()  # numpy knows no bfloat16
+        image = (image.float() if image.is_floating_point() else image).numpy()  # numpy has no bfloat16
     array = np.asarray(image)
     if array.ndim == 2:
         array = array[..., None]
@@ -58,23 +58,21 @@ def to_pixels(image: Any) -> np.ndarray:
         if first and (is_tensor or not last):
             array = array.transpose(1, 2, 0)
         elif not last:
-            raise ValueError(f"A picture has 1, 3 or 4 channels, first or last; this one is of shape {array.shape}.")
+            raise ValueError(f"A picture has 1, 3 or 4 channels, first or last; this one has the shape {array.shape}.")
     if array.ndim != 3 or 0 in array.shape:
         shape = np.asarray(image).shape
-        raise ValueError(f"A picture is of shape (H, W), (C, H, W) or (H, W, C); this one is {shape}.")
+        raise ValueError(f"A picture has the shape (H, W), (C, H, W) or (H, W, C); this one has {shape}.")
     if array.dtype.kind == "f":
         array = np.rint(np.clip(np.nan_to_num(array.astype(np.float64), nan=0.0), 0.0, 1.0) * 255)
     elif array.dtype.kind == "b":
         array = array * np.uint8(255)
     elif array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
-        raise ValueError(
-            f"A picture holds whole numbers from 0 to 255 or floats from 0 to 1; this one is {array.dtype}."
-        )
+        raise ValueError(f"A picture has whole numbers from 0 to 255 or floats from 0 to 1; this one is {array.dtype}.")
     return np.ascontiguousarray(array, dtype=np.uint8)
 
 
 def histogram(values: object) -> tuple[list[int], list[float]]:
-    """Return counts and edges (one more) of 64 equal bins over the finite `values`, of any shape."""
+    """Return the counts and the edges (one more) of 64 equal bins over the finite `values`, of any shape."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().double().numpy()
     array = np.asarray(values, dtype=np.float64).ravel()
@@ -96,7 +94,7 @@ def histogram_figure(title: str, counts: list[int], edges: list[float]) -> "Figu
 
 
 def kind_of(value: object) -> str:
-    """Return the kind of artifact as which a value is tracked, or else the name of its type."""
+    """Return the kind of artifact that a value is tracked as, or the name of its type."""
     if hasattr(value, "savefig"):
         return "figure"
     if isinstance(value, Image.Image):

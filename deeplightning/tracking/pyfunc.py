@@ -1,8 +1,8 @@
-"""Inside an MLflow model: what answers. MLflow runs this file when the model is loaded; torch is not needed.
+"""Predict inside an MLflow model. MLflow runs this file when it loads the model; torch is not needed.
 
-`deeplightning.tracking.flavour` puts it there with the bundle and the few files that read one. An input is a row: of
-pictures its column `image` has an encoded image, as bytes or as base64 text; of texts its column `text`; of arrays its
-column `array` nested lists of numbers; of a table its columns are those of the table.
+`deeplightning.tracking.flavour` copies it there with the bundle and the few files that read a bundle. An input is a
+row: `image` has an encoded image, as bytes or as base64 text; `text` a text; `array` nested lists of numbers; a row of
+a table has the table's columns.
 """
 
 import base64
@@ -19,8 +19,8 @@ from serve.bundle import Bundle
 
 
 class Answers(PythonModel):
-    """A row for each row of the input: of classes `class`, `label` and `probability`; else what the server answers, a
-    column for each key."""
+    """Returns a row per input row: for classes `class`, `label` and `probability`, else a column for each key of the
+    server's answer."""
 
     def load_context(self, context: PythonModelContext) -> None:
         self.bundle = Bundle.open(context.artifacts["bundle"])
@@ -31,7 +31,7 @@ class Answers(PythonModel):
         """Answer each row.
 
         Raises:
-            ValueError: a row cannot be used; it is named.
+            ValueError: a row is invalid; the message has its number.
         """
         kind = KINDS[self.bundle.task]
         found = answers(self.bundle, self._inputs(kind.takes, model_input), MAX_PIXELS, top_k=1)

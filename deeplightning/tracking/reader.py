@@ -1,6 +1,6 @@
-"""Read a tracking store: an SQLite file directly, anything else with MLflow's client.
+"""Read a tracking store: an SQLite file directly, any other store with MLflow's client.
 
-Importing MLflow costs 1.2 CPU seconds, which a command that only looks at runs need not spend.
+Importing MLflow costs 1.2 CPU seconds, which commands that only read runs can save.
 """
 
 import importlib.util
@@ -24,13 +24,13 @@ _RUN = (
     "SELECT r.run_uuid, r.experiment_id, r.status, r.start_time, r.artifact_uri, r.lifecycle_stage, e.name FROM runs r"
     " JOIN experiments e ON e.experiment_id = r.experiment_id"
 )
-_LISTED = (
+_ACTIVE_RUNS = (
     f"{_RUN} WHERE r.lifecycle_stage = 'active' AND e.lifecycle_stage = 'active' ORDER BY r.start_time DESC, r.run_uuid"
 )
 
 
 def open_reader(store: Store) -> "DatabaseReader | Client":
-    """Return what reads a store, and makes none. What it raises later is the store's own, see `explain`.
+    """Return a reader of a store; create no store. The reader raises the store's own errors, see `explain`.
 
     Raises:
         SetupError: the store cannot be read.
@@ -44,15 +44,15 @@ def open_reader(store: Store) -> "DatabaseReader | Client":
 
 
 def client_of(store: Store) -> "Client":
-    """Return MLflow's client on a store, which writes too; import MLflow."""
+    """Return MLflow's client on a store, which can also write; import MLflow."""
     from deeplightning.tracking.client import Client
 
     return Client(store)
 
 
 def find_experiment(store: Store, name: str) -> Experiment | None:
-    """Return an experiment of a local store; of a database that is still to be made, `Default`, which MLflow makes
-    with it. Then there is an empty file for other processes to see."""
+    """Return an experiment of a local store. `Default` exists even before the database, which MLflow creates with it;
+    in this case, an empty file tells other processes that the store is about to be created."""
     if (found := open_reader(store).experiment(name)) is not None or name != "Default":
         return found
     assert store.database is not None
@@ -65,80 +65,80 @@ def find_experiment(store: Store, name: str) -> Experiment | None:
 
 
 class DatabaseReader:
-    """Read an SQLite file as MLflow's migrations leave it; the tables and columns are those of 3.10 to 3.18.
+    """Reads an SQLite database with the tables and columns of MLflow 3.10 to 3.18.
 
     Args:
-        database: a file that is missing or empty has no runs.
-        seconds: how long a process that holds the database is waited for; None: as long as the user lets us.
+        database: a missing or empty file has no runs.
+        seconds: maximum wait for a process that has locked the database; None: the user's limit.
     """
 
     def __init__(self, database: Path, seconds: float | None = None):
         self._database, self._seconds = database, seconds
 
     def is_readable(self) -> bool:
-        """Return whether the tables and columns are those of here; raise an error of SQLite if nothing can be read."""
+        """Return whether the database has the expected tables and columns; raise SQLite's error if it is unreadable."""
         try:
-            self._find(f"{_LISTED} LIMIT 0")
+            self._query(f"{_ACTIVE_RUNS} LIMIT 0")
         except sqlite3.OperationalError as error:
             if is_locked(error) or "no such" not in str(error):
                 raise
-            return False  # MLflow has renamed one
+            return False  # MLflow has renamed a table or column
         return True
 
     def run(self, run_id: str) -> Run | None:
         """Return a run, even a deleted one, without its metrics; None if it does not exist."""
-        found = self._find(f"{_RUN} WHERE r.run_uuid = ?", run_id)
-        params = dict(self._find("SELECT key, value FROM params WHERE run_uuid = ?", run_id))
-        tags = dict(self._find("SELECT key, value FROM tags WHERE run_uuid = ?", run_id))
-        return _run(found[0], params, tags, {}) if found else None
+        found = self._query(f"{_RUN} WHERE r.run_uuid = ?", run_id)
+        params = dict(self._query("SELECT key, value FROM params WHERE run_uuid = ?", run_id))
+        tags = dict(self._query("SELECT key, value FROM tags WHERE run_uuid = ?", run_id))
+        return _to_run(found[0], params, tags, {}) if found else None
 
     def experiment(self, name: str) -> Experiment | None:
-        """Return the experiment of a name."""
-        asked = "SELECT experiment_id, artifact_location, lifecycle_stage FROM experiments WHERE name = ?"
-        found = self._find(asked, name)
+        """Return the experiment with this name, or None."""
+        query = "SELECT experiment_id, artifact_location, lifecycle_stage FROM experiments WHERE name = ?"
+        found = self._query(query, name)
         return Experiment(str(found[0][0]), found[0][1], found[0][2] == "active") if found else None
 
     def listing(self) -> list[Run]:
-        """Return all runs that were not deleted, the newest first, without their parameters."""
+        """Return all runs that were not deleted, newest first, without their parameters."""
         metrics, tags = defaultdict[str, dict[str, float]](dict), defaultdict[str, dict[str, str]](dict)
-        for run_id, name, value, is_nan in self._find("SELECT run_uuid, key, value, is_nan FROM latest_metrics"):
+        for run_id, name, value, is_nan in self._query("SELECT run_uuid, key, value, is_nan FROM latest_metrics"):
             metrics[run_id][name] = as_logged(value, is_nan)
-        for run_id, name, word in self._find("SELECT run_uuid, key, value FROM tags"):
-            tags[run_id][name] = word
-        return [_run(row, {}, tags[row[0]], metrics[row[0]]) for row in self._find(_LISTED)]
+        for run_id, name, value in self._query("SELECT run_uuid, key, value FROM tags"):
+            tags[run_id][name] = value
+        return [_to_run(row, {}, tags[row[0]], metrics[row[0]]) for row in self._query(_ACTIVE_RUNS)]
 
-    def _find(self, statement: str, *values: object) -> list[Any]:
-        """Run a query; wait, within bounds, for a process that holds the database."""
+    def _query(self, statement: str, *values: object) -> list[Any]:
+        """Run a query; wait for a limited time for a process that has locked the database."""
         waited = Wait(f"the tracking database {self._database}", self._seconds)
-        # An empty one is being made: its tables may be there a moment later.
+        # An empty database is being created: its tables may exist a moment later.
         if not self._database.exists() or self._database.stat().st_size == 0:
             return []
         while True:
             try:
-                # Not read-only: SQLite undoes the transaction of a process that was killed, where there is one.
+                # Not read-only: SQLite may have to roll back the transaction of a killed process.
                 address = f"{self._database.absolute().as_uri()}?mode=rw"
                 with closing(sqlite3.connect(address, uri=True, timeout=0.2)) as connection:
                     return connection.execute(statement, values).fetchall()
             except sqlite3.OperationalError as error:
-                made = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
-                if "no such table" in str(error) and not self._find(made):
+                query = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
+                if "no such table" in str(error) and not self._query(query):
                     return []
                 if not is_locked(error) or not waited.again():
                     raise
-            except UnicodeDecodeError as error:  # sqlite3 decodes what the database holds, also for its own messages
-                raise sqlite3.DatabaseError(f"malformed: it holds a text that is none ({error})") from error
+            except UnicodeDecodeError as error:  # sqlite3 decodes the texts of the database, even in its own messages
+                raise sqlite3.DatabaseError(f"malformed: it contains text that is not UTF-8 ({error})") from error
 
 
-def _run(row: Sequence[Any], params: dict[str, str], tags: dict[str, str], metrics: dict[str, float]) -> Run:
+def _to_run(row: Sequence[Any], params: dict[str, str], tags: dict[str, str], metrics: dict[str, float]) -> Run:
     run_id, number, status, started, location, stage, experiment = row
     return Run(run_id, str(number), status, started, location, stage == "active", params, tags, experiment, metrics)
 
 
 def raise_if_newer(store: Store) -> None:
-    """Check, without importing MLflow, that the installed one has the schema of a database.
+    """Check, without importing MLflow, that the installed version has the schema of a database.
 
     Raises:
-        SetupError: a newer MLflow has migrated it, or the database cannot be read.
+        SetupError: a newer MLflow has migrated the database, or it cannot be read.
     """
     assert store.database is not None
     with explained(store):

@@ -1,4 +1,4 @@
-"""RUN, as a person writes it (a folder, a run's id or name, `runs:/ID`, a registered model), becomes a local folder."""
+"""Resolve RUN, as users write it (folder, run id or name, `runs:/ID`, registered model), to a local folder."""
 
 import os
 import re
@@ -15,16 +15,16 @@ from deeplightning.tracking.store import Store, explain, explained, local_path, 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_ID = r"[A-Za-z0-9][\w-]*"
+_RUN_ID = r"[A-Za-z0-9][\w-]*"
 
 
 def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = None) -> Path:
     """Return the absolute local folder of a run's artifacts.
 
     Args:
-        run: the folder itself (then nothing of MLflow is imported), an MLflow run id, a run's name, `runs:/ID`,
-            `models:/NAME/VERSION` or `models:/NAME@ALIAS` (the run that the registered version came from).
-        tracking_uri: the store in which an id or a name is looked up, as of `locate`.
+        run: the folder itself (then MLflow is not imported), an MLflow run id, a run's name, `runs:/ID`,
+            `models:/NAME/VERSION` or `models:/NAME@ALIAS` (the run that the registered version comes from).
+        tracking_uri: the store to look up an id or a name in, as in `locate`.
 
     Raises:
         CheckpointError: there is no such run, several have this name, or its artifacts are gone.
@@ -34,38 +34,38 @@ def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None =
     if not text.strip():
         raise CheckpointError("No run was given. Name a folder, an MLflow run id, runs:/ID or models:/NAME/VERSION.")
     if text.startswith("models:/"):
-        return _of_model(text, locate(tracking_uri))
+        return _model_artifacts(text, locate(tracking_uri))
     if text.startswith("runs:/"):
         run_id, _, inside = text.removeprefix("runs:/").strip("/").partition("/")
-        return _of_run(run_id, locate(tracking_uri)) / inside
+        return _run_artifacts(run_id, locate(tracking_uri)) / inside
     folder = (local_path(text) if text.startswith("file:") else None) or from_start(text)
     if os.path.isdir(folder):  # noqa: PTH112 (Path raises for a name that is too long)
         return folder
     if os.path.exists(folder):  # noqa: PTH110
-        raise CheckpointError(f"{folder} is a file, not a run. Give the run folder that it lies in.")
-    if re.fullmatch(_ID, text):
-        return _of_run(text, locate(tracking_uri), also=f"There is no folder {folder} either. ")
+        raise CheckpointError(f"{folder} is a file, not a run. Give the run folder that contains it.")
+    if re.fullmatch(_RUN_ID, text):
+        return _run_artifacts(text, locate(tracking_uri), also=f"There is no folder {folder} either. ")
     raise CheckpointError(
-        f"There is no run folder {folder}. It is the last line that a training prints; an MLflow run id, runs:/ID, or "
-        "models:/NAME/VERSION will do as well."
+        f"There is no run folder {folder}. A training prints it as its last line; you can also give an MLflow run id, "
+        "runs:/ID or models:/NAME/VERSION."
     )
 
 
-def _of_run(run_id: str, store: Store, also: str = "") -> Path:
+def _run_artifacts(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
         return CheckpointError(f"{why} {also}The runs there: deeplightning monitor")
 
     from deeplightning.tracking.claims import find_run
-    from deeplightning.tracking.reader import open_reader  # for a folder it is not needed
+    from deeplightning.tracking.reader import open_reader  # not needed for a folder
 
-    _expect(store, f"the run {run_id}")
-    if not re.fullmatch(_ID, run_id):  # it also names files, and it may come from a server
+    _require_store(store, f"the run {run_id}")
+    if not re.fullmatch(_RUN_ID, run_id):  # it is used as a file name, and may come from a server
         raise missing(f"{run_id!r} is not a run id.")
     with explained(store):
         found = find_run(store, run_id)
         named = [run.id for run in open_reader(store).listing() if run.name == run_id] if found is None else []
     if len(named) == 1:
-        return _of_run(named[0], store)
+        return _run_artifacts(named[0], store)
     if named:
         ids = ", ".join(named[:5])
         raise CheckpointError(f"{len(named)} runs are called {run_id!r}. Name one by its id, the newest first: {ids}")
@@ -76,18 +76,18 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
         return _download(_client(store), run_id, store, found.artifact_uri)
     if folder.is_dir():
         return folder
-    if store.artifact_root is not None:  # the store's folder was moved or copied with all that is in it
+    if store.artifact_root is not None:  # the store's folder was moved or copied as a whole
         moved = store.artifact_root / found.experiment_id / run_id / "artifacts"
         if moved.is_dir():
             return moved
     raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")
 
 
-def _of_model(uri: str, store: Store) -> Path:
+def _model_artifacts(uri: str, store: Store) -> Path:
     named = re.fullmatch(r"models:/+(?P<name>[^@]+?)(/(?P<version>[0-9]+)|@(?P<alias>[^/@]+))/*", uri)
     if named is None:
         raise CheckpointError(
-            f"{uri!r} names no model version. Write models:/NAME/VERSION, with a whole number, or models:/NAME@ALIAS."
+            f"{uri!r} is not a model version. Write models:/NAME/VERSION, with a whole number, or models:/NAME@ALIAS."
         )
     name, version, alias = named["name"], named["version"], named["alias"]
     client = _client(store)
@@ -101,15 +101,15 @@ def _of_model(uri: str, store: Store) -> Path:
         which = f"with the alias {alias!r}" if alias else f"of version {version}"
         raise CheckpointError(f"There is no model {name!r} {which} in {store.shown}.") from None
     if model.run_id:
-        return _of_run(model.run_id, store)
+        return _run_artifacts(model.run_id, store)
     folder = local_path(model.source)
     if folder is None or not folder.is_dir():
         raise CheckpointError(f"{uri} belongs to no run, and its source {model.source} is not a local folder.")
     return folder
 
 
-def _expect(store: Store, run: str) -> None:
-    """Raise if there is no store: looking up a run creates none."""
+def _require_store(store: Store, run: str) -> None:
+    """Raise if the store does not exist: looking up a run creates no store."""
     if store.database is not None and not store.database.exists():
         raise CheckpointError(f"There is no tracking store {store.shown} to look {run} up in. Give the run's folder.")
 
@@ -118,12 +118,12 @@ def _client(store: Store) -> "MlflowClient":
     """Return MLflow's client for a store that exists."""
     from deeplightning.tracking.mlflow_store import open_client
 
-    _expect(store, "a run")
+    _require_store(store, "a run")
     return open_client(store)
 
 
 def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -> Path:
-    """Download a server's artifacts into the user's cache, again at each call because the run may have continued."""
+    """Download a server's artifacts to the user's cache, at each call, because the run may have continued."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "runs"
     target = cache / run_id
     try:
@@ -133,9 +133,9 @@ def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -
             shutil.rmtree(target, ignore_errors=True)
             Path(fresh).rename(target)
     except OSError as error:
-        raise SetupError(f"The artifacts of the run {run_id} cannot be fetched into {cache}: {error}") from error
-    except Exception as error:  # MLflow's artifact stores each have their own
-        if urlsplit(address).scheme in ("mlflow-artifacts", "http", "https"):  # the tracking server has them
+        raise SetupError(f"The artifacts of the run {run_id} cannot be downloaded to {cache}: {error}") from error
+    except Exception as error:  # MLflow's artifact stores each have their own errors
+        if urlsplit(address).scheme in ("mlflow-artifacts", "http", "https"):  # they are on the tracking server
             raise explain(error, store) from error
         files, why = re.sub(r"://[^/@]*@", "://***@", address), " ".join(str(error).split())[:300]
         raise SetupError(f"The files of the run {run_id} are at {files} and cannot be read: {why}") from error

@@ -1,8 +1,8 @@
-"""The thread that sends what a run logs to its tracking store; training never waits for it.
+"""A thread that sends logged data to the tracking store of the run; training never waits for it.
 
-What is logged is in the run's `metrics.jsonl` before training continues. The thread sends it at most every second with
-MLflow's client, which it imports after the first training step. A server or a database that is away delays the thread
-only; what is not sent when the process ends is sent by the next command on the store.
+Logged data is in the run's `metrics.jsonl` before training continues. The thread sends it at most once per second with
+MLflow's client, which it imports after the first training step. An unavailable server or database delays only the
+thread; data that is unsent when the process ends is sent by the next command on the store.
 """
 
 import contextlib
@@ -28,31 +28,30 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning.tracking")
 
 FLUSH_SECONDS = 1.0
-"""How long a line waits for more: a transaction costs about 7 CPU-ms."""
-QUIET_SECONDS = 10.0
-"""How long the thread waits for the first point of a training before it imports MLflow."""
+"""Time to collect lines before sending them: a transaction costs about 7 CPU-ms."""
+IMPORT_DELAY_SECONDS = 10.0
+"""Maximum wait for the first point of a training before the thread imports MLflow."""
 DRAIN_SECONDS = 10.0
-"""How long the end of a stage waits for the store; `DEEPLIGHTNING_TRACKING_DRAIN` overrides it."""
+"""Maximum wait for the store at the end of a stage; `DEEPLIGHTNING_TRACKING_DRAIN` overrides it."""
 MAX_PAUSE_SECONDS = 30.0
-"""The longest pause between two attempts at a store that does not answer."""
-MAX_HELD_LINES = 100_000
-"""Lines that are kept in memory while the disk does not take them."""
+"""Maximum pause between two attempts if the store does not answer."""
+MAX_UNWRITTEN_LINES = 100_000
+"""Maximum number of lines in memory while the disk does not accept them."""
 
 Sample = tuple[int, int, dict[str, float]]
-"""The load of the machine: milliseconds since 1970, the second of the run, and values by their names."""
+"""System metrics: milliseconds since 1970, the second of the run, and values by name."""
 
 
 class Sender:
-    """Send one run.
+    """Sends the data of one run.
 
     Args:
-        store: where the run is, or is to be made.
+        store: store of the run, which may not have it yet.
         metrics: the run's `metrics.jsonl`.
-        client: of the store, if it is open already.
-        afterwards: called once in the thread when the store has taken something.
-        sample: called in the thread now and then, after the first attempt to send, for points of its own (the machine's
-            load).
-        sample_seconds: the pause between two samples.
+        client: client of the store, if there is one.
+        afterwards: called in the thread once, after the first data was sent.
+        sample: measures system metrics; called in the thread at intervals, after the first attempt to send.
+        sample_seconds: interval of samples.
     """
 
     def __init__(
@@ -68,84 +67,84 @@ class Sender:
         self._store, self._run_id, self._metrics, self._client = store, run_id, metrics, client
         self._afterwards = afterwards
         self._delivery: Delivery | None = None
-        self._begins_again = False  # from a safe position: another process has ended while it was sending
+        self._resends = False  # from a safe position: another process may have ended while sending
         self._sample, self._sample_seconds = sample, sample_seconds
         self._file: MetricsFile | None = None
         self._claim: Claim | None = None
-        self._held: list[Line] = []  # that the disk has not taken
-        self._is_reported = False  # that it does not
-        self._change = threading.Condition()
+        self._unwritten: list[Line] = []  # lines that are not on disk yet
+        self._disk_error_is_logged = False  # whether a disk error was logged
+        self._condition = threading.Condition()
         self._is_ready = client is not None
         self._is_opening = not self._is_ready
         self._stopping = False
-        self._stops = 0  # calls of `stop` that wait: what another thread logs meanwhile does not call them off
-        self._ended = True  # set under the lock, so a line never goes to a thread that is just leaving
-        self._due = math.inf  # when to send what waits; inf: nothing does
+        self._waiting_stops = 0  # waiting calls of `stop`, which lines logged by other threads do not cancel
+        self._ended = True  # set under the lock, so that no line goes to a thread that is about to end
+        self._due = math.inf  # when to send pending data; inf: there is none
         self._failures = 0
-        self._in_vain = False  # whether the store was waited for, and nothing was sent since
-        self._quiet_until = self._sampled_at = self._sample_at = 0.0
+        self._timed_out = False  # whether the last wait timed out, and nothing was sent since
+        self._import_due = self._sampled_at = self._sample_at = 0.0
         self._thread = threading.Thread()
         ignore_mlflow_warnings()
-        with self._change:
+        with self._condition:
             self._start()
 
-    def say(self, line: Line) -> None:
-        """Append a line to the file, before this returns, and send it within about a second."""
-        with self._change:
+    def log(self, line: Line) -> None:
+        """Append a line to the file before returning, and send it within about a second."""
+        with self._condition:
             self._start()
             self._append(line)
-            if "values" in line and not self._is_ready:  # training has begun
+            if "values" in line and not self._is_ready:  # training has started
                 self._is_ready, self._due = True, math.inf
-            self._plan()
+            self._schedule()
 
-    def _plan(self) -> None:
-        """Plan an attempt to send, unless one is planned. It also sends what is logged before it begins."""
+    def _schedule(self) -> None:
+        """Schedule sending, unless it is scheduled already. It includes lines that are logged until it starts."""
         if self._due == math.inf:  # wakes the thread, which then sleeps until it is time
-            soon = time.monotonic() + FLUSH_SECONDS if self._is_ready else self._quiet_until
-            self._due = 0.0 if self._stopping else soon
-            self._change.notify_all()
+            due = time.monotonic() + FLUSH_SECONDS if self._is_ready else self._import_due
+            self._due = 0.0 if self._stopping else due
+            self._condition.notify_all()
 
     def make_run(self) -> None:
-        """Wait until the store has all that was logged, or does not answer."""
-        with self._change:
+        """Wait until the store has all logged data, or does not answer."""
+        with self._condition:
             self._is_ready = True
             if self._due < math.inf and self._failures == 0:
                 self._due = 0.0
-                self._change.notify_all()
-                self._change.wait_for(lambda: self._due == math.inf or self._failures > 0)
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._due == math.inf or self._failures > 0)
 
     def stop(self) -> None:
-        """Take a last sample, send everything, end the thread; the next line starts it again. If the store does not
-        take everything in time, log a warning; the thread keeps trying."""
-        with self._change:
+        """Take a last sample, send everything and end the thread, which the next line restarts. If the store does not
+        accept everything in time, log a warning; the thread keeps trying."""
+        with self._condition:
             if self._ended:
                 return
             self._stopping = True
-            # The load of less than a second is noise, so a short stage has no last sample.
+            # Load measured over less than a second is noise: no last sample for a short stage.
             is_long = time.monotonic() - self._sampled_at >= min(1.0, self._sample_seconds)
             self._sample_at = 0.0 if is_long else math.inf
             seconds = float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
-            if was_in_vain := self._in_vain:
-                seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
+            if had_timed_out := self._timed_out:
+                seconds = min(1.0, seconds)  # try again, but do not wait as long at each later stage
             if self._due < math.inf:
-                self._due = 0.0  # whatever the pause was, ask again now
+                self._due = 0.0  # try again now, whatever the pause was
             thread = self._thread
 
             def has_ended() -> bool:
                 return self._ended or self._thread is not thread
 
-            self._stops += 1
-            self._change.notify_all()
+            self._waiting_stops += 1
+            self._condition.notify_all()
             try:
-                # The import of MLflow, and the opening of a local store, are no waiting for the store.
-                while not (done := self._change.wait_for(has_ended, seconds)) and self._is_opening:
+                # Importing MLflow and opening a local store do not count as waiting for the store.
+                while not (done := self._condition.wait_for(has_ended, seconds)) and self._is_opening:
                     pass
             finally:
-                self._stops -= 1
-            self._in_vain = self._in_vain or not done
+                self._waiting_stops -= 1
+            self._timed_out = self._timed_out or not done
         if done:
             thread.join()
-        elif not was_in_vain:
+        elif not had_timed_out:
             log.warning(
                 "The rest of %s could not be sent to %s in %g seconds. Sending continues until the process ends; what "
                 "remains is sent by the next run there, or by: deeplightning runs --sync --tracking-uri '%s'",
@@ -153,18 +152,18 @@ class Sender:
             )
 
     def _start(self) -> None:
-        """Start the thread, and claim the run, unless that was done."""
-        if not self._ended and (self._stops or not self._stopping):
+        """Start the thread and claim the run, unless that was done."""
+        if not self._ended and (self._waiting_stops or not self._stopping):
             return
         self._stopping = False
         self._sampled_at = time.monotonic()
-        self._quiet_until = self._sampled_at + QUIET_SECONDS
+        self._import_due = self._sampled_at + IMPORT_DELAY_SECONDS
         self._sample_at = self._sampled_at + min(1.0, self._sample_seconds)
         if self._claim is None:
             try:
                 self._claim = Claim(self._store, self._run_id, self._metrics)
-                self._begins_again |= take_over(self._store, self._run_id)
-            except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+                self._resends |= take_over(self._store, self._run_id)
+            except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
                 log.warning("The run is not claimed, so a kill may cost its last second: %s", error)
         if self._ended:
             self._ended = False
@@ -172,82 +171,82 @@ class Sender:
             self._thread.start()
 
     def _append(self, line: Line) -> None:
-        """Append a line; keep it in memory while the disk does not take it, and warn once."""
-        self._held.append(line)
+        """Append a line to the file. While the disk does not accept it, keep it in memory; warn once."""
+        self._unwritten.append(line)
         try:
             if self._file is None:
                 self._file = MetricsFile(self._metrics)
-            while self._held:
-                self._file.append(self._held[0])
-                del self._held[0]
+            while self._unwritten:
+                self._file.append(self._unwritten[0])
+                del self._unwritten[0]
         except OSError as error:
-            del self._held[:-MAX_HELD_LINES]
-            if not self._is_reported:
-                self._is_reported = True
+            del self._unwritten[:-MAX_UNWRITTEN_LINES]
+            if not self._disk_error_is_logged:
+                self._disk_error_is_logged = True
                 log.warning("%s is not written completely: %s", self._metrics, error)
 
     def _take_sample(self) -> None:
         assert self._sample is not None
         line = None
         try:
-            with NO_FORK:  # the first one imports
+            with NO_FORK:  # the first call imports modules
                 line = points_line(*self._sample())
-        except Exception as error:  # the load of a machine is not worth a run
+        except Exception as error:  # not worth failing a run
             log.warning("No system metrics: %s", error)
             self._sample = None
-        with self._change:
+        with self._condition:
             if line is not None:
                 self._append(line)
-                self._plan()
+                self._schedule()
             self._sampled_at = time.monotonic()
             self._sample_at = math.inf if self._stopping else self._sampled_at + self._sample_seconds
 
     def _run(self) -> None:
         while True:
-            with self._change:
+            with self._condition:
                 now, takes_samples = time.monotonic(), self._sample is not None and not self._is_opening
                 sample_at = self._sample_at if takes_samples else math.inf
                 if sample_at > now:
                     if self._stopping and self._due == math.inf:
-                        self._end()
+                        self._close()
                         return
                     if (pause := min(self._due, sample_at) - now) > 0:
-                        self._change.wait(min(pause, threading.TIMEOUT_MAX))
+                        self._condition.wait(min(pause, threading.TIMEOUT_MAX))
                         continue
-                until, held = self._file.size if self._file is not None else 0, list(self._held)
+                until, unwritten = self._file.size if self._file is not None else 0, list(self._unwritten)
             if sample_at <= now:
                 self._take_sample()
                 continue
             error = None
             try:
                 if self._delivery is None:
-                    with NO_FORK:  # it imports
+                    with NO_FORK:  # this imports modules
                         from deeplightning.tracking.delivery import Delivery
                     self._delivery = Delivery(self._store, self._run_id, self._metrics, self._client)
                 delivery = self._delivery
-                if self._begins_again:
-                    delivery.position, self._begins_again = safe_position(self._metrics), False
+                if self._resends:
+                    delivery.position, self._resends = safe_position(self._metrics), False
                 delivery.send(until)
-                delivery.deliver([(None, line) for line in held])
+                delivery.deliver([(None, line) for line in unwritten])
                 afterwards, self._afterwards = self._afterwards, lambda: None
                 afterwards()
-            except Exception as raised:  # the store's own
+            except Exception as raised:  # an error of the store
                 error = raised
-            with self._change:
-                self._note(until, held, error)
+            with self._condition:
+                self._finish_attempt(until, unwritten, error)
 
-    def _end(self) -> None:
-        """Let go of the files: all is sent."""
+    def _close(self) -> None:
+        """Release the claim and close the file after everything was sent."""
         if self._claim is not None:
             self._claim.close()
         if self._file is not None:
             self._file.close()
         self._claim = self._file = None
         self._ended = True
-        self._change.notify_all()
+        self._condition.notify_all()
 
-    def _note(self, until: int, held: list[Line], error: Exception | None) -> None:
-        """Forget what was sent, or plan the next attempt."""
+    def _finish_attempt(self, until: int, unwritten: list[Line], error: Exception | None) -> None:
+        """Discard lines that were sent, or schedule the next attempt."""
         self._is_opening = False
         if error is not None:
             self._failures += 1
@@ -258,28 +257,28 @@ class Sender:
                     "%s does not accept what is logged (%s). The run continues; the records are kept and sent later.",
                     *(self._store.shown, first_line(error)),
                 )
-                self._change.notify_all()
+                self._condition.notify_all()
             return
         if self._failures:
             log.warning("%s accepts what is logged again.", self._store.shown)
-        self._failures, self._in_vain, self._is_ready = 0, False, True
-        sent = {id(line) for line in held}  # of which the file may have some by now
-        self._held = [line for line in self._held if id(line) not in sent]
+        self._failures, self._timed_out, self._is_ready = 0, False, True
+        sent = {id(line) for line in unwritten}  # the file may have some of them by now
+        self._unwritten = [line for line in self._unwritten if id(line) not in sent]
         self._due = math.inf
-        if self._held or (self._file is not None and self._file.size > until):
-            self._plan()
-        self._change.notify_all()
+        if self._unwritten or (self._file is not None and self._file.size > until):
+            self._schedule()
+        self._condition.notify_all()
 
 
 def sampler(started: int) -> Callable[[], Sample]:
-    """Return a function that measures CPU and memory, GPUs of NVIDIA with the package nvidia-ml-py, and those of AMD.
+    """Return a function that measures CPU, memory, NVIDIA GPUs (with the package nvidia-ml-py) and AMD GPUs.
 
-    It does so by MLflow's monitors, which its first call imports: MLflow's public way has a thread that writes past the
-    run's file.
+    It uses MLflow's monitors, which its first call imports. MLflow's public API has a thread that bypasses the run's
+    file.
 
     Args:
         started: start of the run in milliseconds since 1970. The step of a point is the second of the run, so that a
-            continued run continues where it was.
+            resumed run continues the steps.
     """
     monitors: list[Any] = []
 
@@ -289,7 +288,7 @@ def sampler(started: int) -> Callable[[], Sample]:
 
             monitors.append(cpu_monitor.CPUMonitor())
             for kind in (gpu_monitor.GPUMonitor, rocm_monitor.ROCMMonitor):
-                with contextlib.suppress(Exception):  # there is no such GPU, or what reads it is not installed or fails
+                with contextlib.suppress(Exception):  # there is no such GPU, or its library is missing or fails
                     monitors.append(kind())
         now, points = time.time_ns() // 1_000_000, dict[str, float]()
         for monitor in monitors:

@@ -1,6 +1,6 @@
-"""A `tracking_uri` names a store: a directory, with an SQLite database in it, or what MLflow knows.
+"""Locate, check and lock the store of a `tracking_uri`: a directory with an SQLite database, or another MLflow store.
 
-`deeplightning.tracking.mlflow_store` hands it to MLflow; nothing of MLflow is imported here before `quiet_mlflow`.
+`deeplightning.tracking.mlflow_store` passes it to MLflow. Only `quiet_mlflow` imports MLflow here.
 """
 
 import logging
@@ -23,30 +23,30 @@ log = logging.getLogger("deeplightning.tracking")
 
 DATABASE = "mlflow.db"
 WAIT_SECONDS = 60.0
-"""How long a database that another process holds is waited for; `DEEPLIGHTNING_TRACKING_WAIT` overrides it."""
+"""Maximum wait for a database that another process has locked; `DEEPLIGHTNING_TRACKING_WAIT` overrides it."""
 NOTICE_SECONDS = 3.0
-"""A wait longer than this is announced."""
+"""A longer wait is logged."""
 
 _REMOTE = ("http", "https", "databricks", "databricks-uc", "uc")
 _DATABASES = ("postgresql", "mysql", "mssql")
 _REFUSED = "readonly|read-only|permission denied|unable to open|not permitted"
 _DAMAGED = "not a database|malformed|corrupt"
-_TRANSIENT = (
+_TRANSIENT_CODES = (
     *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"),
     *("DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"),
 )
-"""Codes of MLflow's errors that may pass."""
+"""MLflow's codes of transient errors."""
 
 
 @dataclass(frozen=True)
 class Store:
     """One tracking store."""
 
-    shown: str  # as a person knows it, for messages; a password in it is hidden
-    address: str | None = None  # what MLflow is given, where that is neither an SQLite file nor a file store
-    folder: Path | None = None  # of the store, if it is local
+    shown: str  # its address for messages, without a password
+    address: str | None = None  # its URI for MLflow; None for an SQLite file or a file store
+    folder: Path | None = None  # folder of the store, if it is local
     database: Path | None = None  # the SQLite file, if it is one
-    artifact_root: Path | None = None  # of a local store; below it lie `<experiment_id>/<run_id>/artifacts`
+    artifact_root: Path | None = None  # of a local store; it contains `<experiment_id>/<run_id>/artifacts`
 
     @property
     def is_remote(self) -> bool:
@@ -54,27 +54,27 @@ class Store:
 
 
 def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
-    """Read a `tracking_uri`; looks at the disk, changes nothing.
+    """Resolve a `tracking_uri` to a store. Reads the disk, but changes nothing.
 
     Args:
         tracking_uri: a directory, a `file:` URI of one, `sqlite:///FILE`, `http(s)://…`, or another URI that MLflow
-            knows. None: the variable `MLFLOW_TRACKING_URI`, else `mlruns`.
+            supports. None: the variable `MLFLOW_TRACKING_URI`, else `mlruns`.
 
     Raises:
-        SetupError: the URI is of no kind that MLflow knows.
+        SetupError: MLflow does not support this kind of URI.
     """
     text = os.fspath(tracking_uri) if tracking_uri else os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
     scheme = match[1].lower() if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", text)) else ""
     if scheme == "file":
         parts = urlsplit(text)
-        return _directory(_absolute(unquote(parts.netloc + parts.path)))
+        return _directory_store(_absolute(unquote(parts.netloc + parts.path)))
     if scheme == "sqlite":
         name = text.removeprefix("sqlite:///")
         if name == text or not name or name.startswith((":memory:", "file:")):
             raise SetupError(f"tracking_uri {text!r}: write the database as sqlite:///FILE, or give a plain directory.")
         database = _absolute(name)
         if not database.exists() and (meant := _absolute(unquote(name))).exists():
-            database = meant  # `mlflow run` hands on its default store with a blank as %20 (MLflow 3.17)
+            database = meant  # `mlflow run` passes its default store with a space as %20 (MLflow 3.17)
         return Store(text, folder=database.parent, database=database, artifact_root=database.parent / "mlruns")
     if scheme in _REMOTE or text in _REMOTE or scheme.split("+")[0] in _DATABASES:
         return Store(re.sub(r"://[^/@]*@", "://***@", text), address=text)
@@ -83,13 +83,13 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
             f"tracking_uri {text!r}: MLflow has no store of the kind {scheme!r}. Give a directory (mlruns), "
             "sqlite:///FILE, or the address of a tracking server (http://HOST:PORT)."
         )
-    return _directory(_absolute(text))
+    return _directory_store(_absolute(text))
 
 
 def quiet_mlflow() -> None:
-    """Set what MLflow does on its own: no telemetry, no chatter, and a dead server is noticed in seconds, not minutes.
+    """Configure MLflow: no telemetry, few messages, and a dead server is detected in seconds instead of minutes.
 
-    A variable that the user has set wins. MLflow's own defaults are 7 retries with doubling pauses and 120 seconds.
+    Variables set by the user take precedence. MLflow's defaults are 7 retries with doubling pauses and 120 seconds.
     """
     for name, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -99,19 +99,19 @@ def quiet_mlflow() -> None:
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-        "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",  # a forked process gets no connection
+        "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",  # a forked process inherits no connection
     }.items():
         os.environ.setdefault(name, value)
     ignore_mlflow_warnings()
     import mlflow.tracking  # noqa: F401  (configures its logging when imported; ours must come after)
 
     for name in ("mlflow.store", "mlflow.tracking", "mlflow.system_metrics", "alembic"):
-        # Errors come back as exceptions and are reported once, by us; MLflow would print a traceback for each as well.
+        # Errors are raised, and we report them once; MLflow would also print a traceback for each.
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def explain(error: Exception, store: Store) -> SetupError:
-    """Return what MLflow, SQLite or the network says about a store, as a note with the next step."""
+    """Convert an error of MLflow, SQLite or the network to a message about the store with the next step."""
     if isinstance(error, SetupError):
         return error
     text = first_line(error)
@@ -122,19 +122,19 @@ def explain(error: Exception, store: Store) -> SetupError:
         )
     wait = f"has been locked by another process for {wait_seconds():g} seconds"
     notes = (
-        ("locked", wait, "End the process that holds it, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS)"),
+        ("locked", wait, "End that process, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS)"),
         (_REFUSED, "cannot be written", "Make the folder and the files in it writable for this user"),
-        (_DAMAGED, "is damaged or no SQLite database", "Move it aside or put a copy of it back"),
-        ("", "cannot be used", "Mend it"),
+        (_DAMAGED, "is damaged or not an SQLite database", "Move it aside or restore a copy of it"),
+        ("", "cannot be used", "Repair it"),
     )
-    what, then = next((what, then) for words, what, then in notes if re.search(words, text.lower()))
+    what, hint = next((what, hint) for pattern, what, hint in notes if re.search(pattern, text.lower()))
     where = store.database or store.folder
-    return SetupError(f"The tracking store {where} {what}. {then}, or set another logger.params.tracking_uri. ({text})")
+    return SetupError(f"The tracking store {where} {what}. {hint}, or set another logger.params.tracking_uri. ({text})")
 
 
 @contextmanager
 def explained(store: Store) -> Iterator[None]:
-    """Raise an error inside the block, of MLflow, SQLite, the network or the file system, as `explain` words it."""
+    """Raise an error of MLflow, SQLite, the network or the file system inside the block as the error from `explain`."""
     try:
         yield
     except UserError:
@@ -144,7 +144,7 @@ def explained(store: Store) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error in a few words."""
+    """Return the message of an error, shortened to one line."""
     return " ".join(str(error).split("\n[SQL")[0].split())[:200] or type(error).__name__
 
 
@@ -153,10 +153,10 @@ def wait_seconds() -> float:
 
 
 def check_writable(store: Store) -> None:
-    """Make sure that the SQLite database can be written now; waits, within bounds, for a process that holds it.
+    """Ensure that the SQLite database can be written now; wait for a limited time for a process that has locked it.
 
     Raises:
-        SetupError: it is locked for too long, read-only, or no database.
+        SetupError: it is locked for too long, read-only, or not a database.
     """
     if store.database is None:
         return None
@@ -173,7 +173,7 @@ def check_writable(store: Store) -> None:
 
 
 def raise_if_locked(database: Path) -> None:
-    """Raise SQLite's error if another process writes to a database for more than five seconds."""
+    """Raise SQLite's error if another process keeps a database locked for more than five seconds."""
     if not database.exists():
         return
     try:
@@ -191,8 +191,8 @@ def _try_to_write(database: Path, seconds: float) -> None:
 
 
 def revision_of(database: Path) -> str | None:
-    """Return the revision of a database's schema, by Alembic's name; None if there is no database, or nothing in it; ""
-    if it is not MLflow's."""
+    """Return Alembic's revision of a database's schema; None if the database is missing or empty; "" if it is not
+    MLflow's."""
     if not database.exists() or database.stat().st_size == 0:
         return None
     with closing(sqlite3.connect(database, timeout=wait_seconds())) as connection:
@@ -202,7 +202,7 @@ def revision_of(database: Path) -> str | None:
 
 
 def is_locked(error: Exception) -> bool:
-    """Return whether another process holds the database."""
+    """Return whether an error means that another process has locked the database."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code is its primary code
     return isinstance(error, sqlite3.OperationalError) and code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
@@ -210,11 +210,11 @@ def is_locked(error: Exception) -> bool:
 def is_transient(error: Exception) -> bool:
     """Return whether the same call may succeed later."""
     if (code := getattr(error, "error_code", None)) is not None:  # of an MlflowException
-        return code in _TRANSIENT
+        return code in _TRANSIENT_CODES
     return is_locked(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError))
 
 
-def _directory(folder: Path) -> Store:
+def _directory_store(folder: Path) -> Store:
     if not (folder / DATABASE).exists() and any(folder.glob("*/meta.yaml")):
         return Store(str(folder), folder=folder, artifact_root=folder)
     return Store(str(folder), folder=folder, database=folder / DATABASE, artifact_root=folder)
@@ -226,16 +226,16 @@ def _absolute(path: str) -> Path:
 
 @contextmanager
 def locked(store: Store) -> Iterator[None]:
-    """Let one process at a time make or migrate the database: without it, of twelve started together all failed.
+    """Let one process at a time create or migrate the database. Without a lock, twelve processes at once all failed.
 
     Raises:
-        SetupError: another process holds the lock, or the database, for too long; or the database is damaged.
+        SetupError: another process keeps the lock or the database locked for too long, or the database is damaged.
     """
-    from filelock import FileLock, Timeout  # 20 ms, and only a new store needs it
+    from filelock import FileLock, Timeout  # takes 20 ms, and only a new store needs it
 
     assert store.database is not None
     make_private(store.database.parent, store.database.parent)
-    lock = FileLock(lock_of(store.database), mode=0o666)  # less the umask: others of a shared store lock it too
+    lock = FileLock(lock_of(store.database), mode=0o666)  # minus the umask: other users of a shared store lock it too
     waited = Wait(f"the tracking store {store.shown}, which another process is preparing")
     while True:
         try:
@@ -244,18 +244,18 @@ def locked(store: Store) -> Iterator[None]:
         except Timeout:
             if not waited.again():
                 raise SetupError(
-                    f"{lock_of(store.database)} has been held by another process for {wait_seconds():g} seconds. End "
+                    f"{lock_of(store.database)} has been locked by another process for {wait_seconds():g} seconds. End "
                     "that process, or set another logger.params.tracking_uri."
                 ) from None
         except OSError:
             if not store.database.exists():
                 raise
-            yield  # a store that can only be read is already made: nothing to guard
+            yield  # a read-only store exists already: nothing to protect
             return
     try:
         if not store.database.exists():
-            store.database.touch()  # SQLite gives its further files the permissions of this one
-        # An existing file is looked at before MLflow sees it: MLflow would retry a damaged one for a minute.
+            store.database.touch()  # SQLite gives its other files the same permissions
+        # Check an existing file before MLflow opens it: MLflow would retry a damaged one for a minute.
         check_writable(store)
         yield
     finally:
@@ -263,57 +263,57 @@ def locked(store: Store) -> Iterator[None]:
 
 
 def ignore_mlflow_warnings() -> None:
-    """Ignore Python's warnings that arise in MLflow and in what it uses: a user cannot mend them.
+    """Ignore Python warnings from MLflow and its dependencies, which users cannot fix.
 
-    MLflow is used in a thread, where `warnings.catch_warnings` is not safe; so the filter stays.
+    The filter stays in place: MLflow runs in a thread, where `warnings.catch_warnings` is not safe.
     """
     warnings.filterwarnings("ignore", module=r"(alembic|mlflow|requests|sqlalchemy|urllib3)(\.|$)")
 
 
 def lock_of(database: Path) -> Path:
-    """Return the file that is locked while a database is made or migrated."""
+    """Return the lock file for creating or migrating a database."""
     return database.with_name(f"{database.name}.lock")
 
 
 class Wait:
-    """Waits a little at each `again()`, says so once, and answers False when the time is used up.
+    """Waits a little at each `again()`, logs it once, and returns False after the time limit.
 
     Args:
-        what: what is waited for, for the message.
-        seconds: how long, without a word, in the background; None: as long as the user lets us.
+        what: awaited object, for the message.
+        seconds: time limit of a wait that is not logged; None: the user's limit.
     """
 
     def __init__(self, what: str, seconds: float | None = None):
-        self.what, self.start, self.noticed = what, time.monotonic(), seconds is not None
+        self.what, self.start, self.is_logged = what, time.monotonic(), seconds is not None
         self.longest = wait_seconds() if seconds is None else seconds
 
     def again(self) -> bool:
         waited = time.monotonic() - self.start
         if waited >= self.longest:
             return False
-        if waited >= min(NOTICE_SECONDS, self.longest / 2) and not self.noticed:
-            self.noticed = True
+        if waited >= min(NOTICE_SECONDS, self.longest / 2) and not self.is_logged:
+            self.is_logged = True
             log.warning("Waiting for %s (at most %.0f seconds).", self.what, self.longest)
         time.sleep(min(0.05, self.longest / 10))
         return True
 
 
 def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
-    """Remove the folder of a run, given `artifacts` in it. A store and its rows may come from anywhere: no folder is
-    removed but one that the store has made for this run.
+    """Remove the folder of a run, given its subfolder `artifacts`. A store and its rows may come from anywhere: only a
+    folder that the store created for this run is removed.
 
     Returns:
-        Why the folder was left as it is; "": it is gone.
+        Why the folder was not removed, or "" if it was.
     """
     folder = artifacts.parent
     if not re.fullmatch(r"[0-9a-f]{32}", run_id) or artifacts.name != "artifacts" or folder.name != run_id:
         return f"it is not the folder of a run {run_id!r}"
     resolved, root = folder.resolve(), store.artifact_root and store.artifact_root.resolve()
     if root is None or root not in resolved.parents or resolved.name != run_id or artifacts.is_symlink():
-        return f"it does not lie in {root}, where this store keeps its runs" if root else "the store is a server's"
-    known = (RunFolder(artifacts).config, artifacts / "search.yaml")
-    if not any(path.is_file() for path in known) and any(artifacts.iterdir()):
-        return f"it has no {known[0].name}, as the folder of a run has"
+        return f"it is not in {root}, where this store keeps its runs" if root else "the store is on a server"
+    configs = (RunFolder(artifacts).config, artifacts / "search.yaml")
+    if not any(path.is_file() for path in configs) and any(artifacts.iterdir()):
+        return f"it has no {configs[0].name}, unlike the folder of a run"
     try:
         shutil.rmtree(resolved)
     except OSError as error:
@@ -322,7 +322,7 @@ def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
 
 
 def local_path(uri: str) -> Path | None:
-    """Return the local path of a path or `file:` URI, None for one that is elsewhere."""
+    """Return the local path of a path or `file:` URI, or None for another URI."""
     scheme = urlsplit(uri).scheme
     if scheme == "file":
         return Path(unquote(urlsplit(uri).path))

@@ -1,7 +1,7 @@
-"""MLflow's own functions, called in user code (`mlflow.log_metric`, `mlflow.autolog`), reach the store and the run.
+"""Direct calls of MLflow's functions in user code (`mlflow.log_metric`, `mlflow.autolog`) to the store and the run.
 
-MLflow reads both from environment variables. If own code imports MLflow, the run becomes the active one as well: then
-`mlflow.start_run(nested=True)` starts a child of it. Nothing here imports MLflow.
+MLflow reads both from environment variables. If user code imports MLflow, the run also becomes MLflow's active run, so
+that `mlflow.start_run(nested=True)` starts a child of it. This module does not import MLflow.
 """
 
 import logging
@@ -22,20 +22,20 @@ log = logging.getLogger("deeplightning")
 _URI, _RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 _EXPERIMENT, _EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"
 WAIT_SECONDS = 60.0
-"""How long another rank than 0 waits for the run to be in the store."""
-_QUIET = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # the last line on stdout is ours
+"""Maximum wait of ranks other than 0 for the run to appear in the store."""
+_QUIET = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # our line must be the last on stdout
 
 
 class TrackedRun(NamedTuple):
-    """A run as MLflow's functions need it."""
+    """A run, as MLflow's functions identify it."""
 
     uri: str  # of the store
     run_id: str
-    experiment_id: str | None = None  # None: not known before the run is opened
+    experiment_id: str | None = None  # None: unknown until the run is open
 
 
 def run_of(loggers: Iterable[Any]) -> TrackedRun | None:
-    """Return the run of the first MLflow logger, on rank 0; opens it. None: there is no such logger."""
+    """Return the run of the first MLflow logger, or None if there is none. Call it on rank 0: it opens the run."""
     for logger in loggers:
         if is_a(logger, "MLflowLogger"):
             return TrackedRun(logger.tracking_uri, logger.run_id, logger.name)
@@ -44,26 +44,26 @@ def run_of(loggers: Iterable[Any]) -> TrackedRun | None:
     return None
 
 
-def maker_of(loggers: Iterable[Any]) -> Callable[[], object]:
-    """Return what makes sure that the store has the run of `run_of`."""
+def run_maker(loggers: Iterable[Any]) -> Callable[[], object]:
+    """Return a function that ensures that the store has the run of `run_of`."""
     return next((logger.make_run for logger in loggers if hasattr(logger, "make_run")), lambda: None)
 
 
 class UserCalls:
-    """Directs the calls of MLflow's functions in this process to a run, until `end`."""
+    """Directs calls of MLflow's functions in this process to a run, until `end` is called."""
 
-    _directing: "UserCalls | None" = None  # of the process
+    _current: "UserCalls | None" = None  # one per process
 
     def __init__(self) -> None:
         self._run: TrackedRun | None = None
-        self._before: dict[str, str | None] | None = None  # variables of the user
+        self._before: dict[str, str | None] | None = None  # the user's values of the variables
         self._is_active = False
         self._make: Callable[[], object] | None = None
 
     def take_over(self) -> None:
-        """End what `trainer.fit` of an earlier run of this process has left, before the loggers open this run: they
-        would join the run that its variables name."""
-        former, UserCalls._directing = UserCalls._directing, self
+        """End what `trainer.fit` of an earlier run in this process left, before the loggers open this run: they would
+        join the run in its environment variables."""
+        former, UserCalls._current = UserCalls._current, self
         if former is not None and former is not self:
             former.end("FINISHED")
 
@@ -78,13 +78,13 @@ class UserCalls:
         os.environ |= {_URI: run.uri, _RUN: run.run_id, _QUIET: "true"}
         if run.experiment_id is not None:
             os.environ[_EXPERIMENT] = run.experiment_id
-            os.environ.pop(_EXPERIMENT_NAME, None)  # MLflow refuses both
+            os.environ.pop(_EXPERIMENT_NAME, None)  # MLflow does not accept both
 
     def begin(self, run: TrackedRun, make: Callable[[], object] | None = None) -> None:
-        """Direct calls to an open run, and make it the active one if own code uses MLflow, now or later.
+        """Direct calls to an open run, and make it the active one if user code uses MLflow, now or later.
 
         Args:
-            make: makes sure that the store has the run; None: another process does.
+            make: ensures that the store has the run; None: another process does so.
         """
         if self._is_active:
             return
@@ -102,32 +102,32 @@ class UserCalls:
             return
         try:
             if mlflow.get_tracking_uri() != run.uri:
-                return  # the code has set another one: its calls go there
-            os.environ.pop(_RUN, None)  # else a nested run would continue this one
+                return  # user code has set another store, where its calls go
+            os.environ.pop(_RUN, None)  # otherwise a nested run would continue this one
             if (active := mlflow.active_run()) is None:
                 ignore_mlflow_warnings()
                 self._wait_for(run)
                 active = mlflow.start_run(run_id=run.run_id, log_system_metrics=False)
             self._is_active = active.info.run_id == run.run_id
-        except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
+        except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own errors
             log.warning("mlflow     calls in your code do not reach the run: %s", error)
 
     def _wait_for(self, run: TrackedRun) -> None:
-        """Make sure that the store has the run, or wait for the process that makes both: MLflow would make a second."""
+        """Ensure that the store has the run, or wait for the process that creates it: MLflow would create another."""
         if self._make is not None:
             self._make()
             return
-        store, end = locate(run.uri), time.monotonic() + WAIT_SECONDS
+        store, deadline = locate(run.uri), time.monotonic() + WAIT_SECONDS
         while open_reader(store).run(run.run_id) is None:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"the run {run.run_id} was not in {store.shown} within {WAIT_SECONDS:g} seconds")
             time.sleep(0.2)
 
     def end(self, status: str) -> None:
-        """End what own code has begun in the run, and restore the variables.
+        """End the runs that user code has started in this run, and restore the variables.
 
         Args:
-            status: of the run, in MLflow's words: MLflow would set it to FINISHED when the process ends.
+            status: MLflow status of the run. By default, MLflow sets FINISHED when the process ends.
         """
         ON_IMPORT.pop("mlflow", None)
         mlflow: Any = sys.modules.get("mlflow")

@@ -1,4 +1,4 @@
-"""A stand-in for CIFAR-10 where its files are not: ten kinds of coloured shapes, 32 x 32 pixels, drawn in memory."""
+"""A stand-in for CIFAR-10 without its files: ten kinds of coloured shapes, 32 x 32 pixels, drawn in memory."""
 
 import math
 
@@ -14,12 +14,12 @@ KINDS = ("disc", "ring", "square", "frame", "triangle", "diamond", "cross", "sta
 
 
 class TenShapes(ImageData):
-    """Bright shapes of random colour, size and place on a dark ground, with noise: the colour tells nothing.
+    """Bright shapes of random colour, size and place on a dark ground, with noise; colours do not depend on the class.
 
     Args:
-        cfg: the whole config; `seed` decides what is drawn.
-        train: pictures to learn from, of which a tenth validates.
-        test: pictures for the test.
+        cfg: the whole config; `seed` determines the pictures.
+        train: number of training pictures, a tenth of which is held out for validation.
+        test: number of test pictures.
         options: `augment`, `in_memory` and `limit`, see `ImageData`.
     """
 
@@ -38,7 +38,7 @@ class TenShapes(ImageData):
 
 
 def draw(kind: str, random: np.random.RandomState) -> np.ndarray:
-    """One picture, uint8 (32, 32, 3); drawn four times as large, so that edges are smooth."""
+    """Return one picture, uint8 (32, 32, 3), drawn four times as large for smooth edges."""
     ground, ink = random.randint(0, 90, 3), random.randint(120, 256, 3)
     picture = Image.new("RGB", (128, 128), tuple(map(int, ground)))
     pen, colour = ImageDraw.Draw(picture), tuple(map(int, ink))

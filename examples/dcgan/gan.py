@@ -1,8 +1,8 @@
-"""Train two networks against each other, by a loop of your own.
+"""Train two networks against each other, with a custom loop.
 
 Goodfellow et al., "Generative Adversarial Nets", 2014, https://arxiv.org/abs/1406.2661.
 
-Shapes: B batch, Z numbers of noise, C channels, H height, W width, K classes.
+Shapes: B batch, Z noise dimensions, C channels, H height, W width, K classes.
 """
 
 import contextlib
@@ -19,28 +19,28 @@ from deeplightning.config.target import build
 from deeplightning.task.optimize import optimizers_by_name
 
 SHOWN = 8
-"""Generated pictures to a side of a sheet."""
+"""Rows and columns of generated pictures on a sheet."""
 
 
 class InceptionScore(Metric):
-    """Measure how sure a classifier is of single pictures, and how evenly it uses its classes.
+    """Measure how confident a classifier is about single pictures, and how evenly it predicts its classes.
 
-    exp of the mean divergence of the answer to one picture from the mean answer, in [1, K]; K where each answer is
-    sure and all classes are equally frequent. Salimans et al., "Improved Techniques for Training GANs", 2016,
-    https://arxiv.org/abs/1606.03498. It is computed over all pictures and processes at once.
+    exp of the mean divergence of the prediction for a picture from the mean prediction, in [1, K]; K if every
+    prediction is certain and all classes are equally frequent. Salimans et al., "Improved Techniques for Training
+    GANs", 2016, https://arxiv.org/abs/1606.03498. It is computed over all pictures and processes at once.
     """
 
     full_state_update = False
 
     def __init__(self, num_classes):
         super().__init__()
-        # Sums over many pictures, of which differences are taken: 64 bits.
+        # 64 bits, because differences of sums over many pictures are taken.
         self.add_state("answers", torch.zeros(num_classes, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("certainty", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("pictures", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, logits):
-        """Add the answers to a batch, logits (B, K)."""
+        """Add the predictions for a batch, logits (B, K)."""
         log_p = logits.double().log_softmax(1)
         self.answers += log_p.exp().sum(0)
         self.certainty += (log_p.exp() * log_p).sum()
@@ -54,19 +54,19 @@ class InceptionScore(Metric):
 class Gan(pl.LightningModule):
     """Train `model.network.generator` and `model.network.discriminator` against each other.
 
-    A batch is {"image": uint8 (B, C, H, W), "label": int64 (B,), "index": int64 (B,)}; rows with index -1 fill a batch
-    up and do not count. The generator maps noise (B, Z) to pictures from -1 to 1, where Z is its attribute
+    A batch is {"image": uint8 (B, C, H, W), "label": int64 (B,), "index": int64 (B,)}; rows with index -1 pad a batch
+    and do not count. The generator maps noise (B, Z) to pictures from -1 to 1, where Z is its attribute
     `latent_size`; the discriminator maps pictures to logits (B,). For each batch the discriminator takes a step, then
     the generator.
 
     With `model.network.scorer`, a classifier of pictures from -1 to 1, the inception score of generated pictures is
-    `val_score`, that of real ones `val_score_real`. The scorer learns from the labels before the first step and then
-    stays as it is; its weights are in the checkpoints.
+    `val_score`, that of real ones `val_score_real`. The scorer is trained on the labels before the first step and
+    then frozen; its weights are in the checkpoints.
 
     Args:
         cfg: the whole config.
         num_classes: K, of the scorer.
-        scorer_epochs: epochs of the training set from which the scorer learns.
+        scorer_epochs: number of epochs for which the scorer is trained.
     """
 
     network_names = ("generator", "discriminator")  # read by `deeplightning check`
@@ -95,10 +95,10 @@ class Gan(pl.LightningModule):
         self.scorer_optimizer = found.pop("scorer", None)
         return list(found.values()), list(schedules.values())
 
-    # ---- learning
+    # ---- training
 
     def on_train_start(self):
-        """Train the scorer, unless a checkpoint has brought one."""
+        """Train the scorer, unless it was loaded from a checkpoint."""
         if self.scorer_optimizer is None or self.scorer_trained:
             return
         loader = self.trainer.datamodule.train_dataloader()
@@ -110,45 +110,45 @@ class Gan(pl.LightningModule):
                 images, samples = self.real(batch)
                 labels = batch["label"][batch["index"] >= 0] if samples else batch["label"][:1]
                 loss = functional.cross_entropy(self.networks["scorer"](images), labels)
-                self.learn(self.scorer_optimizer, loss, samples)
+                self.take_step(self.scorer_optimizer, loss, samples)
         self.scorer_trained.fill_(True)
-        self.print(f"scorer     has learned for {self.scorer_epochs} epochs: loss {loss.item():.4f}")
+        self.print(f"scorer     trained for {self.scorer_epochs} epochs: loss {loss.item():.4f}")
 
     def training_step(self, batch, batch_idx):
         optimizer_g, optimizer_d = self.optimizers()
         real, samples = self.real(batch)
-        made = self.networks["generator"](torch.randn(len(real), self.latent_size).to(real))
-        loss_d = self.loss_d(real, made.detach())
-        self.learn(optimizer_d, loss_d, samples)
-        self.toggle_optimizer(optimizer_g)  # the discriminator needs no gradients of this
-        loss_g = self.loss_g(made)
-        self.learn(optimizer_g, loss_g, samples)
+        fake = self.networks["generator"](torch.randn(len(real), self.latent_size).to(real))
+        loss_d = self.loss_d(real, fake.detach())
+        self.take_step(optimizer_d, loss_d, samples)
+        self.toggle_optimizer(optimizer_g)  # the discriminator needs no gradients of this loss
+        loss_g = self.loss_g(fake)
+        self.take_step(optimizer_g, loss_g, samples)
         self.untoggle_optimizer(optimizer_g)
         self.log_dict({"loss_d": loss_d, "loss_g": loss_g})
         self.count("train", loss_d, loss_g, samples)
         return {"loss": (loss_d + loss_g).detach()}
 
-    def loss_d(self, real, made):
-        on_real, on_made = self.networks["discriminator"](real), self.networks["discriminator"](made)
-        return self.loss(on_real, torch.ones_like(on_real)) + self.loss(on_made, torch.zeros_like(on_made))
+    def loss_d(self, real, fake):
+        on_real, on_fake = self.networks["discriminator"](real), self.networks["discriminator"](fake)
+        return self.loss(on_real, torch.ones_like(on_real)) + self.loss(on_fake, torch.zeros_like(on_fake))
 
-    def loss_g(self, made):
-        on_made = self.networks["discriminator"](made)
-        return self.loss(on_made, torch.ones_like(on_made))
+    def loss_g(self, fake):
+        on_fake = self.networks["discriminator"](fake)
+        return self.loss(on_fake, torch.ones_like(on_fake))
 
-    def learn(self, optimizer, loss, samples):
-        """Take one step by the mean gradient over the samples of all processes, of which this one has `samples`."""
+    def take_step(self, optimizer, loss, samples):
+        """Take a step with the mean gradient over the samples of all processes; this one has `samples` of them."""
         optimizer.zero_grad()
         strategy = self.trainer.strategy
-        # ddp would wait for the gradients of the other network, too
+        # otherwise ddp waits for the gradients of the other network, too
         with strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else contextlib.nullcontext():
             self.manual_backward(loss)
         if self.trainer.world_size > 1:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            own = torch.cat([*(each.flatten() * samples for each in gradients), gradients[0].new_tensor([samples])])
-            *sums, total = strategy.reduce(own, reduce_op="sum").split([*(each.numel() for each in gradients), 1])
-            for gradient, of_all in zip(gradients, sums, strict=True):
-                gradient.copy_((of_all / total).view_as(gradient))
+            local = torch.cat([*(each.flatten() * samples for each in gradients), gradients[0].new_tensor([samples])])
+            *sums, total = strategy.reduce(local, reduce_op="sum").split([*(each.numel() for each in gradients), 1])
+            for gradient, total_gradient in zip(gradients, sums, strict=True):
+                gradient.copy_((total_gradient / total).view_as(gradient))
         optimizer.step()
 
     def on_train_epoch_end(self):
@@ -156,21 +156,21 @@ class Gan(pl.LightningModule):
         for schedule in self.trainer.lr_scheduler_configs:
             schedule.scheduler.step()
 
-    # ---- judging
+    # ---- validation and test
 
     def validation_step(self, batch, batch_idx):
-        self.judge("val", batch, batch_idx)
+        self.evaluate("val", batch, batch_idx)
 
     def test_step(self, batch, batch_idx):
-        self.judge("test", batch, batch_idx)
+        self.evaluate("test", batch, batch_idx)
 
-    def judge(self, stage, batch, batch_idx):
+    def evaluate(self, stage, batch, batch_idx):
         real, samples = self.real(batch)
-        made = self.networks["generator"](self.noise(len(real), 1 + batch_idx + (1 << 20) * (stage == "test")).to(real))
-        self.count(stage, self.loss_d(real, made), self.loss_g(made), samples)
+        fake = self.networks["generator"](self.noise(len(real), 1 + batch_idx + (1 << 20) * (stage == "test")).to(real))
+        self.count(stage, self.loss_d(real, fake), self.loss_g(fake), samples)
         if samples and "scorer" in self.networks:
             answers = self.networks["scorer"](real)
-            self.metrics[f"{stage}_score"].update(self.networks["scorer"](made))
+            self.metrics[f"{stage}_score"].update(self.networks["scorer"](fake))
             self.metrics[f"{stage}_score_real"].update(answers)
             labels = batch["label"][batch["index"] >= 0]
             self.metrics[f"{stage}_scorer_acc"].update((answers.argmax(1) == labels).float())
@@ -197,25 +197,25 @@ class Gan(pl.LightningModule):
         return self.networks["generator"].latent_size
 
     def real(self, batch):
-        """Return the pictures that count, from -1 to 1, and how many they are; the first one where none counts, since
+        """Return the pictures that count, from -1 to 1, and their number; if none counts, the first one and 0, because
         the other processes wait for this one."""
         keep = batch["index"] >= 0
         samples = int(keep.sum())
         return (batch["image"][keep] if samples else batch["image"][:1]) / 127.5 - 1, samples
 
     def noise(self, count, number):
-        """Return noise (count, Z) that depends on the seed, the number and the process only, so that epochs can be
-        compared."""
+        """Return noise (count, Z) that depends only on the seed, `number` and the process, so that epochs are
+        comparable."""
         number = number * self.trainer.world_size + self.global_rank
         return torch.randn(count, self.latent_size, generator=torch.Generator().manual_seed(self.cfg.seed + number))
 
     def pictures(self, stage):
-        """Return `samples_<epoch>`: 64 generated pictures, of the same noise in each epoch, uint8 (3, 8 H, 8 W)."""
+        """Return `samples_<epoch>`: 64 pictures generated from the same noise in each epoch, uint8 (3, 8 H, 8 W)."""
         if stage != "val" or self.trainer.sanity_checking or not self.trainer.is_global_zero:
             return {}
         generator = self.networks["generator"].eval()
         with torch.no_grad():
-            made = generator(self.noise(SHOWN**2, 0).to(self.device)).add(1).mul(127.5).round().byte()
+            fake = generator(self.noise(SHOWN**2, 0).to(self.device)).add(1).mul(127.5).round().byte()
         generator.train()
         width = len(str(self.trainer.max_epochs))  # so that names sort by epoch
-        return {f"samples_{self.current_epoch:0{width}}": make_grid(made.cpu(), SHOWN, padding=0)}
+        return {f"samples_{self.current_epoch:0{width}}": make_grid(fake.cpu(), SHOWN, padding=0)}

@@ -1,6 +1,6 @@
-"""Draws a folder of pictures, as one's own would be: `python examples/image_folder/draw.py FOLDER [NUMBER]`.
+"""Draw a folder of pictures like a user's own: `python examples/image_folder/draw.py FOLDER [NUMBER]`.
 
-FOLDER/disc/000.jpg … of three classes, NUMBER each (150), photos of different shapes and sizes.
+FOLDER/disc/000.jpg …: NUMBER (150) pictures of different shapes and sizes for each of three classes.
 """
 
 import math
@@ -14,7 +14,7 @@ CLASSES = ("disc", "square", "triangle")
 
 
 def draw(kind: str, random: np.random.RandomState) -> Image.Image:
-    """One picture, RGB, of 70 to 140 pixels on each side."""
+    """Return one picture, RGB, with sides of 70 to 140 pixels."""
     width, height = map(int, random.randint(70, 141, size=2))
     ground = random.randint(0, 256, 3)
     picture = Image.new("RGB", (width, height), tuple(map(int, ground)))

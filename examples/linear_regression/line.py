@@ -1,4 +1,4 @@
-"""Points near a plane: a function of the config makes the sets, and is the data module."""
+"""Points near a plane: the data module is a function of the config that returns the data sets."""
 
 import torch
 from torch.utils.data import Dataset
@@ -9,7 +9,7 @@ SLOPES, INTERCEPT = torch.tensor([2.0, -1.0, 0.5]), 5.0
 
 
 class Points(Dataset):
-    """Three numbers between -1 and 1 for each point, and one that depends on them: slopes, intercept and noise."""
+    """Points with three inputs between -1 and 1 and a target: a linear function of the inputs, plus noise."""
 
     def __init__(self, size, noise, seed):
         random = torch.Generator().manual_seed(seed)
@@ -24,6 +24,6 @@ class Points(Dataset):
 
 
 def points(cfg, size=1000, noise=0.1):
-    """Training, validation and test set; leave one out where there is none."""
+    """Return training, validation and test set; omit those that you do not have."""
     train, val, test = (Points(count, noise, cfg.seed + k) for k, count in enumerate((size, size // 5, size // 5)))
     return OfDatasets(cfg, train=train, val=val, test=test)

@@ -1,4 +1,4 @@
-"""Your own callbacks for `train.callbacks`: losses by step, norms of gradients, the time of a batch."""
+"""Custom callbacks for `train.callbacks`: losses by step, gradient norms, batch times."""
 
 import logging
 import math
@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 
 from deeplightning.batches import batch_loss, has_loss
 
-# Loggers below this name write on the terminal, with the rank, and into the run's logs/rank_N.log.
+# Loggers below `deeplightning` write to the terminal, with the rank, and to logs/rank_N.log of the run.
 log = logging.getLogger("deeplightning.watching")
 
 
 class SyncedLoss(Callback):
-    """Print a line per optimizer step: the mean loss of accumulated batches and processes.
+    """Print a line per optimizer step: the mean loss over accumulated batches and processes.
 
     Args:
-        prefix: what the line begins with.
-        ranks: processes that write it; none: nobody.
+        prefix: start of the line.
+        ranks: ranks that print it; empty: none.
     """
 
     def __init__(self, prefix: str = "loss", ranks: Sequence[int] = (0,)):
@@ -46,7 +46,7 @@ class SyncedLoss(Callback):
 
 
 class SmoothedLoss(Callback):
-    """Log `train_loss_ema`: each batch's loss moves it by `weight`; the first of an epoch is taken as it is."""
+    """Log `train_loss_ema`, a moving average in which a new batch has `weight`; it restarts in each epoch."""
 
     def __init__(self, weight: float = 0.1):
         if not 0 < weight <= 1:
@@ -66,7 +66,7 @@ class SmoothedLoss(Callback):
 
 
 class ListParameters(Callback):
-    """Print a line per trainable tensor at the start: name, shape, device, type."""
+    """Print name, shape, device and dtype of each trainable tensor at the start."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, p in pl_module.named_parameters():
@@ -78,14 +78,14 @@ class GradientNorms(Callback):
     """Log `grad_norm/<name>` of each trainable tensor before each optimizer step, and `grad_norm` of all.
 
     Args:
-        norm_type: which norm.
+        norm_type: p of the p-norm.
     """
 
     def __init__(self, norm_type: float = 2.0):
         self.norm_type = norm_type
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if trainer.log_every_n_steps == sys.maxsize:  # not logged
+        if trainer.log_every_n_steps == sys.maxsize:  # logging is off
             return
         found = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
         norms = {f"grad_norm/{n}": torch.linalg.vector_norm(g, self.norm_type) for n, g in found.items()}
@@ -95,12 +95,12 @@ class GradientNorms(Callback):
 
 
 class Timings(Callback):
-    """Log seconds per batch: `batch_time`, and `data_time` of it waiting for the batch; and `batches` so far. Times are
-    means since the last logged step. `engine.profiler: simple` has the parts of a step.
+    """Log seconds per batch, `batch_time`, the part spent waiting for data, `data_time`, and the number of `batches`.
+    Times are means since the last logged step. `engine.profiler: simple` measures the parts of a step.
     """
 
     def on_train_start(self, *_: object) -> None:
-        self._begin()  # Lightning skips the next hook where a run resumes inside an epoch
+        self._begin()  # Lightning skips the next hook when a run resumes within an epoch
 
     def _begin(self, *_: object, **__: object) -> None:
         self._last = self._logged_at = time.perf_counter()
@@ -127,11 +127,11 @@ class Timings(Callback):
 
 
 class ProgressLines(Callback):
-    """Print a line at each tenth of an epoch's batches, with the loss of the last batch. Up to 15 batches have a line
-    each; an epoch of unknown length has one at each hundredth batch.
+    """Print the loss of the last batch at each tenth of an epoch; after each batch in epochs of up to 15 batches; after
+    each hundredth batch in epochs of unknown length.
 
     Args:
-        ranks: processes that write it; none: nobody.
+        ranks: ranks that print it; empty: none.
     """
 
     def __init__(self, ranks: Sequence[int] = (0,)):

@@ -1,7 +1,7 @@
-"""Data of one's own: scikit-learn's handwritten digits, to be told apart as even or odd.
+"""A custom data module: scikit-learn's handwritten digits, to be classified as even or odd.
 
-`ImageData` divides, batches and augments; what is left to say is where the pictures are, and how they are prepared.
-Any LightningDataModule that takes the config will do instead, see `own_task.py` for what a batch must hold then.
+`ImageData` splits, batches and augments; a subclass returns the pictures and describes their preparation. Any other
+LightningDataModule that takes the config works, too; `own_task.py` shows what its batches must contain.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from deeplightning.image_spec import ImageSpec
 
 
 class EvenOrOdd(ImageData):
-    """Grey pictures of 8 x 8 pixels in two classes.
+    """Greyscale pictures of 8 x 8 pixels in two classes.
 
     Args:
         cfg: the whole config.
@@ -22,10 +22,10 @@ class EvenOrOdd(ImageData):
 
     def __init__(self, cfg, **options):
         super().__init__(cfg, ImageSpec(8, 8, mode="L", mean=(0.305,), std=(0.376,)), **options)
-        self.class_names = ["even", "odd"]  # the endpoint answers with these
+        self.class_names = ["even", "odd"]  # labels in predictions of the endpoint
 
     def read(self):
-        """All samples under "all", to be divided 80/10/10; "train", "val" and "test" are taken as they are."""
+        """Return all samples under "all", to be split 80/10/10; "train", "val" and "test" would be used as they are."""
         digits = load_digits()
         pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (N, 8, 8), 0 to 255
         return {"all": Samples(pixels, digits.target.astype(np.int64) % 2)}  # labels (N,)

@@ -1,4 +1,4 @@
-"""Networks of one's own: plain modules with plain keyword arguments, which are the `params` of the config."""
+"""A custom network: a plain module with plain keyword arguments, which are the `params` in the config."""
 
 import torch
 from torch import nn
@@ -8,9 +8,9 @@ class Perceptron(nn.Module):
     """Two linear layers.
 
     Args:
-        inputs: numbers of a picture, channels x height x width.
-        outputs: numbers of an answer, for classes their number.
-        width: of the layer between.
+        inputs: number of values in a picture, channels x height x width.
+        outputs: number of outputs, such as the number of classes.
+        width: size of the hidden layer.
     """
 
     def __init__(self, inputs: int, outputs: int, width: int = 64):
@@ -18,5 +18,5 @@ class Perceptron(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """float (B, C, H, W) → float (B, outputs); for classes these are logits, no softmax."""
+        """Map float (B, C, H, W) to float (B, outputs); for classes these are logits, without softmax."""
         return self.layers(images)

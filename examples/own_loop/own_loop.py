@@ -1,9 +1,9 @@
-"""A loop of one's own: forward, loss, backward and step stand here, line by line; gradients of four batches are added
-up by hand, on one process or several.
+"""A custom loop: explicit forward pass, loss, backward pass and step; gradients of four batches are accumulated, with
+one process or several.
 
-A task is a LightningModule that takes the whole config. With `automatic_optimization = False` Lightning calls
-`training_step` for each batch and does nothing with what it returns; the command, checkpoints, tracking, several
-processes and resuming stay as they are.
+A task is a LightningModule that takes the whole config. With `automatic_optimization = False`, Lightning calls
+`training_step` for each batch and ignores what it returns; the command, checkpoints, tracking, several processes and
+resuming work as usual.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from deeplightning.config.target import build
 
 
 class OwnLoop(pl.LightningModule):
-    """Teaches `model.network` to tell pictures apart.
+    """Trains `model.network` to classify pictures.
 
-    A batch is {"image": uint8 (B, C, H, W), "label": int64 (B,), "index": int64 (B,)}; rows with index -1 fill a batch
-    up and do not count.
+    A batch is {"image": uint8 (B, C, H, W), "label": int64 (B,), "index": int64 (B,)}; rows with index -1 pad a batch
+    and do not update_metrics.
 
     Args:
         cfg: the whole config.
         num_classes: K.
-        accumulate: batches for each optimizer step.
+        accumulate: number of batches per optimizer step.
     """
 
     def __init__(self, cfg, num_classes: int, accumulate: int = 4):
@@ -33,7 +33,7 @@ class OwnLoop(pl.LightningModule):
         self.automatic_optimization = False
         self.cfg, self.accumulate = cfg, accumulate
         self.network = build(cfg.model.network)
-        self.loss = build(cfg.model.loss)  # (B,): one for each row
+        self.loss = build(cfg.model.loss)  # one value per row, (B,)
         self.metrics = torch.nn.ModuleDict(
             {
                 f"{stage}_{name}": metric
@@ -42,17 +42,17 @@ class OwnLoop(pl.LightningModule):
             }
         )
 
-    # ---- learning
+    # ---- training
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
-        losses, counts = self.judge(batch)
+        losses, counts = self.row_losses(batch)
         loss = losses.sum() / counts.sum().clamp(min=1)
         first = batch_idx - batch_idx % self.accumulate
-        together = min(self.accumulate, self.trainer.num_training_batches - first)  # an epoch's last ones may be fewer
-        is_last = batch_idx == first + together - 1
-        with contextlib.nullcontext() if is_last else self.alone():
-            self.manual_backward(loss / together)
+        num_batches = min(self.accumulate, self.trainer.num_training_batches - first)  # fewer in the last step
+        is_last = batch_idx == first + num_batches - 1
+        with contextlib.nullcontext() if is_last else self.no_sync():
+            self.manual_backward(loss / num_batches)
         if is_last:
             self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
             optimizer.step()
@@ -60,37 +60,37 @@ class OwnLoop(pl.LightningModule):
         self.log("train_loss", loss)
         return {"loss": loss}
 
-    def alone(self):
-        """Leaves gradients to this process, where there are several: those of four batches are sent once."""
+    def no_sync(self):
+        """Skip gradient synchronization: the sum over the batches is synchronized once."""
         if self.trainer.world_size == 1:
             return contextlib.nullcontext()
         return self.trainer.strategy.block_backward_sync()
 
     def on_train_epoch_end(self):
-        self.lr_schedulers().step()  # nobody else does
+        self.lr_schedulers().step()  # not done by Lightning with manual optimization
 
     def configure_optimizers(self):
         optimizer = build(self.cfg.model.optimizer, self.parameters())
         return [optimizer], [build(self.cfg.model.scheduler, optimizer)]
 
-    def judge(self, batch):
-        """The loss of each row, (B,), 0 for those that do not count, and whether it counts, (B,)."""
+    def row_losses(self, batch):
+        """Return the loss of each row, (B,), 0 for rows that do not update_metrics, and whether each counts, (B,)."""
         counts = batch["index"] >= 0
         logits = self.network(batch["image"].float() / 255)
         return self.loss(logits, batch["label"]) * counts, counts
 
-    # ---- judging
+    # ---- validation and test
 
     def validation_step(self, batch, batch_idx):
-        self.count("val", batch)
+        self.update_metrics("val", batch)
 
     def test_step(self, batch, batch_idx):
-        self.count("test", batch)
+        self.update_metrics("test", batch)
 
-    def count(self, stage, batch):
+    def update_metrics(self, stage, batch):
         counts = batch["index"] >= 0
         logits, labels = self.network(batch["image"].float() / 255)[counts], batch["label"][counts]
-        if len(labels):  # of several processes, one may have none left in the last batch
+        if len(labels):  # with several processes, one may have no rows in the last batch
             self.metrics[f"{stage}_loss"].update(self.loss(logits, labels))
             self.metrics[f"{stage}_acc"].update(logits, labels)
 

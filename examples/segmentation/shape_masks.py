@@ -1,4 +1,4 @@
-"""Drawn pictures with masks: discs, squares and triangles on a noisy ground, in files as a person would have them."""
+"""Drawn pictures with masks: discs, squares and triangles on a noisy background, in files like a user's own."""
 
 import math
 import os
@@ -12,15 +12,15 @@ from PIL import Image, ImageDraw
 from deeplightning.data.masks import MaskFolder
 
 SIDE = 32
-PALETTE = [40, 40, 40, 230, 75, 60, 50, 160, 240, 85, 190, 90]  # of classes 0 to 3
+PALETTE = [40, 40, 40, 230, 75, 60, 50, 160, 240, 85, 190, 90]  # RGB of classes 0 to 3
 
 
 class ShapeMasks(MaskFolder):
-    """`MaskFolder` that draws its own files into `data.root`, unless there is such a folder already.
+    """`MaskFolder` that draws its files into `data.root`, unless this folder exists.
 
     Args:
-        cfg: the whole config; `seed` decides what is drawn.
-        count: pictures.
+        cfg: the whole config; `seed` determines the pictures.
+        count: number of pictures.
         options: see `MaskFolder`.
     """
 
@@ -29,27 +29,27 @@ class ShapeMasks(MaskFolder):
         self.count = count
 
     def prepare_data(self):
-        """Called once per node. What another process finds is the whole folder or none."""
+        """Draw the files, once per node. Another process finds either the complete folder or none."""
         if self.root.exists():
             return
         self.root.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=self.root.parent, prefix=".shapes-"))
+        partial = Path(tempfile.mkdtemp(dir=self.root.parent, prefix=".shapes-"))
         for name in ("images", "masks"):
-            (made / name).mkdir()
+            (partial / name).mkdir()
         random = np.random.RandomState(self.cfg.seed)
         for number in range(self.count):
             picture, mask = draw(random)
-            picture.save(made / "images" / f"{number:04}.jpg", quality=90)
-            mask.save(made / "masks" / f"{number:04}.png")
-        made.chmod(0o755)
+            picture.save(partial / "images" / f"{number:04}.jpg", quality=90)
+            mask.save(partial / "masks" / f"{number:04}.png")
+        partial.chmod(0o755)
         try:
-            os.rename(made, self.root)  # noqa: PTH104 (one step)
-        except OSError:  # another was faster
-            shutil.rmtree(made)
+            os.rename(partial, self.root)  # noqa: PTH104 (atomic)
+        except OSError:  # another process was faster
+            shutil.rmtree(partial)
 
 
 def draw(random: np.random.RandomState) -> tuple[Image.Image, Image.Image]:
-    """A picture, RGB, and its mask, whose values are 0 ground, 1 disc, 2 square, 3 triangle, and 255 an edge."""
+    """Return a picture, RGB, and its mask: 0 background, 1 disc, 2 square, 3 triangle, 255 edge."""
     ground = random.randint(0, 256, 3)
     picture = Image.new("RGB", (SIDE, SIDE), tuple(map(int, ground)))
     mask = Image.new("P", (SIDE, SIDE), 0)

@@ -1,7 +1,7 @@
-"""Short reviews of films, good or bad: SST-2's files where `data.root` names their folder, else some that are made up.
+"""Short film reviews, good or bad: SST-2's files if `data.root` is their folder, otherwise synthetic ones.
 
-The made-up ones need more than a list of good and bad words: "not dull" is good, and only the first half of a sentence
-with "but" in it deceives.
+A list of good and bad words does not suffice for the synthetic ones: "not dull" is good, and in a sentence with "but",
+only the second half counts.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from deeplightning.data.text import TextData, Texts
 
 GOOD = ["charming", "tender", "funny", "gripping", "wise", "graceful", "moving", "brilliant", "fresh", "honest"]
 BAD = ["dull", "clumsy", "bleak", "tedious", "shallow", "noisy", "stale", "lifeless", "silly", "bloated"]
-THINGS = ["film", "plot", "cast", "script", "ending", "music", "camera", "hero", "dialogue", "story"]
+SUBJECTS = ["film", "plot", "cast", "script", "ending", "music", "camera", "hero", "dialogue", "story"]
 OPENINGS = ["the", "this", "its", "a film whose", "it 's true : the"]
 SIZES = {"train": 12000, "val": 300, "test": 300}
 
@@ -21,10 +21,10 @@ class Reviews(TextData):
     """Reviews in two classes, negative and positive.
 
     Args:
-        cfg: the whole config; without `data.root` the reviews are made up, the same ones each time.
+        cfg: the whole config; without `data.root` the reviews are synthetic, and the same each time.
         train: name of the training file, in the format `sentence<TAB>label`.
-        validation: likewise.
-        test: likewise.
+        validation: name of the validation file.
+        test: name of the test file.
         options: see `TextData`.
     """
 
@@ -37,7 +37,7 @@ class Reviews(TextData):
 
 
 def made_up(seed=0):
-    """Texts and labels for each set."""
+    """Return synthetic texts and labels for each set."""
     random = np.random.RandomState(seed)
     sets = {}
     for name, size in SIZES.items():
@@ -48,15 +48,15 @@ def made_up(seed=0):
 
 
 def review(label, random):
-    """One sentence, good (1) or bad (0)."""
-    opening, said = random.choice(OPENINGS), judgement(label, random)
+    """Return one sentence, good (1) or bad (0)."""
+    opening, verdict = random.choice(OPENINGS), judgement(label, random)
     if random.rand() < 0.4:
-        said = f"{judgement(1 - label, random)} , but the {random.choice(THINGS)} is {said}"
-    return f"{opening} {random.choice(THINGS)} is {said} ."
+        verdict = f"{judgement(1 - label, random)} , but the {random.choice(SUBJECTS)} is {verdict}"
+    return f"{opening} {random.choice(SUBJECTS)} is {verdict} ."
 
 
 def judgement(label, random):
-    """A good or a bad word, or the opposite of one."""
+    """Return a good (1) or a bad (0) word, or the negation of an opposite one."""
     return (
         f"not {random.choice(BAD if label else GOOD)}" if random.rand() < 0.3 else random.choice(GOOD if label else BAD)
     )

@@ -1,4 +1,4 @@
-"""Writes the tables of scikit-learn that the configs beside it learn from, as CSV files with a header:
+"""Write the tables of scikit-learn that the configs in this folder use, as CSV files with a header:
 
 python examples/tables/write.py [FOLDER]
 """
@@ -11,7 +11,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
 
 
 def main(folder: Path) -> None:
-    """Writes `wine.csv`, `breast_cancer.csv` and `diabetes.csv` into a folder, which is made if it is missing."""
+    """Write `wine.csv`, `breast_cancer.csv` and `diabetes.csv` to a folder, which is created if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, target, found in (
         ("wine", "kind", load_wine()),  # 178 wines: 13 measurements, one of three kinds

@@ -1,4 +1,4 @@
-"""Some of scikit-learn's handwritten digits, as few as wanted: one set to learn from first, another to go on with."""
+"""Some of scikit-learn's handwritten digits, as few as wanted: for pretraining, and for transfer learning."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from deeplightning.data.digits import Digits
 
 
 class SomeDigits(Digits):
-    """The pictures of some digits: so many to learn from, half of the rest validates, half is for the test.
+    """The pictures of some digits: `train` of them for training, half of the rest for validation, half for test.
 
     Args:
-        cfg: the whole config; `seed` decides which picture is in which set.
-        digits: which; they are classes 0, 1 … in this order.
-        train: pictures to learn from.
+        cfg: the whole config; `seed` determines the split.
+        digits: the digits that become classes 0, 1 … in this order.
+        train: number of training pictures.
         options: see `Digits`.
     """
 
@@ -24,9 +24,9 @@ class SomeDigits(Digits):
         self.class_names = [str(digit) for digit in digits]
 
     def read(self):
-        whole = super().read()["all"]
-        chosen = np.random.RandomState(self.cfg.seed).permutation(np.flatnonzero(np.isin(whole.labels, self.digits)))
-        labels = np.array([self.digits.index(digit) for digit in whole.labels[chosen]])  # (N,)
+        samples = super().read()["all"]
+        chosen = np.random.RandomState(self.cfg.seed).permutation(np.flatnonzero(np.isin(samples.labels, self.digits)))
+        labels = np.array([self.digits.index(digit) for digit in samples.labels[chosen]])  # (N,)
         middle = (self.count + len(chosen)) // 2
         parts = {"train": slice(self.count), "val": slice(self.count, middle), "test": slice(middle, None)}
-        return {name: Samples(whole.items[chosen[part]], labels[part]) for name, part in parts.items()}
+        return {name: Samples(samples.items[chosen[part]], labels[part]) for name, part in parts.items()}

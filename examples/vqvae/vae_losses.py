@@ -1,7 +1,7 @@
-"""Losses of a discrete variational autoencoder, from what it gives and the picture it was given.
+"""Losses of a discrete variational autoencoder, from its outputs and its input picture.
 
-A network's outputs are {"reconstruction": float (B, C, H, W), "logits": float (B, K, h, w)}: the picture, and how
-likely each of K tokens is at each place. The truth is the picture as the network was given it, float (B, C, H, W).
+A network's outputs are {"reconstruction": float (B, C, H, W), "logits": float (B, K, h, w)}: the picture, and the
+logits of K tokens for each cell. The truth is the input picture of the network, float (B, C, H, W).
 """
 
 import math
@@ -18,15 +18,15 @@ _ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class ReconstructionError(nn.Module):
-    """How far the reconstruction is from the picture, the mean over all numbers of all pictures.
+    """Mean error of the reconstruction over all values of all pictures.
 
-    In the normalised space: an `mse` of 1 is what a network has that answers each picture with the mean of all.
+    It is computed in the normalised space: a network that always returns the mean picture has an `mse` of 1.
 
     Args:
         error: `mse`, the squared difference; `smooth_l1`, half of it below 1 and linear above.
 
     Raises:
-        ValueError: if the error is another word.
+        ValueError: `error` is neither.
     """
 
     def __init__(self, error: Literal["mse", "smooth_l1"] = "mse"):
@@ -36,18 +36,18 @@ class ReconstructionError(nn.Module):
         self.error = error
 
     def forward(self, outputs: dict[str, Tensor], truth: Tensor) -> Tensor:
-        """outputs and truth as above → float ()."""
+        """Map outputs and truth, as above, to the loss, float ()."""
         return _ERRORS[self.error](outputs["reconstruction"], truth)
 
 
 class UniformDivergence(nn.Module):
-    """The Kullback-Leibler divergence from the uniform prior over K tokens to the tokens' distribution q, in nats, the
-    mean over places and pictures: sum over k of q_k ln(q_k K) = ln K - H(q). 0: all tokens are as likely; ln K: one is
-    sure.
+    """Kullback-Leibler divergence of the tokens' distribution q from the uniform prior over K tokens, in nats, averaged
+    over cells and pictures: sum over k of q_k ln(q_k K) = ln K - H(q). 0: all tokens are equally likely; ln K: one is
+    certain.
     """
 
     def forward(self, outputs: dict[str, Tensor], truth: Tensor) -> Tensor:
-        """outputs and truth as above → float (). The truth does not matter."""
+        """Map outputs and truth, as above, to the loss, float (). The truth is not used."""
         log_q = outputs["logits"].float().log_softmax(1)  # (B, K, h, w)
         return (log_q.exp() * log_q).sum(1).mean() + math.log(log_q.shape[1])
 
@@ -58,14 +58,14 @@ class DiscreteVAELoss(nn.Module):
         loss = error(reconstruction, picture) + kl_weight * (ln K - H(q))
 
     Error and divergence are means (see `ReconstructionError`, `UniformDivergence`), so the weight does not depend on
-    sizes. To have each logged, name both under `model.loss` and give the second the weight.
+    sizes. To log each of them, list both under `model.loss` and set the weight of the second.
 
     Args:
-        kl_weight: at least 0; 0 leaves the tokens free, much makes the network use none surely.
+        kl_weight: at least 0; 0 does not constrain the tokens, a large weight makes them all equally likely.
         error: `mse` or `smooth_l1`.
 
     Raises:
-        ValueError: if an argument is impossible.
+        ValueError: an argument is invalid.
     """
 
     def __init__(self, kl_weight: float = 0.0, error: Literal["mse", "smooth_l1"] = "mse"):
@@ -76,6 +76,6 @@ class DiscreteVAELoss(nn.Module):
         self.error, self.divergence = ReconstructionError(error), UniformDivergence()
 
     def forward(self, outputs: dict[str, Tensor], truth: Tensor) -> Tensor:
-        """outputs and truth as above → float ()."""
+        """Map outputs and truth, as above, to the loss, float ()."""
         loss = self.error(outputs, truth)
         return loss if self.kl_weight == 0 else loss + self.kl_weight * self.divergence(outputs, truth)

@@ -165,8 +165,8 @@ def watched(fit, monkeypatch, callback, *overrides):
     """Trains with one more callback."""
     from deeplightning import callbacks
 
-    own = callbacks.all_of
-    monkeypatch.setattr(callbacks, "all_of", lambda cfg: [*own(cfg), callback])
+    own = callbacks.run_callbacks
+    monkeypatch.setattr(callbacks, "run_callbacks", lambda cfg: [*own(cfg), callback])
     fit(*overrides)
 
 

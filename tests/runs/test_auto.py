@@ -35,7 +35,7 @@ def test_check_and_explain_know_it(tiny, command, place):
     assert "num_channels: auto" in explain(report)
     assert explain(report).count(source) == 1
     assert explain(report).count(source.replace("image_spec", "image_spec or array_spec")) == 1
-    assert f"  means       a number when the run begins, {source}\n" in explain(
+    assert f"  means       a number, resolved at run start {source}\n" in explain(
         report, "model.network.params.image_size"
     )
     wrong = examine(tiny, ["model.network.params={num_classes: some, num_channels: 1, image_size: 8}"]).faults

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_averages_resumes_only_with_them(train, settings, whole)
     assert "EMA was decay=0.8, every_n_steps=2 and is decay=0.5, every_n_steps=1" in other.err
     without = train(*plain, "train.num_epochs=1")
     began = train(*settings, "train.num_epochs=2", f"train.resume_ckpt='{without.folder / 'last.ckpt'}'")
-    assert "the checkpoint holds no averages; they begin here" in began.out
+    assert "the checkpoint has no averages; averaging starts here" in began.out
 
 
 def test_two_processes_average_like_one(job):

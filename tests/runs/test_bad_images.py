@@ -113,12 +113,12 @@ def sets_of_each_process() -> None:
         found = {split: list(self.dataset(split).samples.items) for split in ("train", "val", "test")}
         Path(folder, f"sets-{rank}.json").write_text(json.dumps(found))
 
-    decode = ImageFolder._fault_of
+    decode = ImageFolder._decoding_error
 
     def stumbles(self, file):
         return "the disk stumbles" if rank == "1" and file.endswith("cat/00.png") else decode(self, file)
 
-    ImageFolder.setup, ImageFolder._fault_of = noted, stumbles
+    ImageFolder.setup, ImageFolder._decoding_error = noted, stumbles
     launch(load_config(path, [*settings, "engine.processes=2", SKIP]))
 
 

@@ -38,7 +38,7 @@ def test_check_explain_and_a_dry_run_know_the_word(tiny, command, place):
     and a loss that takes no weight, are faults."""
     report = examine(tiny, [WEIGHT])
     assert report.faults == []
-    source = "numbers when the run begins, from the classes of the training set of deeplightning.data.digits.Digits"
+    source = "numbers, resolved at run start from the classes of the training set of deeplightning.data.digits.Digits"
     assert source in explain(report)
     assert f"  means       {source}\n" in explain(report, KEY)
     tried = command("check", tiny, WEIGHT, SAMPLER, "--dry-run", cwd=place)

@@ -185,7 +185,7 @@ def test_arrays_of_several_shapes_are_not_served(learn):
     task = learn("classification", lambda cfg: Loaders(TensorDataset(*columns("classification")))).task
     assert is_servable(task)
     for size in (5, 3):
-        task.take_form(torch.zeros(2, size), torch.zeros(2, 2))
+        task.infer_spec(torch.zeros(2, size), torch.zeros(2, 2))
         assert not is_servable(task)
 
 

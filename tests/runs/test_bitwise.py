@@ -13,7 +13,7 @@ from torch import nn
 
 from deeplightning.callbacks.random_state import seed_all
 from deeplightning.data.samplers import BatchIndices
-from deeplightning.data.splits import deal
+from deeplightning.data.splits import assign_folds
 from deeplightning.model.cnn import SimpleCNN
 
 SIZE, BATCH, EPOCHS, PICTURES = 12, 16, 2, 200
@@ -74,7 +74,7 @@ class Decoded(torch.utils.data.Dataset):
 
 def by_hand(files, labels, mode, seed):
     """The weights that the script ends with."""
-    chosen = np.flatnonzero(deal(labels, 10, seed, 2) != 0)
+    chosen = np.flatnonzero(assign_folds(labels, 10, seed, 2) != 0)
     data = Decoded([files[position] for position in chosen], labels[chosen], mode)
     order = BatchIndices(data, BATCH, shuffle=True, seed=seed)
     loader = torch.utils.data.DataLoader(data, batch_sampler=order)

@@ -88,7 +88,7 @@ def test_lengths_losses_and_repeats(shape, options, length, lost, repeated, of_s
     ("shape", "options", "words"),
     [
         ((1001, 4, 8, 4), {"drop_last": True}, r"leaves out 105 of 1001 samples in each epoch; use fewer"),
-        ((410, 4, 51, 2), {}, r"406 of 410 samples, which come twice"),
+        ((410, 4, 51, 2), {}, r"406 of 410 samples, which repeat"),
     ],
 )
 def test_what_is_lost_or_doubled_is_said(shape, options, words):
@@ -146,7 +146,7 @@ def test_the_order_is_frozen():
         ((100, 2, 60, 1), {"on_small_bucket": "warn"}, r"fewer than a step takes"),
         ((300, 2, 100, 1), {"drop_last": True}, r"a bucket has 150 samples, fewer than two steps take"),
         ((198, 2, 10, 1), {}, r"than min_samples_per_bucket=100; use fewer buckets, or set on_small_bucket: warn"),
-        ((1050, 2, 10, 2), {"allow_bucket_overlap": True}, "without drop_last nothing is left: set drop_last too"),
+        ((1050, 2, 10, 2), {"allow_bucket_overlap": True}, "allow_bucket_overlap needs drop_last: without it"),
         ((100, 0, 10, 1), {}, "buckets must be a whole number of at least 1, not 0"),
         ((100, 1, None, 1), {}, "batch_size must be"),
         ((1000, 1, 10, 1), {"on_small_bucket": "ignore"}, "must be error or warn, not 'ignore'"),
@@ -326,8 +326,8 @@ def test_samples_are_sorted_by_a_column_a_key_or_a_function():
     [
         ("{buckets: 2, sort_key: length}", "data.sampler.params.sort_key 'length': the training set (InMemory) has no"),
         ("{buckets: 99, sort_key: labels}", "fewer than a step takes: 16 (batch_size 16 x 1 process(es))"),
-        ("{buckets: 1}", "give sort_key, by what the samples are sorted, or sorted_idx"),
-        ("{buckets: 2, sort_key: labels, batch_size: 3}", "data.sampler.params.batch_size cannot be given"),
+        ("{buckets: 1}", "give sort_key, which to sort the samples by, or sorted_idx"),
+        ("{buckets: 2, sort_key: labels, batch_size: 3}", "data.sampler.params.batch_size cannot be set"),
     ],
 )
 def test_a_sampler_that_cannot_be_is_refused_before_a_run(sampler, words, train, store):
@@ -346,10 +346,10 @@ def test_data_that_can_only_be_read_are_refused():
         def __iter__(self):
             return iter(())
 
-    with pytest.raises(ValueError, match="known length, which Endless is not"):
+    with pytest.raises(ValueError, match="with a length, which Endless lacks"):
         BucketedDistributedSampler(Endless(), 2, 10, sort_key="words")
     cfg = SimpleNamespace(seed=1, data=SimpleNamespace(batch_size=4, sampler=Target(type=SAMPLER)))
-    with pytest.raises(DataConfigError, match=r"data\.sampler needs a training set of known length, not Endless"):
+    with pytest.raises(DataConfigError, match=r"data\.sampler needs a training set with a length, not Endless"):
         train_sampler(cfg, Endless())
 
 

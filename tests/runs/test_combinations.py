@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from combination_tables import ENGINES, SETTINGS, Setting, engines, refusal, table
+from combination_tables import ENGINES, SETTINGS, Setting, broken_rule, engines, table
 
 from deeplightning.config.combinations import RULES
 from deeplightning.config.examine import examine, load_config
 from deeplightning.config.schema import Engine, Optimizer, keys
-from deeplightning.run.load import TO_ANSWER
+from deeplightning.run.load import CPU_OVERRIDES
 
 SLOW = pytest.mark.slow  # with ddp and one process other tests train; the stages differ little
-ANYWHERE = {"a schedule by steps", "a schedule by a metric", "`precision: 16`", "`compile`", "`deterministic`"}
+ANYWHERE = {"a schedule per step", "a schedule on a metric", "`precision: 16`", "`compile`", "`deterministic`"}
 
 BASE = """\
 data: {module: {type: some_parts.anything}, batch_size: 4}
@@ -122,13 +122,13 @@ OF_ENGINE = [
 def test_one_cpu_process_uses_the_weights_of_a_run_whatever_its_engine(overrides):
     """What a rule forbids without a GPU, with another backend or precision does not stop an export: the overrides that
     it loads a run's config with reset the engine."""
-    cfg = load_config("c.yaml", [*overrides, *TO_ANSWER])
+    cfg = load_config("c.yaml", [*overrides, *CPU_OVERRIDES])
     assert cfg.engine == Engine()
 
 
 def test_every_key_of_the_engine_is_reset_to_use_weights():
     """A key that is added to the schema cannot be forgotten."""
-    assert {f"engine.{f.name}" for f in keys(Engine)} <= {override.partition("=")[0] for override in TO_ANSWER}
+    assert {f"engine.{f.name}" for f in keys(Engine)} <= {override.partition("=")[0] for override in CPU_OVERRIDES}
 
 
 HALF = "engine.precision=16-true"
@@ -167,9 +167,9 @@ def test_deepspeed_computes_an_optimizer_in_32_bits():
     rule = next(rule for rule in RULES if rule.other == "model.optimizer")
     adam = Optimizer(type="torch.optim.Adam", params={"lr": 0.1})
     setting = Setting("", {"model.optimizer": adam, "engine.precision": "16-true"})
-    assert refusal(setting, "deepspeed_stage_2", gpus=2) is None
-    assert refusal(setting, "fsdp", gpus=2) is rule
-    assert refusal(setting, "ddp") is rule
+    assert broken_rule(setting, "deepspeed_stage_2", gpus=2) is None
+    assert broken_rule(setting, "fsdp", gpus=2) is rule
+    assert broken_rule(setting, "ddp") is rule
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ SEED_ENGINE = "engine={backend: deepspeed_stage_3, gpus: [96, 97]}"
     ("override", "key", "words"),
     [
         (FUSED[0], "model.optimizer.type", "there is no CUDA device in use"),
-        (MPI, "engine.params.process_group_backend", "knows no MPI"),
+        (MPI, "engine.params.process_group_backend", "has no MPI"),
         (SEED_ENGINE, "engine.gpus", "asks for GPU indexes 96, 97"),  # without them DeepSpeed is not needed
     ],
 )
@@ -266,7 +266,7 @@ CELLS = [
     for setting in SETTINGS
     for name, backend in ENGINES.items()
 ]
-LEGAL = [cell for cell in CELLS if refusal(*cell.values) is None]
+LEGAL = [cell for cell in CELLS if broken_rule(*cell.values) is None]
 
 
 def spread(backend):
@@ -277,7 +277,7 @@ def spread(backend):
 @pytest.mark.parametrize(("setting", "backend"), [cell.values for cell in CELLS if cell not in LEGAL])
 def test_what_the_table_of_engines_refuses_is_refused(setting, backend):
     """By `check`, with the exit code of the cell."""
-    rule = refusal(setting, backend)
+    rule = broken_rule(setting, backend)
     report = examine("c.yaml", [*spread(backend), *setting.overrides()])
     assert [(fault.key, fault.exit_code) for fault in report.faults] == [(rule.key, rule.exit_code)]
 

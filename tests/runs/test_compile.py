@@ -24,7 +24,7 @@ from deeplightning.config.schema import Engine
 from deeplightning.engine import compute
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.task.compiled import Compiled
-from deeplightning.task.cuda_graphs import State, _Replay, watched
+from deeplightning.task.cuda_graphs import ModuleState, _Replay, check_recordable
 from deeplightning.task.networks import LabelError, MisfitError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -167,14 +167,14 @@ class Draws(torch.nn.Linear):
 def test_what_a_recorded_step_would_not_repeat_is_refused(network, reason):
     """A graph would repeat what Python has decided in the first batch, without a word."""
     with pytest.raises(MisfitError, match=reason) as refused:
-        watched(lambda inputs: network(inputs).sum(), torch.nn.ModuleList([network]), (torch.ones(3, 4),))
+        check_recordable(lambda inputs: network(inputs).sum(), torch.nn.ModuleList([network]), (torch.ones(3, 4),))
     assert "set engine.compile=reduce-overhead" in str(refused.value)
 
 
 def test_a_network_that_computes_with_tensors_alone_is_recorded():
     """Batch norm and dropout too, whose numbers are drawn where the tensors are."""
     network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Softmax(1))
-    learns = watched(network, torch.nn.ModuleList([network]), (torch.rand(3, 4),))
+    learns = check_recordable(network, torch.nn.ModuleList([network]), (torch.rand(3, 4),))
     assert learns == {"0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"}
 
 
@@ -191,12 +191,12 @@ CHANGES = {
 def test_a_change_between_two_steps_shows_and_learning_does_not(change):
     """What a graph took for granted; a step of the optimizer and of batch norm changes values alone."""
     network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.1))
-    state = State(torch.nn.ModuleList([network]))
+    state = ModuleState(torch.nn.ModuleList([network]))
     network(torch.rand(3, 4)).sum().backward()
     torch.optim.SGD(network.parameters(), lr=0.1).step()
-    assert not state.differs()
+    assert not state.has_changed()
     CHANGES[change](network)
-    assert state.differs()
+    assert state.has_changed()
 
 
 class Pretended(contextlib.nullcontext):
@@ -230,7 +230,7 @@ def test_a_replay_gives_what_the_function_gives_and_its_gradients(monkeypatch):
     wanted = [inputs.grad, network["used"].weight.grad, network["used"].bias.grad]
     inputs.grad = network["used"].weight.grad = network["used"].bias.grad = None
     replay = _Replay(step, network, (inputs, labels))
-    assert replay.learns == {"used.weight", "used.bias"}
+    assert replay.trained_names == {"used.weight", "used.bias"}
     found, found_parts, loss = replay(inputs, labels)
     assert torch.equal(found["logits"], own["logits"])
     assert torch.equal(found_parts["a"], parts["a"])
@@ -409,8 +409,8 @@ def variables(monkeypatch):
     ("gpus", "given", "message"),
     [
         (None, {}, r"no C\+\+ compiler: the PATH has no g\+\+; install one .* set CXX to its name"),
-        (None, {"CXX": "icpc -O3"}, r"no C\+\+ compiler: CXX names icpc, which is not there"),
-        ([0], {}, r"no C compiler: the PATH has no gcc and no clang; .* set CC to its name"),
+        (None, {"CXX": "icpc -O3"}, r"no C\+\+ compiler: CXX names icpc, which does not exist"),
+        ([0], {}, r"no C compiler: the PATH has no gcc or clang; .* set CC to its name"),
     ],
 )
 def test_without_a_compiler_the_remedy_is_told_before_anything_is_trained(gpus, given, message, variables, tmp_path):

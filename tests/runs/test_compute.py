@@ -18,7 +18,7 @@ from torch._prims_common import suggest_memory_format
 from deeplightning.callbacks.log_lines import to_terminal
 from deeplightning.config.examine import load_config
 from deeplightning.engine import process_group
-from deeplightning.engine.compute import keep_memory, lay_channels_last
+from deeplightning.engine.compute import keep_memory, use_channels_last
 from deeplightning.engine.trainer_arguments import trainer_arguments
 
 
@@ -49,7 +49,7 @@ def test_channels_last_has_one_order_in_all_tensors_of_a_convolution():
     task = torch.nn.Module()
     convs = [torch.nn.Conv2d(*sizes) for sizes in ((1, 4, 3), (4, 4, 1), (4, 2, 3))]
     task.configure_model = lambda: setattr(task, "network", torch.nn.Sequential(*convs))
-    lay_channels_last(task)
+    use_channels_last(task)
     task.configure_model()
     task.configure_model()  # as for the next stage
     seen = []

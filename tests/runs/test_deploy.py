@@ -354,8 +354,8 @@ def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--precision=int8"], 2, "serve.precision: int8 is for bundles alone, and this run can have none: The netw"),
-        (["serve.precision=fp16"], 2, "serve.precision: fp16 is for bundles alone, and this run can have none"),
+        (["--precision=int8"], 2, "serve.precision: int8 requires a bundle, which this run cannot have: The netw"),
+        (["serve.precision=fp16"], 2, "serve.precision: fp16 requires a bundle, which this run cannot have"),
         pytest.param(["--device=cuda:0"], 3, "serve.device is cuda:0: ", marks=pytest.mark.slow),
     ],
 )

@@ -284,7 +284,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: none")], "model.loss: gives (5,), not a tensor of one"),
         ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: average")], "model.loss: torch.nn.CrossEntropyLoss"),
         (["model.network={type: own.NoNumber}"], "model.loss: the loss of the first training step is nan"),
-        (["model.module.type=own.Detached"], "model.loss: the loss depends on no parameter that learns"),
+        (["model.module.type=own.Detached"], "model.loss: the loss depends on no trainable parameter"),
         # what learns
         (["model.trainable=[attention]"], "model.trainable: no parameter's name matches 'attention'; there are feat"),
         (
@@ -297,7 +297,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         ),
         (
             ["engine.activation_checkpointing=[Convd2d]"],
-            "engine.activation_checkpointing: no module is called, or is a, Convd2d. Did you mean Conv2d?",
+            "engine.activation_checkpointing: no module has the name or class Convd2d. Did you mean Conv2d?",
         ),
         # optimizer and schedule
         (["model.optimizer.params.lr=-1.0"], "model.optimizer: torch.optim.SGD refuses its arguments: ValueError: Inv"),

@@ -207,7 +207,7 @@ def test_activation_checkpointing_and_deterministic_algorithms_change_no_weight(
     for more in ("activation_checkpointing=[Dropout, layers.1]", "deterministic=true"):
         assert digest(fit(*settings, f"engine.{more}").folder / "last.ckpt") == expected
     torch.use_deterministic_algorithms(False)
-    with pytest.raises(ConfigError, match=r"no module is called, or is a, Dropuot\. Did you mean Dropout\?"):
+    with pytest.raises(ConfigError, match=r"no module has the name or class Dropuot\. Did you mean Dropout\?"):
         fit(*settings, "engine.activation_checkpointing=[Dropuot]")
 
 

@@ -218,9 +218,9 @@ def test_a_task_that_gives_pictures_is_exported(folder, mode):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Sequential(Negative(), nn.Flatten()), r"answers pictures of \(2, 3, 6, 5\) with \(2, 90\)"),
-        (nn.Sequential(Negative(), nn.MaxPool2d(2)), r"with \(2, 3, 3, 2\)"),
-        (nn.Sequential(Negative(), nn.Softmax2d(), nn.LeakyReLU(), nn.Hardtanh(-2, -1)), "run from -1 to -1, not from"),
+        (nn.Sequential(Negative(), nn.Flatten()), r"maps pictures of \(2, 3, 6, 5\) to \(2, 90\)"),
+        (nn.Sequential(Negative(), nn.MaxPool2d(2)), r"to \(2, 3, 3, 2\)"),
+        (nn.Sequential(Negative(), nn.Softmax2d(), nn.LeakyReLU(), nn.Hardtanh(-2, -1)), "range from -1 to -1, not"),
         (nn.Sequential(Negative(), AnswersOtherwiseWhenExported(), nn.Hardsigmoid()), "pictures differ by up to"),
     ],
     ids=["flat", "smaller", "range", "otherwise"],
@@ -283,8 +283,8 @@ def test_files_of_a_bundle_are_equally_readable(tmp_path):
     ("network", "words"),
     [
         (small_network(nn.Sequential(DependsOnValues())), "(in layer network.3.0): Could not guard on data-dependent"),
-        (nn.Sequential(nn.Flatten(), KnowsTheBatchSize(), nn.Linear(90, 3)), "it takes one number of images only"),
-        (small_network(InDoublePrecision()), "ONNX Runtime does not take the exported network: "),
+        (nn.Sequential(nn.Flatten(), KnowsTheBatchSize(), nn.Linear(90, 3)), "it works for one batch size only"),
+        (small_network(InDoublePrecision()), "ONNX Runtime rejects the exported network: "),
         (small_network(AnswersOtherwiseWhenExported()), "probabilities differ by up to"),
         (
             small_network(nn.Conv2d(4, 4, 1).requires_grad_(False).apply(lambda it: it.weight.fill_(torch.nan))),

@@ -164,7 +164,7 @@ def test_a_resumed_run_with_graphs_ends_like_one_that_was_not_stopped(settings, 
     ("network", "reason"),
     [
         ("Waits", "engine.compile=graphs: this step cannot be recorded: "),
-        ("Recurrent", "engine.compile=graphs: a recorded step would not teach network.lstm."),
+        ("Recurrent", "engine.compile=graphs: a recorded step would not train network.lstm."),
     ],
 )
 def test_a_network_that_cannot_be_recorded_is_refused(network, reason, tiny, tmp_path):

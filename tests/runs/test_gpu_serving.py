@@ -157,7 +157,7 @@ def test_a_changed_bundle_and_a_crash_are_survived(run_folder, serving, tmp_path
 @pytest.mark.parametrize(
     ("device", "hidden", "words"),
     [
-        (f"cuda:{GPUS}", {}, f"serve.device is cuda:{GPUS}: the GPUs that can be seen are cuda:0 ("),
+        (f"cuda:{GPUS}", {}, f"serve.device is cuda:{GPUS}: the visible GPUs are cuda:0 ("),
         ("cuda", {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES"),
     ],
 )

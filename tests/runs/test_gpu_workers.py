@@ -184,7 +184,7 @@ def test_a_changed_bundle_is_taken_up_on_the_gpu(pretend, run_folder, tmp_path):
     first = server.workers()[0]
     pretend.fails(cuda_0="it is full")
     server.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: "the model stays as it was: cuda:0 cannot be used: it is full" in server.events())
+    wait_until(lambda: "the previous model is kept: cuda:0 cannot be used: it is full" in server.events())
     assert label(server, "red") == "red"
     assert not gone(first)
     pretend.fails()

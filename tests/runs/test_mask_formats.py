@@ -118,18 +118,18 @@ def test_masks_in_two_conventions_are_counted(tmp_path):
     for number, path in enumerate(sorted((data / "masks").iterdir())):
         Image.fromarray(np.eye(16, dtype=np.uint8) * (255 if number < 7 else 1)).save(path)
     notes, _ = init(tmp_path / "project", "segmentation", data)
-    assert "; 255 does not count (7 masks hold 0 and 255 alone; if it is a class there, write its number)" in notes[0]
+    assert "; 255 does not count (7 masks hold only 0 and 255; if 255 is a class there, write its number)" in notes[0]
 
 
 @pytest.mark.parametrize(
     ("mask_of", "words"),
     [
-        (lambda number: np.zeros((16, 16), np.uint8), "hold one value only, 0; they must hold two classes or more"),
+        (lambda number: np.zeros((16, 16), np.uint8), "hold only one value, 0; they must hold two classes or more"),
         (lambda number: np.arange(256, dtype=np.uint8).reshape(16, 16), "hold too many values for classes: 0, 1, 2"),
         (lambda number: np.random.default_rng(number).integers(0, 255, (16, 16, 3), np.uint8), "too many values"),
         (
             lambda number: np.stack([np.zeros((16, 16), np.uint8)] * 3 + [np.eye(16, dtype=np.uint8) * 255], -1),
-            r"one value only, 0 \(their alpha channel, which differs, is not read; save it as grey\)",
+            r"only one value, 0 \(their alpha channel, which differs, is not read; save it as grey\)",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
-from deeplightning.private.messages import Sentence, says
+from deeplightning.private.messages import ErrorText, matches
 from deeplightning.tracking.store import is_locked
 
 
@@ -111,20 +111,20 @@ def table_exists(tmp_path):
 
 
 PROVOKED = {
-    Sentence.ADDRESS_IN_USE: address_in_use,
-    Sentence.BATCH_SIZE_IS_FIXED: batch_size_is_fixed,
-    Sentence.ARGUMENT_BY_POSITION: argument_by_position,
-    Sentence.CANNOT_BUILD: cannot_build,
-    Sentence.HOOK_IS_REMOVED: hook_is_removed,
-    Sentence.NO_CUDA: no_cuda,
-    Sentence.NO_DATALOADER: no_dataloader,
-    Sentence.NO_GRADIENT: no_gradient,
-    Sentence.NO_GROUP: no_group,
-    Sentence.NO_METRIC: no_metric,
-    Sentence.NO_TABLE: no_table,
-    Sentence.OTHER_NETWORK: other_network,
-    Sentence.OTHER_OPTIMIZER: other_optimizer,
-    Sentence.TABLE_EXISTS: table_exists,
+    ErrorText.ADDRESS_IN_USE: address_in_use,
+    ErrorText.BATCH_SIZE_IS_FIXED: batch_size_is_fixed,
+    ErrorText.ARGUMENT_BY_POSITION: argument_by_position,
+    ErrorText.CANNOT_BUILD: cannot_build,
+    ErrorText.HOOK_IS_REMOVED: hook_is_removed,
+    ErrorText.NO_CUDA: no_cuda,
+    ErrorText.NO_DATALOADER: no_dataloader,
+    ErrorText.NO_GRADIENT: no_gradient,
+    ErrorText.NO_GROUP: no_group,
+    ErrorText.NO_METRIC: no_metric,
+    ErrorText.NO_TABLE: no_table,
+    ErrorText.OTHER_NETWORK: other_network,
+    ErrorText.OTHER_OPTIMIZER: other_optimizer,
+    ErrorText.TABLE_EXISTS: table_exists,
 }
 
 
@@ -134,12 +134,12 @@ def test_a_library_says_its_sentence(sentence, provoke, tmp_path):
     """The exception of the library matches its own sentence and no other."""
     with pytest.raises(Exception) as raised:  # noqa: PT011 (its type is the library's matter)
         provoke(tmp_path)
-    assert [other for other in Sentence if says(raised.value, other)] == [sentence]
+    assert [other for other in ErrorText if matches(raised.value, other)] == [sentence]
 
 
 def test_each_sentence_is_provoked():
-    """Each `Sentence` has a test."""
-    assert {*PROVOKED} == {*Sentence}
+    """Each `ErrorText` has a test."""
+    assert {*PROVOKED} == {*ErrorText}
 
 
 def test_a_locked_database_is_known_by_its_error_code(tmp_path):

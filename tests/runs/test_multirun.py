@@ -46,9 +46,9 @@ def test_the_last_key_varies_first():
         (["a=1,,2"], "override a=1,,2: a: there is no value between two commas, or at an end: 1,,2"),
         (["a=range()"], "there is no value"),
         (["a=range(x)"], "range takes one to three numbers, range(STOP) or range(START,STOP,STEP), not range(x)"),
-        (["a=range(3,0)"], "range(3,0) has no number in it"),
-        (["a=range(9999)"], "range(9999) has no number in it, or more than 1000"),
-        (["a=range(100)", "b=range(100)"], "this grid has 10000 points, more than 1000; `deeplightning tune` draws"),
+        (["a=range(3,0)"], "range(3,0) contains no number"),
+        (["a=range(9999)"], "range(9999) contains no number, or more than 1000"),
+        (["a=range(100)", "b=range(100)"], "this grid has 10000 points, more than 1000; `deeplightning tune` samples"),
     ],
 )
 def test_what_cannot_be_swept_is_named(words, note):

@@ -18,7 +18,7 @@ from conftest import OWN, digest
 from test_identity import TASK
 
 from deeplightning.config.examine import examine
-from deeplightning.config.machine import is_elsewhere
+from deeplightning.config.machine import launches_remotely
 from deeplightning.config.schema import Engine, Target
 from deeplightning.faults import SetupError
 from deeplightning.process.identity import port_of
@@ -90,15 +90,15 @@ ABSENT = "MASTER_ADDR=127.0.0.1, MASTER_PORT=1: rank 0 does not answer there aft
 @pytest.mark.parametrize(
     ("present", "overrides", "own", "variables", "words"),
     [
-        pytest.param([0], TWO, (), {"wait": "1"}, ["waiting for node 1: 1 of 2 did not come in 1 s"], id="no second"),
+        pytest.param([0], TWO, (), {"wait": "1"}, ["waiting for node 1: 1 of 2 missing after 1 s"], id="no second"),
         pytest.param([1], TWO, (), {"wait": "1", "MASTER_PORT": "1"}, [ABSENT], id="no first", marks=pytest.mark.slow),
         pytest.param(
-            *([0, 1], THREE, (), {"wait": "2"}, ["waiting for node 2: 1 of 3 did not come"]),
+            *([0, 1], THREE, (), {"wait": "2"}, ["waiting for node 2: 1 of 3 missing"]),
             id="no third",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *([0, 1, 1], THREE, (), {}, ["node 1 is there twice, also on "]), id="twice", marks=pytest.mark.slow
+            *([0, 1, 1], THREE, (), {}, ["node 1 started twice, also on "]), id="twice", marks=pytest.mark.slow
         ),
         pytest.param(
             *([0, 1], TWO, ["seed=8", "model.optimizer.params.lr=0.1"], {}),
@@ -159,9 +159,9 @@ def set_all(monkeypatch, variables):
 
 
 ONE_OF_TWO = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2000", "NODE_RANK": "0"}
-WAYS = "2 machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this command"
-NO_SRUN = "2 machines are asked for, and this is one process of a job of Slurm; start it with `srun`"
-NO_RESTART = "several machines start no lost process again: set it to 0, or use torchrun"
+WAYS = "2 machines must be started: by torchrun, Slurm, `engine.launcher`, or by this command"
+NO_SRUN = "requests 2 machines, but this is a single process of a Slurm job; start it with `srun`"
+NO_RESTART = "machines started by hand cannot restart lost processes: set it to 0, or use torchrun"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_time_limit_that_is_none_is_named(text, monkeypatch):
 )
 def test_a_launcher_is_known_by_its_whole_name(launcher, is_ours):
     """A user's own launcher may be called Local and take the run to other machines."""
-    assert is_elsewhere(Engine(launcher=Target(type=launcher))) is not is_ours
+    assert launches_remotely(Engine(launcher=Target(type=launcher))) is not is_ours
 
 
 def test_the_launcher_may_say_the_same_as_the_variables(nodes, alone):
@@ -224,11 +224,11 @@ def test_the_launcher_may_say_the_same_as_the_variables(nodes, alone):
 @pytest.mark.parametrize(
     ("variables", "overrides", "fault"),
     [
-        ({"WORLD_SIZE": "2"}, ["engine.processes=3"], "3 processes are asked for, and RANK has started 2; make the"),
-        ({"WORLD_SIZE": "2"}, ["engine.num_nodes=2"], "2 nodes are asked for, and RANK has started 1; make the two"),
+        ({"WORLD_SIZE": "2"}, ["engine.processes=3"], "requests 3 processes, but RANK started 2; make the two"),
+        ({"WORLD_SIZE": "2"}, ["engine.num_nodes=2"], "requests 2 nodes, but RANK started 1; make the two"),
         (
             {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-            *([], "RANK has started 3 processes, 2 of them on this of 2 nodes; each node must have as many"),
+            *([], "RANK started 3 processes, 2 of them on this one of 2 nodes; each node must have the same"),
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_restarts_that_nobody_would_do_are_told(tiny, monkeypatch):
     set_all(monkeypatch, {"RANK": "3", "WORLD_SIZE": "4"})
     report = examine(tiny, ["engine.max_restarts=1"])
     told = [notice.text for notice in report.notices if notice.unasked]
-    assert "engine.max_restarts: 1 → 0 (RANK has started this process, and starts none again)" in told
+    assert "engine.max_restarts: 1 → 0 (RANK started this process and does not restart it)" in told
     assert report.config.engine.processes == 4
 
 
@@ -464,7 +464,7 @@ def test_mpirun_starts_all_processes(told_by_mpirun, command, tiny, place, alone
     assert [each.code for each in ended] == [0, 0], ended
     (folder,) = runs_of(store) - before
     assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
-    assert "MPI has started 2 processes" in "".join(each.err for each in ended)
+    assert "MPI started 2 processes" in "".join(each.err for each in ended)
 
 
 # ---- plan
@@ -482,13 +482,13 @@ OF_TASK |= {"MASTER_ADDR": "n03", "MASTER_PORT": port_of("slurm-7.0")}
         ({}, ("engine.processes=2",), "this machine", 2, {"LOCAL_RANK": "*", "WORLD_SIZE": "2"}),
         (
             *(BY_HAND, ("engine.processes=2", "engine.num_nodes=2")),
-            *("each of 2 machines, where this command is given", 2),
+            *("each of 2 machines, where you run this command", 2),
             {"LOCAL_RANK": "*", "WORLD_SIZE": "4"} | BY_HAND,
         ),
-        (TASK, (), "this process, which Slurm has started", 1, OF_TASK),
+        (TASK, (), "this process, started by Slurm", 1, OF_TASK),
         (
             *({}, ("engine.processes=3", "engine.max_restarts=2", LOCAL.format("{master_port: 29500}"))),
-            *("this machine, again up to 2 times after a process was lost", 3),
+            *("this machine, restarted up to 2 times after a process was lost", 3),
             {
                 **dict.fromkeys(("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"), "*"),
                 **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "3"),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import deeplightning as dl
-from deeplightning.task.networks import MisfitError, Picked, names_in
+from deeplightning.task.networks import MisfitError, SelectOutput, output_names
 from serve.bundle import Bundle
 
 NETWORKS = '''
@@ -110,7 +110,7 @@ def test_a_run_learns_and_answers_by_one_output(command, tiny, place, monkeypatc
         ("OfText", "logits", "model.output: networks.OfText gives a str, which has no outputs by name"),
         ("OfDict", "hidden", "the data has 10 classes (labels 0 to 9), the network 16 outputs"),
         ("OfDict", "null", "gives a dict, not (B, K): one row per picture. Set model.output to one"),
-        ("OfTuple", "null", "one row per picture. Set model.output to one of what it has: 0, 1;"),
+        ("OfTuple", "null", "one row per picture. Set model.output to one of its outputs: 0, 1;"),
         ("OfDataclass", "null", "for example model.output=hidden"),
     ],
 )  # fmt: skip
@@ -127,13 +127,13 @@ def test_names_of_all_kinds_of_outputs():
 
     logits = torch.ones(2, 3)
     output = SequenceClassifierOutput(logits=logits, hidden_states=(logits,))
-    assert names_in(output) == ["logits", "hidden_states"]
-    assert Picked("logits", "network")(None, (), output) is logits
+    assert output_names(output) == ["logits", "hidden_states"]
+    assert SelectOutput("logits", "network")(None, (), output) is logits
     top = torch.topk(logits, 1)
-    assert names_in(logits) == names_in(None) == []
-    assert Picked("logits", "network")(None, (), logits) is logits
+    assert output_names(logits) == output_names(None) == []
+    assert SelectOutput("logits", "network")(None, (), logits) is logits
     pair = dataclasses.make_dataclass("Pair", ["a", "b"])
-    assert Picked("b", "network")(None, (), pair(1, 2)) == 2
-    assert Picked(0, "network")(None, (), top) is top.values
+    assert SelectOutput("b", "network")(None, (), pair(1, 2)) == 2
+    assert SelectOutput(0, "network")(None, (), top) is top.values
     with pytest.raises(MisfitError, match="without 'a'"):
-        Picked("a", "network")(None, (), {"b": logits})
+        SelectOutput("a", "network")(None, (), {"b": logits})

@@ -300,7 +300,7 @@ def test_what_pip_installs_into_a_folder_is_no_own_code(tmp_path):
         (tmp_path / name).mkdir()
     for name in ("target", "here"):
         (tmp_path / name / "library-1.0.dist-info").mkdir()
-    script = "from deeplightning import own_code\nprint(*map(own_code.is_theirs, PLACES))"
+    script = "from deeplightning import own_code\nprint(*map(own_code.is_user_file, PLACES))"
     places = [str(tmp_path / name / "module.py") for name in ("target", "mine", "here")]
     path = f"{tmp_path / 'target'}{os.pathsep}{tmp_path / 'mine'}"
     done = subprocess.run(

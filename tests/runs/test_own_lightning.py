@@ -16,7 +16,7 @@ from conftest import digest
 from deeplightning.callbacks.random_state import Generators
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.faults import CheckpointError
-from deeplightning.tracking.metrics_file import parted, read_series
+from deeplightning.tracking.metrics_file import first_differences, read_series
 
 OWN = """\
 import os
@@ -483,7 +483,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one_with_states_and_draws_in_ho
     assert "(step 12, epoch 3)" in resumed.out
     assert digest(resumed.folder / "last.ckpt") == digest(first.folder / "last.ckpt")
     series = [read_series(outcome.folder / "metrics.jsonl") for outcome in (first, resumed)]
-    assert parted(*series) == []
+    assert first_differences(*series) == []
     assert [step for step, _ in series[0]["val_loss_step"]] == [0, 1, 2, 3]
 
 
@@ -508,7 +508,7 @@ def test_that_a_module_keeps_what_it_learns_outside_its_state_dict_is_said(run, 
     said = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
     if name == "Remembers":
         assert [line.partition("uninterrupted one: ")[2] for line in said] == [
-            "bank, losses.0.memory of the module (no state_dict has them; see `on_save_checkpoint`)"
+            "bank, losses.0.memory of the module (not in its state_dict; see `on_save_checkpoint`)"
         ]
     else:
         whole = run(*settings, f"logger.params.tracking_uri={tmp_path / 'whole'}")

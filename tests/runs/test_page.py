@@ -187,7 +187,7 @@ def test_the_samples_of_the_run_can_be_tried(page: Page, server: Server) -> None
 
 def test_the_page_shows_what_the_network_gets_of_a_picture(page: Page, server: Server) -> None:
     """Its pixels, and a remark where the picture is far larger than those of the training, or has other proportions."""
-    end = ": the answer may mean little."
+    end = ": the answer may be unreliable."
     for (width, height), words in {
         (8, 8): None,
         (800, 600): f"Its sides are 87 times as long{end}",

@@ -196,7 +196,7 @@ def test_an_installed_package_adds_a_section(installed, monkeypatch):
 def test_an_added_section_is_described(called):
     """By `explain`."""
     code, out, _ = called("explain", str(BASE), "cards.people")
-    assert (code, "who gets one" in out, "nothing; the default counts" in out) == (0, True, True)
+    assert (code, "who gets one" in out, "nothing; the default applies" in out) == (0, True, True)
 
 
 def test_two_packages_with_one_name_are_refused(installed, monkeypatch, tmp_path):

@@ -262,7 +262,7 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
     ("kind", "name", "content", "words"),
     [
         ("text_classification", "a.csv", "a,b\nx,y\n", "there is no column review or text or sentence, but a, b"),
-        ("text_classification", "a.txt", "\n\n", "there is nothing in this file"),
+        ("text_classification", "a.txt", "\n\n", "this file has no inputs"),
         ("text_classification", "a.txt", b"\xff\xfe", "not UTF-8"),
         ("text_classification", "a.tsv", "text\tn\na\tb\n1\t2\t3\n", "Line 3 has 3 values, the header 2"),
         ("table_regression", "a.parquet", "no", "this Parquet file cannot be read"),

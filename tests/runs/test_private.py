@@ -422,9 +422,9 @@ def test_tensors_of_a_module_are_replaced():
 
 def test_metrics_keep_their_precision():
     """`to` calls `_apply` of `nn.ModuleDict`."""
-    from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
+    from deeplightning.task.metrics import Accuracy, FixedDtypeDict, SampleMean
 
-    metrics = InOwnPrecision({"acc": Accuracy(), "loss": SampleMean()})
+    metrics = FixedDtypeDict({"acc": Accuracy(), "loss": SampleMean()})
     before = {name: state.dtype for metric in metrics.values() for name, state in metric.metric_state.items()}
     metrics.to(torch.bfloat16).half()
     after = {name: state.dtype for metric in metrics.values() for name, state in metric.metric_state.items()}

@@ -16,7 +16,7 @@ from conftest import OWN
 from killing import FAULT, GOES_WRONG, SLEEPS
 
 from deeplightning.process import shared_folder as folders
-from deeplightning.process.failure import Cause, first_of, is_lost, record_cause
+from deeplightning.process.failure import Cause, first_cause, is_lost, record_cause
 from deeplightning.process.shared_folder import shared_folder
 
 
@@ -109,9 +109,9 @@ def test_a_cause_is_whole_whenever_it_is_read(tmp_path):
         thread.start()
     read = []
     while any(thread.is_alive() for thread in claims):
-        read.append(first_of(tmp_path))
+        read.append(first_cause(tmp_path))
     assert {None if cause is None else cause.rank for cause in read} == {1}
-    assert first_of(tmp_path).reason.startswith("299 ")
+    assert first_cause(tmp_path).reason.startswith("299 ")
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 

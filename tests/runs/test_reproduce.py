@@ -25,7 +25,7 @@ from deeplightning.reproduce.differences import as_text, between, differences
 from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment
-from deeplightning.tracking.metrics_file import is_repeatable, parted
+from deeplightning.tracking.metrics_file import first_differences, is_repeatable
 
 PASSWORD = "correct-horse-battery"  # comes from the environment
 WRITTEN = "hf_" + "Zk3b9QeX7LmP2vRt8YwN5dHc1sJa4gUf"  # somebody has written this one into the code
@@ -224,7 +224,7 @@ def test_other_data_make_another_run_and_the_first_difference_is_named(gone, for
         reproduce(str(done.folder), [f"data.root='{elsewhere}'"], any_data=True, say=said.append, start=with_roots)
     assert failed.value.exit_code == 5
     first, second = past_run(str(done.folder)), past_run(failed.value.args[0].split(" does not")[0])
-    apart = parted(first.series, second.series)[0]
+    apart = first_differences(first.series, second.series)[0]
     assert f"first difference: {apart.name} at step {apart.step}: {apart.one!r} → {apart.two!r}" in str(failed.value)
     assert (apart.name, apart.step) == ("train_loss", 0)
     assert str(failed.value).endswith(f"`deeplightning diff {first} {second}` shows what else differs")
@@ -355,7 +355,7 @@ def test_one_of_several_processes_does_not_begin_a_reproduction(trained, command
     refused = command(
         "reproduce", trained, cwd=place, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="x", code=3
     )
-    assert "Start it once" in refused.err
+    assert "start reproduce only once" in refused.err
 
 
 @pytest.mark.slow
@@ -472,9 +472,9 @@ def test_code_keeps_the_state_in_which_it_was_imported(collected, tmp_path):
 
 def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch):
     """Limits of size and number hold, and each file that is left out is named with the reason."""
-    monkeypatch.setattr(code, "MAX_FILE", 100)
+    monkeypatch.setattr(code, "MAX_FILE_BYTES", 100)
     monkeypatch.setattr(code, "MAX_FILES", 3)
-    monkeypatch.setattr(code, "MAX_TEXT", 10)
+    monkeypatch.setattr(code, "MAX_TEXT_BYTES", 10)
     write(tmp_path / "pack", {f"m{number}.py": f"x = {number}\n" for number in range(4)})
     write(tmp_path / "pack", {"big.py": "#" * 101, "long.txt": "#" * 11, "credentials.json": "{}"})
     found = collected([tmp_path], ("pack.m0", tmp_path / "pack" / "m0.py"))
@@ -516,7 +516,7 @@ def test_a_folder_of_data_is_told_by_its_files(tmp_path, monkeypatch):
     assert datafiles.changes(found, datafiles.describe_again(found, None)).keys() == {"a/2.png"}
     found = datafiles.describe_files([tmp_path], None, seconds=-1, remember=False)
     assert list(found["files"].values()) == [[7, None]] * 2
-    assert "of 2 files only the size is known" in found["incomplete"]
+    assert "only the size of 2 files is recorded" in found["incomplete"]
     (tmp_path / "a/1.png").write_bytes(bytes(11))
     assert list(datafiles.changes(found, datafiles.describe_again(found, None)).values()) == ["7 bytes → 11"]
     monkeypatch.setattr(datafiles, "MAX_FILES", 1)
@@ -547,7 +547,7 @@ def test_series_part_at_the_earliest_step_of_all():
     nan = float("nan")
     one = {"loss": [(0, 1.0), (4, nan), (8, 3.0)], "acc": [(8, 0.5)], "same": [(1, 1.0)]}
     two = {"loss": [(0, 1.0), (4, nan)], "acc": [(8, 0.6)], "same": [(1, 1.0)], "more": [(2, 1.0)]}
-    assert [str(apart) for apart in parted(one, two)] == [
+    assert [str(apart) for apart in first_differences(one, two)] == [
         *("more at step 2: none → 1.0", "acc at step 8: 0.5 → 0.6", "loss at step 8: 3.0 → none")
     ]
     assert not any(map(is_repeatable, ["batch_time", "system/cpu", "images_per_s", "samples_per_sec", "gpu_memory"]))

@@ -361,7 +361,7 @@ def test_a_finished_search_leaves_nothing_to_clean_and_shows_its_best(command, t
     assert sorted(run[1] for run in runs.values()) == ["FINISHED"] * 3 + ["PRUNED"]
     assert f"val_acc {best:.4f}" in runs[searched.folder.parent.name]
     shown = command("runs", "--tracking-uri", store, "--clean", cwd=place)
-    assert (shown.out, shown.err) == ("", "0 runs would be removed, with all files; --delete does it\n")
+    assert (shown.out, shown.err) == ("", "0 runs would be removed, with all files; --delete removes them\n")
 
     killed = "train.callbacks=[{type: own.Killed, params: {epoch: 0, batch: 0}}]"
     failed = command(*words, "tune.name=killed", "tune.num_trials=1", killed, cwd=place, code=5)

@@ -91,7 +91,7 @@ def test_a_checkpoint_that_was_copied_begins_a_run_of_its_own(half, whole, train
     copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
     resumed = train(*RANDOM, f"train.resume_ckpt='{copy}'")
     assert resumed.folder != half.folder
-    assert "run        its own: copy.ckpt is not a checkpoint's name in a run folder" in resumed.out
+    assert "run        a new one: copy.ckpt is not a checkpoint's name in a run folder" in resumed.out
     assert_same_weights(resumed, whole)
     expected = tracked(whole.folder).series()
     assert tracked(resumed.folder).series() == {n: [p for p in expected[n] if p[0] >= 18] for n in expected}
@@ -358,7 +358,7 @@ def test_the_best_of_the_run_before_stays_the_best(train, tmp_path):
     before = (resumed.folder / "last.ckpt").read_bytes()
     anew = train(*settings, "train.num_epochs=3", "train.resume_ckpt=best")
     assert anew.folder != resumed.folder
-    assert "run        its own: last.ckpt goes further" in anew.out
+    assert "run        a new one: last.ckpt is further along" in anew.out
     assert (resumed.folder / "last.ckpt").read_bytes() == before
 
 
@@ -451,7 +451,7 @@ def test_a_run_that_another_process_is_at_work_on_is_left_alone(train, half, tmp
         resumed = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{half.folder}'")
     finally:
         hold.release()
-    assert f"its own: a process is at work on the run {half.folder.parent.name}" in resumed.out
+    assert f"a new one: a process is using the run {half.folder.parent.name}" in resumed.out
     assert resumed.folder != half.folder
 
 

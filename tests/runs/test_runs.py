@@ -145,8 +145,8 @@ def test_a_store_cannot_have_any_other_folder_removed(command, place, tmp_path):
     assert "6 runs deleted" in outcome.err
     for name, folder in folders.items():
         assert [path.read_text() for path in (folder / "artifacts").iterdir()] == ["precious"]
-        assert f"{folder if name != linked else store / '0' / linked}: left as it is: " in outcome.err, name
-    assert outcome.err.count("left as it is") == 5
+        assert f"{folder if name != linked else store / '0' / linked}: not removed: " in outcome.err, name
+    assert outcome.err.count("not removed") == 5
     assert not failed.parent.exists()
 
 
@@ -155,7 +155,7 @@ def test_runs_are_removed_only_when_told(ended, here, command, place):
     first, second, failed = ended
     shown = command("runs", "--tracking-uri", here, "--clean", cwd=place)
     assert [line.split()[0] for line in shown.out.splitlines()] == [failed.parent.name]
-    assert "1 run would be removed, with all files; --delete does it" in shown.err
+    assert "1 run would be removed, with all files; --delete removes them" in shown.err
     assert failed.exists()
     assert "1 run deleted" in command("runs", "--tracking-uri", here, "--clean", "--delete", cwd=place).err
     assert not failed.parent.exists()

@@ -74,7 +74,7 @@ def test_weights_are_used_without_parts_that_are_gone(gone, command, tmp_path):
     for verb, pictures in (("export", []), ("predict", [PICTURE])):
         outcome = command(verb, gone.folder, *pictures, cwd=tmp_path, code=0)
         for key, name in LOST.items():
-            said = f"{key}.type: there is no module losing to import (for `{name}`); {verb} does without"
+            said = f"{key}.type: there is no module losing to import (for `{name}`); {verb} ignores it"
             assert outcome.err.count(said) == 1, outcome
     for verb, needed in (("test", ("data.module", "model.loss.second")), ("predict", ("data.module",))):
         outcome = command(verb, gone.folder, cwd=tmp_path, code=2)
@@ -89,7 +89,7 @@ def test_the_code_that_a_run_kept_is_used_where_it_is_asked_for(gone, command, t
     (tmp_path / "losing.py").write_text("raise RuntimeError('another one')\n")
     for verb in ("test", "predict"):
         outcome = command(verb, gone.folder, "--code", "run", cwd=tmp_path, code=0)
-        assert f"the run's own code is used, from {gone.folder / 'code.zip'}: losing.py" in outcome.err
+        assert f"using the code that the run stored, from {gone.folder / 'code.zip'}: losing.py" in outcome.err
     assert (gone.folder / "code.zip").read_bytes() == kept
     state = {"XDG_STATE_HOME": str(tmp_path / "of another user")}
     outcome = command("export", gone.folder, "--code", "run", cwd=tmp_path, **state, code=4)
@@ -109,7 +109,7 @@ def test_a_key_that_is_no_more_does_not_keep_weights_from_use(gone, command, tmp
     note_own(folder / "cfg.yaml")
     outcome = command("export", folder, cwd=tmp_path, code=0)
     for section in ("serve", "train"):
-        assert f"{section}.colour: unknown key; export does without" in outcome.err
+        assert f"{section}.colour: unknown key; export ignores it" in outcome.err
 
     with pytest.raises(ConfigError, match=r"serve\.colour: unknown key"):
         deploy.command(str(folder))
@@ -198,8 +198,8 @@ def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
 
     (tmp_path / "empty").mkdir()
     for arguments, code, words in (
-        (["empty"], 3, "error: empty: there is nothing in this folder or below it"),
-        (["album", "--out", "a.txt"], 2, "the ending says the format"),
+        (["empty"], 3, "error: empty: this folder and its subfolders have no files"),
+        (["album", "--out", "a.txt"], 2, "the extension sets the format"),
         (["--out", "a.csv"], 2, "--out requires files or folders"),
         (["album", "--out", "nowhere/a.csv"], 3, "nowhere/a.csv: cannot be written"),
     ):

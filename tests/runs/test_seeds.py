@@ -126,7 +126,7 @@ def test_runs_are_chosen_as_runs_chooses(better, command, place, store):
     assert "B  name=longer (3 runs, seeds 7 to 9)" in outcome.out
     assert "note: A and B share runs" in outcome.out
     for words, code, note in (
-        (["nam=x", "longer"], 2, "'nam=x': runs are chosen by name=, experiment=, status=, metric="),
+        (["nam=x", "longer"], 2, "'nam=x': filters are name=, experiment=, status=, metric="),
         (["name=nothing-like-this", "longer"], 4, "name=nothing-like-this: there is no such run"),
         (["longer", "longer", "--metric", "test_ac"], 2, "Did you mean test_acc?"),
         (["longer,,", "longer"], 2, "there is no run between two commas"),
@@ -213,7 +213,7 @@ def test_a_deleted_parent_begins_the_group_anew(train, store):
     first = train(*words)
     assert Client(locate(store)).delete(first.folder.parent.name, ["FINISHED"])
     again = train(*words)
-    assert "was deleted; they start again" in again.err + again.out
+    assert "was deleted; its runs start again" in again.err + again.out
     assert again.folder != first.folder
     assert not {row["id"] for row in rows(first.folder)} & {row["id"] for row in rows(again.folder)}
 
@@ -232,7 +232,7 @@ def test_without_a_tracker_the_group_has_a_folder(command, tiny, place, tmp_path
     [
         (["--seeds", "0"], "--seeds"),
         (["--seeds", "2", "--multirun"], "--seeds cannot be combined with --multirun"),
-        (["train.seeds=2", "seed=1,2", "--multirun"], "train.seeds: goes without --multirun"),
+        (["train.seeds=2", "seed=1,2", "--multirun"], "train.seeds: cannot be combined with --multirun"),
         (["--jobs", "2"], "--jobs requires --multirun or --seeds"),
         (["--seeds", "2", "seed=4294967295"], "counts from seed=4294967295 to 4294967296"),
         (["--seeds", "2", "train.resume_ckpt=auto"], "train.seeds: 2 cannot be combined with train.resume_ckpt: auto"),

@@ -228,7 +228,7 @@ def test_files_that_do_not_fit(break_it, place, words, in_memory, config, tmp_pa
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ("class_names=road", "class_names must be a list of 1 to 255 different names, that of class 0 first"),
+        ("class_names=road", "class_names must be a list of 1 to 255 different names, starting with class 0"),
         ("class_names=[a,a]", "class_names must be a list"),
         ("ignore=2", "ignore must be null or a value that is not a class, not 2, the value of high"),
         ("ignore=[1,2]", r"params.ignore: a value is a number from 0 to 65535, or a colour"),
@@ -306,7 +306,7 @@ def test_metrics_equal_scikit_learns():
     assert float(metrics["iou"].compute()) == pytest.approx(shares.mean())
     assert float(metrics["one"].compute()) == pytest.approx(jaccard_score(true == 2, answered == 2))
     assert float(metrics["acc"].compute()) == pytest.approx(accuracy_score(true, answered))
-    with pytest.raises(ValueError, match="of is a class's number"):
+    with pytest.raises(ValueError, match="of must be a class number"):
         IoU(of=-1)
 
 

@@ -276,7 +276,7 @@ def test_a_damaged_bundle_is_not_taken_up(start, run_folder, tmp_path):
     card = folder / "bundle" / "bundle.json"
     card.write_text(card.read_text().replace("green", "amber"))
     wait_until(lambda: server.errors.read_text().count("\n") == 1)
-    assert "the model stays as it was: The bundle" in server.events()[0]
+    assert "the previous model is kept: The bundle" in server.events()[0]
     assert server.ask("POST", "/predict", picture("green"))[1]["label"] == "green"
 
 
@@ -480,7 +480,7 @@ def hostile_bundle(run_folder, folder, *graph):
     ("graph", "limit", "value", "words"),
     [
         (["endless"], "LOAD_SECONDS", "0.5", "was not loaded and verified within 0.5 s, the limit"),
-        (["vast", 10**9], "spare_memory", "lambda: 300_000_000", "it may take 0.3 GB of memory meanwhile"),
+        (["vast", 10**9], "spare_memory", "lambda: 300_000_000", "loading may take 0.3 GB of memory"),
     ],
     ids=["time", "memory"],
 )
@@ -542,7 +542,7 @@ def test_a_model_that_never_answers_is_given_up(limited):
     wait_until(lambda: gone(workers[0]) and len(server.workers()) == len(workers))
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
     wait_until(lambda: any("was not loaded and verified within 4 s" in event for event in server.events()), 20)
-    assert [event.partition(":")[0] for event in server.events()] == ["a worker died", "the model stays as it was"]
+    assert [event.partition(":")[0] for event in server.events()] == ["a worker died", "the previous model is kept"]
     swap(folder, good)
     wait_until(lambda: server.events()[-1] == "the model is reloaded", 30)
     clients = Clients(server, 32)

@@ -275,11 +275,11 @@ def test_units_of_fsdp_are_classes_names_or_a_size(wrap, trained, held):
     assert_close(trained("fsdp", f"engine.params={{wrap: {wrap}}}")[0], held("fsdp")[0], atol=1e-6, rtol=1e-5)
 
 
-UNIT = ["engine.params={wrap: [Liner]}"], 2, "engine.params.wrap.* is a, Liner; there are Linear, entry, head, middle.0"
+UNIT = ["engine.params={wrap: [Liner]}"], 2, "engine.params.wrap.* class Liner; there are Linear, entry, head, middle.0"
 SCALAR = (
     ["model.network={type: sharded_own.Scalar}", "train.callbacks=[]"],
     2,
-    "network.temperature; make them of shape",
+    "network.temperature; give them the shape",
 )
 OTHER = ["model.optimizer={type: torch.optim.SGD, params: {lr: 0.01, momentum: 0.9}}", "train.num_epochs=2"]
 ADAM = OTHER, 4, "from another optimizer.*model.optimizer.type was torch.optim.Adam and is torch.optim.SGD"

@@ -110,7 +110,7 @@ def test_an_epoch_ends_where_its_stream_ends(fit, caplog, said, settings):
     done = fit(*fixed, task=Plain, data=lambda cfg: Data(Sized(said, 40)))
     told = [text for text in messages(caplog) if "batches" in text]
     of = said // BATCH
-    text = f"epoch 1 of the training data has 5 batches, their length says {of}; each epoch ends where they end"
+    text = f"epoch 1 of the training data has 5 batches, its length says {of}; each epoch ends with its data"
     assert told == ([] if of == 5 else [text])
     steps = 3 if "accumulator" in str(settings) else 2 if "limit" in str(settings) else 5
     assert done.seen.validations == [(0, steps), (1, 2 * steps)]["every" in str(settings) :]
@@ -124,14 +124,14 @@ def test_each_epoch_of_a_stream_may_have_a_length_of_its_own(fit, caplog):
     data = lambda cfg: Data(Sized(24, 24, 48, 32))  # noqa: E731
     done = fit("train.num_epochs=3", task=Plain, data=data)
     assert done.seen.validations == [(0, 3), (1, 9), (2, 13)]
-    assert len([text for text in messages(caplog) if "their length says 3" in text]) == 1
+    assert len([text for text in messages(caplog) if "its length says 3" in text]) == 1
     parts = fit("train.num_epochs=3", "train.val_every_n_epoch=0.5", task=Plain, data=data)
     assert {(0, 3), (1, 9), (2, 13)} <= {*parts.seen.validations}
 
 
 def test_another_loader_whose_length_is_wrong_is_refused(fit):
     """Exit 3, with both numbers: its epoch would not be validated."""
-    words = "epoch 1 of the training data has 5 batches, but their length says 6"
+    words = "epoch 1 of the training data has 5 batches, but its length says 6"
     with pytest.raises(SetupError, match=words) as found:
         fit("train.num_epochs=1", task=Plain, data=lambda cfg: Data(samples(40), Wrong))
     assert found.value.exit_code == 3
@@ -183,6 +183,14 @@ def test_what_needs_the_length_of_a_stream_says_so(fit, setting, error, words):
     with pytest.raises(error, match=words):
         fit(setting, data=lambda cfg: Data(Stream(40)))
     assert fit(setting, "train.max_steps=4", data=lambda cfg: Data(Stream(40))).trainer.global_step == 4
+
+
+def test_a_training_without_a_number_of_epochs_has_only_a_number_of_steps(fit):
+    """OneCycleLR can take the length as `total_steps`, or as `epochs` and `steps_per_epoch`."""
+    limits = "train.num_epochs=null", "train.max_steps=12"
+    assert fit(CYCLE, *limits).trainer.lr_scheduler_configs[0].scheduler.total_steps == 12
+    with pytest.raises(MisfitError, match=r"`auto` works for total_steps, T_max, not \{'epochs'\}"):
+        fit(CYCLE.replace("total_steps: auto", "epochs: auto, steps_per_epoch: 9"), *limits)
 
 
 def test_a_step_that_takes_the_whole_set_says_its_size(fit, caplog):

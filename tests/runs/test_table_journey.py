@@ -204,7 +204,7 @@ def test_answers_to_rows_are_those_of_the_network(server, place):
         (b"age,items,city,new\n1,2\n", "text/csv", 400, "Line 2 has 2 values, the header 4"),
         (b"age\xff", "text/csv", 400, "not in UTF-8"),
         (b"", "text/csv", 400, "has no body"),
-        (b"x", "image/png", 415, "this server answers rows of a table; send"),
+        (b"x", "image/png", 415, "this server takes rows of a table; send"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused(server, body, kind, status, words):

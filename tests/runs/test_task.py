@@ -11,7 +11,7 @@ from deeplightning.config.examine import load_config
 from deeplightning.engine.sharded import parameters_on_meta
 from deeplightning.faults import UserError
 from deeplightning.run.assemble import init_module
-from deeplightning.task.img_classif import SHOWN, ImageClassification
+from deeplightning.task.img_classif import SHEET_SIZE, ImageClassification
 from deeplightning.task.metrics import Accuracy, SampleMean
 from deeplightning.task.networks import MisfitError
 from deeplightning.task.optimize import freeze
@@ -230,7 +230,7 @@ def test_any_callable_is_a_network_an_optimizer_and_a_schedule(fit):
 def test_the_sheet_of_a_validation_has_the_pictures_that_are_worth_most():
     """Of all batches, an empty one among them: mistakes first, the surest first, then the least sure right answers."""
     task = ImageClassification.__new__(ImageClassification)
-    task.__dict__.update(_sheet=None, _answered=[])
+    task.__dict__.update(_sheet=None, _confusion_indices=[])
     random = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(400, 3, generator=random), torch.randint(3, (400,), generator=random)
     images = torch.arange(400).view(400, 1, 1, 1)
@@ -238,6 +238,6 @@ def test_the_sheet_of_a_validation_has_the_pictures_that_are_worth_most():
         task.remember(images[part], logits[part], labels[part])
     probability, predicted = logits.softmax(1).max(1)
     worth = torch.where(predicted == labels, 1 - probability, 1 + probability)
-    best = worth.argsort(descending=True)[:SHOWN]
+    best = worth.argsort(descending=True)[:SHEET_SIZE]
     assert task.__dict__["_sheet"]["image"].flatten().tolist() == best.tolist()
-    assert sum(map(len, task.__dict__["_answered"])) == 400
+    assert sum(map(len, task.__dict__["_confusion_indices"])) == 400

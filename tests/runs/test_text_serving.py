@@ -204,7 +204,7 @@ def plain(data, kind="text/plain"):
 @pytest.mark.parametrize(
     ("request_of", "status", "words"),
     [
-        (plain(picture(), "image/png"), 415, 'this server answers texts. Send JSON {"texts": ["…", …]} as application'),
+        (plain(picture(), "image/png"), 415, 'this server takes texts. Send JSON {"texts": ["…", …]} as application'),
         (plain(picture()), 415, "The text is not UTF-8"),
         (plain(b"x", "text/plain; charset=latin-1"), 415, "one text in UTF-8 as text/plain"),
         (plain(b""), 400, "The request has no body"),

@@ -17,6 +17,7 @@ import time
 import urllib.request
 import warnings
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -263,13 +264,23 @@ def test_a_run_is_continued(store, logger, caplog):
     assert "keeps the first values of 1 parameter of the continued run: epochs." in caplog.text
 
 
+def test_all_pages_of_a_search_are_read(store, monkeypatch):
+    """MLflow returns at most 1,000 runs at once."""
+    ids = {finished(store, tags={"search": "s"}).run_id for _ in range(3)}
+    client = Client(locate(store))
+    monkeypatch.setattr(client._client, "search_runs", partial(client._client.search_runs, max_results=1))
+    assert {run.id for run in client.runs_with_tag("Default", "search", "s")} == ids
+    assert len(client.listing()) == 3
+    assert client.runs_with_tag("none", "search", "s") == []
+
+
 def test_a_run_goes_on_from_an_earlier_point_with_each_point_once(store, logger):
     """Steps that the store has are not written again, whatever their values; points that it is owed are."""
     for step in range(3):
         logger.log_metrics({"train_loss": step, "lr": 0.1}, step)
     logger.finalize("killed", "SIGKILL")
     again = MLflowLogger(tracking_uri=store, system_metrics=False)
-    again.go_on(logger.run_id, [("train_loss", 1.0, 7, 1), ("val_loss", 0.5, 7, 2), ("val_loss", 0.25, 8, 3)])
+    again.resume_run(logger.run_id, [("train_loss", 1.0, 7, 1), ("val_loss", 0.5, 7, 2), ("val_loss", 0.25, 8, 3)])
     for step in range(2, 5):
         again.log_metrics({"train_loss": step, "lr": 0.2}, step)
     again.finalize("success")
@@ -296,8 +307,8 @@ def test_what_repeats_the_last_point_of_a_metric_is_left_out(logger):
     [
         (OURS, {}, None),
         (LIGHTNINGS, {}, "MLFlowLogger cannot continue a run"),
-        (OURS, {"run_id": "abc"}, "the run abc is asked for"),
-        (OURS, {"experiment_name": "Other"}, "is of the experiment 'Default'"),
+        (OURS, {"run_id": "abc"}, "the run abc is requested instead"),
+        (OURS, {"experiment_name": "Other"}, "belongs to the experiment 'Default'"),
         (OURS, {"tracking_uri": "nowhere"}, "does not have its run"),
     ],
 )
@@ -307,7 +318,7 @@ def test_why_a_run_cannot_go_on_is_said(type_name, params, words, store, logger,
     found = refusal(type_name, params, logger.run_id, logger.artifact_folder)
     assert (found is None) if words is None else (words in found)
     if words is None:  # in its own folder only, and not after it was deleted
-        assert "does not lie in the folder of its run" in refusal(OURS, params, logger.run_id, tmp_path)
+        assert "is not in the folder of its run" in refusal(OURS, params, logger.run_id, tmp_path)
         logger.finalize("success")
         logger.experiment.delete_run(logger.run_id)
         assert "was deleted" in refusal(OURS, params, logger.run_id, logger.artifact_folder)
@@ -418,14 +429,14 @@ def test_a_database_that_holds_what_is_no_text_is_named(tmp_path):
     finished(tmp_path)
     path = tmp_path / "mlflow.db"
     path.write_bytes(path.read_bytes().replace(b"CONSTRAINT", b"CONSTR\xffINT"))
-    with pytest.raises(SetupError, match=r"mlflow\.db is damaged or no SQLite database.*Move it aside"):
+    with pytest.raises(SetupError, match=r"mlflow\.db is damaged or not an SQLite database.*Move it aside"):
         listing(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("file", "uri", "words"),
     [
-        ("mlflow.db", ".", r"mlflow\.db is damaged or no SQLite database.*Move it aside"),
+        ("mlflow.db", ".", r"mlflow\.db is damaged or not an SQLite database.*Move it aside"),
         ("file", "file/mlruns", r"file.mlruns.mlflow\.db cannot be used"),
     ],
 )
@@ -816,7 +827,7 @@ def test_metrics_of_a_test_stand_at_step_0_and_an_epoch_is_none(store, logger):
     logger.log_metrics({"epoch": 4}, 50)
     logger.finalize("success")
     again = MLflowLogger(tracking_uri=store, system_metrics=False)
-    again.go_on(logger.run_id, [])
+    again.resume_run(logger.run_id, [])
     again.log_metrics({"test_acc": 0.25}, 60)
     again.finalize("success")
     client = MlflowClient(attach(locate(store)))
@@ -851,7 +862,7 @@ def test_data_that_are_known_after_the_end_leave_the_run_ended(store, logger):
     logger.log_metrics({"x": 1}, 0)
     logger.finalize("success")
     logger.log_dataset(Dataset("Digits", "0a1b", "code", "{}", "{}"))
-    logger.rest()
+    logger.flush_ended()
     run = in_store(store, logger.run_id)
     (used,) = run.inputs.dataset_inputs
     assert (run.info.status, used.dataset.name, used.dataset.digest) == ("FINISHED", "Digits", "0a1b")

@@ -24,7 +24,7 @@ from deeplightning.config.tree import dump, plain
 from deeplightning.config.trust import run_config
 from deeplightning.faults import PLUGINS, CheckpointError, plugin_of
 from deeplightning.own_code import INSTALLED
-from deeplightning.run.load import TO_ANSWER, trained_task
+from deeplightning.run.load import CPU_OVERRIDES, trained_task
 from deeplightning.run.load import load_run as load_config_of
 from deeplightning.runfolder import RunFolder
 from deeplightning.torch_server import Checkpoint
@@ -288,7 +288,7 @@ def test_the_tree_that_is_admitted_is_the_tree_that_is_built(run, tmp_path, monk
     with pytest.raises(CheckpointError, match=named):
         load_config_of(copy, [], "use", allow=["oc.env"])
     monkeypatch.setenv("LOSS", "torch.nn.CrossEntropyLoss")
-    assert load_config_of(copy, TO_ANSWER, "use", allow=["oc.env"]).model.loss.type == "torch.nn.CrossEntropyLoss"
+    assert load_config_of(copy, CPU_OVERRIDES, "use", allow=["oc.env"]).model.loss.type == "torch.nn.CrossEntropyLoss"
     with pytest.raises(CheckpointError, match=r"cfg\.yaml:\d+:\d+: .* has the reference '\$\{oc\.env:LOSS\}'"):
         run_config(copy, ["torch"])
 

@@ -30,14 +30,14 @@ from deeplightning.tracking.entities import Dataset, run_of
 from deeplightning.tracking.metrics_file import points_line, read_lines, sent_position
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import SILENT_SECONDS, settle
+from deeplightning.tracking.unsent import SILENT_SECONDS, send_leftovers
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def sync(store):
     """What `runs --sync` sends."""
-    return settle(locate(store), silent=SILENT_SECONDS)
+    return send_leftovers(locate(store), silent=SILENT_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_a_killed_run_that_goes_on_has_its_points_first(is_of_another, folder):
     if is_of_another:
         change(folder, **ELSEWHERE)
     again = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    again.go_on(run_id, [("x", 3.0, 7, 3)])
+    again.resume_run(run_id, [("x", 3.0, 7, 3)])
     for step in range(150, 250):
         again.log_metrics({"x": float(step)}, step)
     again.finalize("success")
@@ -369,7 +369,7 @@ def test_points_of_one_interval_are_sent_together(folder, monkeypatch):
 def test_what_was_left_is_sent_by_a_command(folder, command, place):
     """`deeplightning runs --sync` says what it wrote, or that there was nothing; both end with 0."""
     run_id, none = killed(folder, *SAID), folder.with_name("none")
-    nothing = "nothing was left unsent\n"
+    nothing = "nothing to send\n"
     for store, words in ((folder, f"{run_id}  400 points sent{KILLED}\n"), (folder, nothing), (none, nothing)):
         told = command("runs", "--sync", "--tracking-uri", store, cwd=place)
         assert (told.code, told.out) == (0, words)
@@ -428,7 +428,7 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
 
     asked = ("runs", "--sync", "--tracking-uri", server.address)
     refused = command(*asked, cwd=here, **state, code=3)
-    assert "What was left unsent stays" in refused.err
+    assert "Unsent data is kept" in refused.err
     with pytest.raises(SetupError):
         list(sync(server.address))
     assert len(claimed(server.address)) == 1
@@ -475,7 +475,7 @@ def test_runs_settles_a_killed_run_by_itself(folder, command, place):
         other.execute("BEGIN IMMEDIATE")
         told = command("runs", "--tracking-uri", folder, cwd=place, DEEPLIGHTNING_TRACKING_WAIT="0.5")
     assert (told.code, told.out.split()[:2]) == (0, [run_id, "RUNNING"]), told
-    assert "What was left unsent stays" in told.err
+    assert "Unsent data is kept" in told.err
     told = command("runs", "--tracking-uri", folder, cwd=place, code=0)
     assert told.out.split()[:2] == [run_id, "FAILED"]
     assert told.err == f"{run_id}  400 points sent{KILLED}\n"
@@ -500,7 +500,7 @@ def test_another_machines_run_is_left_to_it(folder, command, place):
     finished(folder)
     assert [row["status"] for row in listing(str(folder))] == ["FINISHED", "RUNNING"]
     (line,) = sync(folder)
-    assert line.startswith(f"{run_id}  left alone: its process is of elsewhere")
+    assert line.startswith(f"{run_id}  skipped: its process ran on elsewhere")
     (path,) = claimed(folder)
     long_ago = time.time() - 25 * 3600
     for file in (path, metrics_of(folder, run_id)):

@@ -149,7 +149,7 @@ def test_a_run_is_resumed_under_the_new_name_of_its_experiment_unless_it_was_del
     assert "child 2" in {each.info.run_name for each in client.search_runs([before.experiment_id])}
     client.delete_run(before.run_id)
     anew = run(*more)
-    assert "resumes    nothing, a new run begins: no run of this experiment" in anew.out
+    assert "resumes    nothing, a new run starts: no run of this experiment" in anew.out
     assert anew.folder != done.folder
 
 
@@ -176,7 +176,7 @@ def test_an_exception_counts_for_whoever_called_the_library(tmp_path, monkeypatc
 
     assert failure.exit_code_of(raised(fail)) == 5
     monkeypatch.setattr(failure, "OURS", (os.path.dirname(__file__),))  # noqa: PTH120
-    monkeypatch.setattr(failure, "is_theirs", lambda file: False)
+    monkeypatch.setattr(failure, "is_user_file", lambda file: False)
     assert failure.exit_code_of(raised(fail)) == 1
     assert failure.exit_code_of(raised(lambda: pl.Trainer(max_epochs=-2))) == 5  # a MisconfigurationException
     assert failure.exit_code_of(raised(lambda: pl.Trainer(precision="none"))) == 5  # a ValueError

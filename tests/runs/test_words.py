@@ -94,7 +94,7 @@ def untrue(rows: dict[str, str], meanings: Meanings) -> dict[str, str]:
     keys |= {"_base_", "type", "params", "model.network.type", "logger.type"}
     missing = {name for names in PLUGINS.values() for name in names if name.endswith(":") and name[:-1] not in keys}
     keys.add("engine.launcher.params.cpus_per_worker")  # of the plug-in `ray`, whose tests check it
-    keys |= {f"engine.params.config.{word}" for word in strategy._JSON}
+    keys |= {f"engine.params.config.{word}" for word in strategy._JSON_KEYS}
     for section, names in TAKEN_BY.items():
         keys |= {f"{section}.{p.name}" for name in names for p in meanings.signature(name).parameters}
     wrong = {}
@@ -126,7 +126,7 @@ def test_check_answers_each_word_of_the_table(tmp_path, monkeypatch):
         told |= {fault.key: fault.message for fault in faults if fault.key in some}
     for word, new in words.items():
         key = re.escape(str(other_tools.key_of(new)).lstrip("."))
-        answer = "There is none here" if new.startswith("none") else f"(Here it is called|Did you mean) {key}"
+        answer = "No equivalent here" if new.startswith("none") else f"(Here it is called|Did you mean) {key}"
         assert re.search(answer, told[word]), word
 
 

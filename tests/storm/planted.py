@@ -40,15 +40,15 @@ FAULTS = {
     "unsynced": Fault(
         "a checkpoint gets its name without an fsync of its content",
         "deeplightning/runfolder.py",
-        "            file.flush()\n            os.fsync(file.fileno())\n        beside.replace(path)",
-        "            file.flush()\n        beside.replace(path)",
+        "            file.flush()\n            os.fsync(file.fileno())\n        temporary.replace(path)",
+        "            file.flush()\n        temporary.replace(path)",
         "power",
     ),
     "in-place": Fault(
         "a small file is written in its place, and not beside it and renamed",
         "deeplightning/runfolder.py",
-        'beside = path.with_name(f".{path.name}.{os.getpid()}")\n    try:\n        with beside.open("wb") as file:',
-        'beside = path\n    try:\n        with beside.open("wb") as file:',
+        'temporary = path.with_name(f".{path.name}.{os.getpid()}")\n    try:',
+        "temporary = path\n    try:",
         "power",
     ),
     "replayed": Fault(

@@ -11,7 +11,7 @@ from deeplightning.image_spec import ImageError, ImageSpec
 from serve.answers import answered
 from serve.batching import TINY_BYTES, TINY_SECONDS, Batcher, Job
 from serve.limits import Limits, Refusal
-from serve.worker_count import choose
+from serve.worker_count import choose_layout
 
 
 class Model:
@@ -114,7 +114,7 @@ def test_what_waits_goes_together_up_to_the_largest_batch(model):
 
 def test_two_lanes_run_at_a_time(model):
     """A second forward pass does not wait for the first."""
-    batcher = Batcher(model, Limits(), number=2)
+    batcher = Batcher(model, Limits(), lanes=2)
     first = occupied(model, batcher)
     model.begun.clear()
     second = Asked(batcher, b"2")
@@ -157,7 +157,7 @@ def test_a_full_queue_refuses(model):
     """A full queue refuses with 429 and Retry-After; accepted requests are still answered."""
     batcher = Batcher(model, Limits(max_queue=3))
     accepted = [occupied(model, batcher), Asked(batcher, b"2"), Asked(batcher, b"3")]
-    with pytest.raises(Refusal, match="3 requests wait") as refused:
+    with pytest.raises(Refusal, match="3 requests are waiting") as refused:
         Asked(batcher, b"4")
     assert refused.value.status == 429
     assert int(refused.value.headers["Retry-After"]) >= 1
@@ -169,7 +169,7 @@ def test_a_full_queue_refuses(model):
 def test_a_wait_that_would_be_too_long_refuses(model):
     """A request that could not be answered in time is refused at once."""
     batcher = Batcher(model, Limits(max_wait=0.05))
-    batcher._pace = 0.2  # seconds for each that waits, as after slow forward passes
+    batcher._request_cost = 0.2  # seconds for each that waits, as after slow forward passes
     first = occupied(model, batcher)
     with pytest.raises(Refusal, match="busy"):
         Asked(batcher, b"3")
@@ -214,7 +214,7 @@ def test_a_small_picture_for_a_small_network_changes_no_thread(model):
 def test_the_layout_follows_the_forward_pass(monkeypatch, seconds, cores, layout):
     """A heavy network has one process with a lane for each core; a light one has several processes."""
     monkeypatch.setattr("serve.worker_count._forward_seconds", lambda model: seconds)
-    chosen = choose(SimpleNamespace(), cores)
+    chosen = choose_layout(SimpleNamespace(), cores)
     assert (chosen.processes, chosen.lanes) == layout
     assert chosen.processes * chosen.lanes >= cores
 

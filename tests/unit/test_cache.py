@@ -266,7 +266,7 @@ def test_what_another_user_could_have_written_is_not_used(root, cache, how, monk
     decoded.clear()
     caplog.clear()
     assert pictures(ready(root)) == expected
-    assert f"Decoded images are not cached in {cache}: {folder} is left alone: others may write into it" in caplog.text
+    assert f"Decoded images are not cached in {cache}: {folder} is not used: others may write into it" in caplog.text
     assert {path: path.read_bytes() for path in folder.iterdir()} == held
     copied = shutil.copytree(root, root.with_name("copied"))
     assert set(pictures(ready(copied)).values()) == set(expected.values())
@@ -276,7 +276,7 @@ def test_what_another_user_could_have_written_is_not_used(root, cache, how, monk
 def test_check_sums_of_large_sets(root, cache, monkeypatch, caplog):
     """Of a set that is larger than what is checked, rows from the first to the last are."""
     wanted = pictures(ready(root))
-    monkeypatch.setattr(cache_module, "CHECKED", 5 * ROW)
+    monkeypatch.setattr(cache_module, "CHECKSUM_BYTES", 5 * ROW)
     for place, told in ((0, True), (1, True), (5.5 / COUNT, False)):
         ready(root)  # which has all rows again
         caplog.clear()
@@ -292,7 +292,7 @@ def test_check_sums_of_large_sets(root, cache, monkeypatch, caplog):
 @pytest.fixture
 def in_chunks(monkeypatch):
     """Four pictures are decoded at a time."""
-    monkeypatch.setattr(cache_module, "_CHUNK", 4 * ROW)
+    monkeypatch.setattr(cache_module, "_CHUNK_BYTES", 4 * ROW)
     monkeypatch.setattr(datasets, "threads", lambda: 1)
 
 
@@ -407,13 +407,13 @@ def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
     left = folders(cache)
     assert {names[8], names[9]} < left  # the oldest is in use
     assert names[10] not in left
-    assert "longest unused" in caplog.text
+    assert "least recently used" in caplog.text
     assert pictures(used) == right(root, image_size=9)
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(COUNT * per_row(12) / 2**30))
     module = ready(root, image_size=12)
     assert isinstance(module.dataset("train"), InMemory)
     assert module.dataset("train").rows is None
-    assert "allow beside what is in use" in caplog.messages[-1]
+    assert "allow beside the folders in use" in caplog.messages[-1]
 
 
 def test_a_set_that_is_too_large(root, cache, monkeypatch, caplog):

@@ -80,9 +80,9 @@ def note(*overrides: str, **how: Any) -> str:
         ("data.num_splits=1", "data.num_splits: must be at least 2, not 1"),
         ("stages=[]", "stages: nothing to do: give at least one of train, validate, test, predict"),
         # nobody to start it
-        ("engine.num_nodes=2", "engine.num_nodes: 2 machines have to be started: by torchrun, Slurm, "),
+        ("engine.num_nodes=2", "engine.num_nodes: 2 machines must be started: by torchrun, Slurm, "),
         # missing
-        ("~train.num_epochs", "train.num_epochs: missing: say how long to train, for example `num_epochs: 10`"),
+        ("~train.num_epochs", "train.num_epochs: missing: how long to train, for example `num_epochs: 10`"),
         ("~data.batch_size", "data.batch_size: missing: samples per step and process; for example `batch_size: 64`"),
         ("~data.module", "data.module: missing: a LightningDataModule; a first parameter named `cfg` gets the whole"),
         ("~model.optimizer.params", "model.optimizer.params: missing: "),
@@ -187,9 +187,9 @@ def test_one_wrong_target_is_one_note(override, words):
         ("ddp", "module: 1", "torch.nn.parallel.DistributedDataParallel: `module` is set by Deep Lightning; remove it"),
         ("ddp", "find_unused_parameters: true, process_group_backend: gloo, bucket_cap_mb: 25", None),
         ("deepspeed_stage_3", "offload_optimizer: true, allgather_bucket_size: 200_000_000", None),
-        ("ddp", "accelerator: cpu", "engine.params.accelerator: engine.gpus decides it; remove it"),
-        ("deepspeed_stage_2", "stage: 3", "engine.params.stage: engine.backend decides it; remove it"),
-        ("deepspeed_stage_2", "precision_plugin: {type: torch.amp.GradScaler}", "engine.precision decides it; remove"),
+        ("ddp", "accelerator: cpu", "engine.params.accelerator: is set by engine.gpus; remove it"),
+        ("deepspeed_stage_2", "stage: 3", "engine.params.stage: is set by engine.backend; remove it"),
+        ("deepspeed_stage_2", "precision_plugin: {type: torch.amp.GradScaler}", "is set by engine.precision; remove"),
         ("ddp", "timeout: 30 min", "engine.params.timeout: must be a number of seconds, more than 0, not '30 min'"),
         ("ddp", "timeout: 0.5", None),
         ("fsdp", "param_dtype: bfloat", "engine.params.param_dtype: must be one of float32, bfloat16, float16, not "
@@ -200,14 +200,14 @@ def test_one_wrong_target_is_one_note(override, words):
         ("fsdp", "reshard_after_forward: false, reduce_dtype: float32, cpu_offload: true, wrap: [Linear, conv1]", None),
         ("ddp", "ddp_comm_hook: {ref: json.dumbs}", "engine.params.ddp_comm_hook.ref: json has no `dumbs`."),
         ("deepspeed_stage_1", "config: {progressive_layer_drop: {}}", "progressive_layer_drop: unknown to DeepSpeed."),
-        ("deepspeed_stage_2", "config: {optimizer: {}}", "config.optimizer: model.optimizer decides it; remove it"),
+        ("deepspeed_stage_2", "config: {optimizer: {}}", "config.optimizer: is set by model.optimizer; remove it"),
         ("deepspeed_stage_2", "config: {flop_profiler: {}}", "config.flop_profiler: unknown to DeepSpeed. "
          "Did you mean flops_profiler? It knows activation_checkpointing,"),
         ("deepspeed_stage_2", "config: {zero_optimization: false}", "zero_optimization: must be a mapping, such"),
         # words of DeepSpeed and Horovod
-        ("deepspeed_stage_3", "stage3_gather_fp16_weights_on_model_save: true", "There is none here: checkpoints are"),
+        ("deepspeed_stage_3", "stage3_gather_fp16_weights_on_model_save: true", "No equivalent here: checkpoints are"),
         ("deepspeed_stage_3", "compression: fp16", "Here it is called engine.params.ddp_comm_hook."),
-        ("deepspeed_stage_3", "op: Adasum", "There is none here: gradients are averaged."),
+        ("deepspeed_stage_3", "op: Adasum", "No equivalent here: gradients are averaged."),
         ("deepspeed_stage_2", "initial_scale_power: 8, loss_scale_window: 100, hysteresis: 1, min_loss_scale: 2", None),
         ("deepspeed_stage_3", "block_size: 1, queue_depth: 4, thread_count: 2, partition_activations: true", None),
         ("deepspeed_stage_2_offload", "config: {flops_profiler: {}, zero_optimization: {sub_group_size: 9}}", None),
@@ -240,7 +240,7 @@ def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
 
     config.DeepSpeedConfig(Json(train_batch_size=1))
     removed = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, "bfloat16"}  # the latter is another name of bf16
-    json_words = {*strategy._JSON, *strategy._DECIDED_JSON}
+    json_words = {*strategy._JSON_KEYS, *strategy._JSON_SET_ELSEWHERE}
     assert asked - json_words == removed
     assert json_words - asked == {"sequence_parallel_size"}  # it asks for it of a network
 
@@ -304,10 +304,10 @@ def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
     """A wrong value from the environment is told by the variable's name."""
     monkeypatch.setenv("SOME_TOKEN", "hunter2")
     assert note("data.batch_size=${oc.env:SOME_TOKEN}") == (
-        "data.batch_size: must be a whole number or null, not what ${oc.env:SOME_TOKEN} gives"
+        "data.batch_size: must be a whole number or null, not the value of ${oc.env:SOME_TOKEN}"
     )
     assert note("model.optimizer.params.lr=${oc.env:SOME_TOKEN}") == (
-        "model.optimizer.params.lr: torch.optim.SGD takes a number here, not the text that ${oc.env:SOME_TOKEN} gives; "
+        "model.optimizer.params.lr: torch.optim.SGD takes a number here, not the text of ${oc.env:SOME_TOKEN}; "
         "write `${oc.decode:${oc.env:SOME_TOKEN}}`"
     )
 
@@ -383,7 +383,7 @@ def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
         ("model.~metrics=null", "model.~metrics: there is no such key to remove: nothing below this file sets"),
         ("engine.gpus=[96, 96]", "engine.gpus: must be different indexes, not [96, 96]"),
         ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: auto}}",
-         "model.scheduler.params.gamma: `auto` is known for total_steps, steps_per_epoch, epochs, T_max; give `gamma`"),
+         "model.scheduler.params.gamma: `auto` works for total_steps, steps_per_epoch, epochs, T_max; give `gamma`"),
         ("model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 1.0, tota_steps: auto}}",
          "torch.optim.lr_scheduler.OneCycleLR has no param `tota_steps`. Did you mean total_steps?"),
         ("model.loss={type: torch.nn.functional.cross_entropy}",
@@ -454,7 +454,7 @@ def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
         (2, "stages.1"): "not the text 'tset'. Did you mean test?",  # no known word
         (5, "data.batch_size"): "must be at least 1, not 0",  # out of range
         (6, "data.num_splitz"): "unknown key. Did you mean num_splits?",  # unknown key
-        (7, "data.root"): "`${no.such.key}` refers to a key that is not there",  # reference
+        (7, "data.root"): "`${no.such.key}` refers to a key that does not exist",  # reference
         (9, "model.module.type"): "torch.nn.CrossEntropyLoss is not a LightningModule",  # of another kind
         (12, "model.network.params"): "deeplightning.model.cnn.SimpleCNN needs num_classes",  # missing param
         (16, "model.optimizer.params.lrr"): "has no param `lrr`. Did you mean lr?",  # unknown param
@@ -543,7 +543,7 @@ def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
     changed = ["model.loss={type: own_parts.loss, params: {factor: 2}}"]
     found = command("check", "c.yaml", *changed, cwd=here, code=0)
     assert found.err.startswith(f"unchecked: override {changed[0]}: model.loss.")
-    assert "; `--import` settles it\n" in found.err
+    assert "; `--import` checks it\n" in found.err
     assert "--import" not in command("check", "c.yaml", *changed, "--import", cwd=here).err
     Path("c.yaml").write_text(GOOD.replace("torch.nn.CrossEntropyLoss", "own_parts.losss"))
     assert "Did you mean own_parts.loss?" in command("check", "c.yaml", cwd=here).err
@@ -556,7 +556,7 @@ def test_an_abstract_class_is_found_by_importing():
         "class Abstract(nn.Module, abc.ABC):\n    @abc.abstractmethod\n    def forward(self, logits, labels): ...\n"
     )
     found = note("model.loss={type: own_classes.Abstract}", ways=BY_IMPORTING)
-    assert "own_classes.Abstract is abstract: it has no forward of its own" in found
+    assert "own_classes.Abstract is abstract: it does not implement forward" in found
 
 
 def test_check_says_what_only_a_dry_run_tries(command, here):
@@ -567,9 +567,9 @@ def test_check_says_what_only_a_dry_run_tries(command, here):
     more = "--dry-run builds everything and passes a batch; "
     assert (plain.out, plain.err) == (f"no faults; {more}explain prints the config\n", "")
     report = json.loads(command("check", "c.yaml", "--format", "json", cwd=here).out)
-    assert [fault["message"][:32] for fault in report["unchecked"]] == ["what constructors and batches re"]
+    assert [fault["message"][:32] for fault in report["unchecked"]] == ["errors of constructors and batch"]
     assert yaml.safe_load(command("explain", "c.yaml", cwd=here).out) == report["config"]
-    assert "what constructors" not in command("check", "c.yaml", "--dry-run", "--format", "json", cwd=here).out
+    assert "errors of constructors" not in command("check", "c.yaml", "--dry-run", "--format", "json", cwd=here).out
     tried = command("check", "c.yaml", "--dry-run", cwd=here)
     assert (tried.code, tried.out) == (0, "no faults; explain prints the config\n"), tried
 
@@ -646,7 +646,7 @@ def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
     report = examine("c.yaml", ["model.module.type=own_tasks.Computed", "train.checkpoint={monitor: val_x, mode: min}"])
     assert report.faults == []
     (unchecked,) = report.unchecked
-    assert unchecked.message == "whether `val_x` is logged: own_tasks.Computed computes names; `--dry-run` settles it"
+    assert unchecked.message == "whether `val_x` is logged: own_tasks.Computed computes names; `--dry-run` checks it"
 
 
 @pytest.mark.parametrize(
@@ -697,5 +697,5 @@ class Theirs(pl.LightningModule):
         return self
 """)
     found = [one for one in notes(f"model.module.type=own_tasks.{module}", override) if "kind" in one]
-    told = f"own_tasks.{wrong} has the kind 'image_grades', which no server knows; take one of image_classification, "
+    told = f"own_tasks.{wrong} has the kind 'image_grades', that no server supports; use one of image_classification, "
     assert [told in one for one in found] == [True] * (wrong is not None), found

@@ -211,4 +211,4 @@ def test_weights_of_another_network_are_refused_with_their_names(path):
         load_weights(module, read_checkpoint(path), path)
     assert f"{path}: of another network: 2 tensors differ" in str(caught.value)
     assert "bias is missing" in str(caught.value)
-    assert "weight is (100, 100), the network wants (2, 3)" in str(caught.value)
+    assert "weight is (100, 100), the network expects (2, 3)" in str(caught.value)

@@ -81,10 +81,10 @@ def test_labels_come_from_a_column_or_from_the_samples():
     column = type("Column", (), {"labels": torch.from_numpy(LABELS), "__len__": lambda self: len(LABELS)})()
     assert list(train_sampler(cfg, column)) == list(train_sampler(cfg, Labelled()))
     with pytest.raises(
-        DataConfigError, match=r"balanced: the training set \(Numbers\) has no class for each sample; leave"
+        DataConfigError, match=r"balanced: the training set \(Numbers\) has no class for each sample; remove"
     ):
         train_sampler(cfg, Numbers())
-    with pytest.raises(DataConfigError, match="needs a training set of known length, not Endless"):
+    with pytest.raises(DataConfigError, match="needs a training set with a length, not Endless"):
         train_sampler(cfg, Endless())
     masks = type("Masks", (), {"labels": torch.zeros(3, 2, 2, dtype=torch.int64), "__len__": lambda self: 3})()
     with pytest.raises(DataConfigError, match=r"has no class for each sample; .*int64 \(3, 2, 2\)"):

@@ -54,7 +54,7 @@ def test_every_verb_takes_several_files(answer):
         (["check", "a.yaml", "lr=0.1"], "override lr=0.1: lr: unknown key"),
         (["check", "a.yaml", "seed"], "override seed: an override is key=value, ~key (remove), or +list=[x] (append)"),
         (["check", "--config", "a.yaml", "--config", "plain"], "a config file must end in .yaml or .yml"),
-        (["serve", ".", "b.yaml"], "a config file cannot be laid over that of a run; give its keys as key=value"),
+        (["serve", ".", "b.yaml"], "a config file cannot override that of a run; give its keys as key=value"),
     ],
 )
 def test_a_word_that_is_no_config_is_named(answer, words, note):
@@ -135,9 +135,9 @@ def test_an_option_lies_under_the_key_of_its_group(words, expected):
         (["model/optimiser=sgd"], "override model/optimiser=sgd: model/optimiser: unknown key."),
         (["bad.yaml"], "bad.yaml:1:10: _base_: `override model` is not an option group"),
         (["none.yaml"], "the group has no option `x`. There are: none"),
-        (["kind.yaml"], "kind.yaml:1:10: _base_: a `_base_` is the path of a file, not a mapping; one"),
+        (["kind.yaml"], "kind.yaml:1:10: _base_: a `_base_` is the path of a file, not a mapping; an"),
         (["hydra.yaml"], "data/hydra.yaml: `@package` is Hydra's and has no effect: this file is placed under `data`"),
-        (["circle.yaml"], "these files build on each other in a circle"),
+        (["circle.yaml"], "`_base_` is circular"),
     ],
 )  # fmt: skip
 def test_an_option_that_is_not_there_is_named(answer, words, note):
@@ -159,7 +159,7 @@ def test_options_are_explained_and_offered(answer, monkeypatch):
     code, out, _ = answer("explain", "base.yaml", "model=wide", "model.loss.params.label_smoothing")
     assert code == 0
     assert "  set by      model/wide.yaml:3:17\n" in out
-    assert "  option      model=wide  # override model=wide; there are: cnn, resnet18, small, vit, wide\n" in out
+    assert "  option      model=wide  # override model=wide; available: cnn, resnet18, small, vit, wide\n" in out
 
 
 @pytest.mark.parametrize(

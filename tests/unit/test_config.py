@@ -144,7 +144,7 @@ def test_a_circle_of_bases_is_named():
     """The note shows the way round."""
     write("_base_: c.yaml\n", "b.yaml")
     (note,) = notes("_base_: b.yaml\n")
-    circle = "these files build on each other in a circle: c.yaml → b.yaml → c.yaml; remove one `_base_`"
+    circle = "`_base_` is circular: c.yaml → b.yaml → c.yaml; remove one `_base_`"
     assert note == f"b.yaml:1:1: {circle}"
     (note,) = notes("_base_: c.yaml\n")
     assert "c.yaml → c.yaml" in note
@@ -160,7 +160,7 @@ def test_a_circle_of_bases_is_named():
         ("x" * 300, "to build on"),
         (
             "https://a.com/b.yaml?key=s3cret",
-            "https://a.com/b.yaml: a config is a file, and this is an address; download",
+            "https://a.com/b.yaml: a config must be a file, not an address; download",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_base_that_is_not_there_is_named_with_its_place(base, words):
 )
 def test_a_config_by_address_is_refused(word):
     """Nothing is asked, and the query is not repeated."""
-    with pytest.raises(ConfigError, match=r"a config is a file, and this is an address; download it") as caught:
+    with pytest.raises(ConfigError, match=r"a config must be a file, not an address; download it") as caught:
         read(word)
     assert "s3cret" not in str(caught.value)
 
@@ -339,9 +339,9 @@ i: \\${a}
     [
         ("${oc.env:IT_IS_NOT_SET}", "the environment variable IT_IS_NOT_SET is not set; set it, or give a default"),
         ("${a}", "`${a}` refers to itself"),
-        ("${no.such}", "`${no.such}` refers to a key that is not there"),
-        ("${", "`${`: the braces hold no reference such as ${a.b}; for a plain `${` write `\\${`"),
-        ("${foo:1}", "foo is not known; ${a.b} refers to a key, ${oc.env:NAME} to a variable"),
+        ("${no.such}", "`${no.such}` refers to a key that does not exist"),
+        ("${", "`${`: the braces contain no reference such as ${a.b}; for a plain `${` write `\\${`"),
+        ("${foo:1}", "there is no resolver foo; ${a.b} refers to a key, ${oc.env:NAME} to a variable"),
         ("${oc.decode:'['}", "cannot be resolved"),
     ],
 )
@@ -440,7 +440,7 @@ def test_a_number_from_a_variable_says_how_to_decode_it():
     write("def anything(cfg=None, *args, lr: float = 0.1, **kwargs): ...\n", "some_parts.py")
     faults = check(write(SMALL), ["model.optimizer.params.lr=${oc.env:IT_IS_NOT_SET,0.1}"]).faults
     assert [fault.message for fault in faults if str(fault.key).endswith("lr")] == [
-        "some_parts.anything takes a number here, not the text that ${oc.env:IT_IS_NOT_SET,0.1} gives; write "
+        "some_parts.anything takes a number here, not the text of ${oc.env:IT_IS_NOT_SET,0.1}; write "
         "`${oc.decode:${oc.env:IT_IS_NOT_SET,0.1}}`"
     ]
 

@@ -13,7 +13,7 @@ from modules import data_config
 from deeplightning.data import datasets
 from deeplightning.data.arrays import ArrayData, Arrays, mapped
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.datasets import InMemory, move_where_there_is_room
+from deeplightning.data.datasets import InMemory, move_if_it_fits
 from deeplightning.data.digits import Digits
 from deeplightning.data.images import ImageData
 
@@ -31,24 +31,24 @@ def made(size: int) -> InMemory:
 )
 def test_what_fits_beside_a_step_is_moved(left, moved, words, monkeypatch, caplog):
     """Pictures move if they take at most half of the free memory, and the log reports it."""
-    monkeypatch.setattr(datasets, "left", lambda device: left)
+    monkeypatch.setattr(datasets, "free_bytes", lambda device: left)
     sets = [made(30), made(10)]
     with caplog.at_level(logging.INFO):
-        move_where_there_is_room(sets, CPU)
+        move_if_it_fits(sets, CPU)
     assert [bool(one.on_device) for one in sets] == [moved] * 2
     assert words in caplog.text
 
 
 def test_a_gpu_that_another_process_has_filled_meanwhile_gets_nothing(monkeypatch):
     """Half a move is taken back."""
-    monkeypatch.setattr(datasets, "left", lambda device: 1000)
+    monkeypatch.setattr(datasets, "free_bytes", lambda device: 1000)
     sets = [made(30), made(10)]
 
     def move(device):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     sets[1].move = move
-    move_where_there_is_room(sets, CPU)
+    move_if_it_fits(sets, CPU)
     assert [one.on_device for one in sets] == [{}, {}]
 
 
@@ -58,7 +58,7 @@ def test_a_data_module_moves_after_the_first_step(in_memory, moves, monkeypatch)
     The GPU is torch's "meta" device, which has shapes and no values."""
     meta = torch.device("meta")
     monkeypatch.setattr(ImageData, "_gpu", lambda self: meta)
-    monkeypatch.setattr(datasets, "left", lambda device: 2**40)
+    monkeypatch.setattr(datasets, "free_bytes", lambda device: 2**40)
     cfg = data_config(batch_size=16)
     module = Digits(cfg) if in_memory == "auto" else Digits(cfg, in_memory=in_memory)
     module.setup("fit")
@@ -99,7 +99,7 @@ def test_a_whole_number_that_is_no_class_takes_no_memory(tmp_path):
         np.savez(tmp_path / "a.npz", x=inputs, y=np.array(targets * 10))
         module = ArrayData(data_config(tmp_path), "a.npz")
         if expected is None:
-            with pytest.raises(DataError, match=r"target 1 is 1000000000000, and .* numbered from 0; other .* floats"):
+            with pytest.raises(DataError, match=r"target 1 is 1000000000000, but .* numbered from 0; other .* floats"):
                 module.setup()
         else:
             module.setup()

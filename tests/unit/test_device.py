@@ -65,12 +65,12 @@ def test_each_word_means_its_devices(chosen):
 @pytest.mark.parametrize(
     ("word", "gpus", "lacks", "words"),
     [
-        ("cuda", [], None, "the GPUs that can be seen are none; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
+        ("cuda", [], None, "the visible GPUs are none; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
         ("cuda:0", [TAKEN], None, "are cuda:0 (H100, unusable: cuDevicePrimaryCtxRetain: device is busy); see"),
         ("cuda", [TAKEN, ONE], None, "device is busy), cuda:1 (H100); see"),
-        ("cuda:3", [ONE], None, "serve.device is cuda:3: the GPUs that can be seen are cuda:0 (H100); see"),
+        ("cuda:3", [ONE], None, "serve.device is cuda:3: the visible GPUs are cuda:0 (H100); see"),
         ("auto", [ONE], "torch is built without CUDA", "torch is built without CUDA"),
-        ("auto", [], None, "the GPUs that can be seen are none"),
+        ("auto", [], None, "the visible GPUs are none"),
         ("auto", [TAKEN], None, "device is busy"),
     ],
 )

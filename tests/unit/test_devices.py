@@ -19,7 +19,7 @@ def test_the_count_is_that_of_torch():
     """In a process that never imports torch, on the machine as it is."""
     program = (
         "import sys; from deeplightning.config.devices import machine; "
-        "print(len(machine().shown()), 'torch' in sys.modules)"
+        "print(len(machine().visible_gpus()), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.split() == [str(torch.cuda.device_count()), "False"]
@@ -39,15 +39,15 @@ def test_cuda_visible_devices_is_read_as_torch_reads_it(count, monkeypatch):
     for words in itertools.chain.from_iterable(itertools.product(WORDS, repeat=n) for n in (1, 2, 3)):
         visible = ",".join(words)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert len(Machine(gpus, visible).shown()) == torch.cuda._device_count_nvml(), visible
+        assert len(Machine(gpus, visible).visible_gpus()) == torch.cuda._device_count_nvml(), visible
 
 
 def test_the_order_of_cuda_visible_devices_counts():
     """Index 0 is the first entry; without the variable, the first GPU."""
     gpus = tuple(map(Gpu, UUIDS))
-    assert [gpu.uuid for gpu in Machine(gpus, "3,1").shown()] == ["GPU-c1", "GPU-a2"]
-    assert Machine(gpus).shown() == list(gpus)
-    assert Machine(gpus, "MIG-1").shown() == [Gpu("MIG-1")]
+    assert [gpu.uuid for gpu in Machine(gpus, "3,1").visible_gpus()] == ["GPU-c1", "GPU-a2"]
+    assert Machine(gpus).visible_gpus() == list(gpus)
+    assert Machine(gpus, "MIG-1").visible_gpus() == [Gpu("MIG-1")]
 
 
 class Driver:
@@ -132,7 +132,7 @@ def test_a_build_without_cuda_sees_none(version, built, shown, driver):
     """Torch's own version file says what it was built for."""
     driver(Driver(), version)
     found = machine()
-    assert (found.built_for, len(found.shown()), found.is_built) == (built, shown, built is not None)
+    assert (found.built_for, len(found.visible_gpus()), found.is_built) == (built, shown, built is not None)
 
 
 CUDA_13 = "cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"
@@ -147,7 +147,7 @@ def test_a_build_of_another_kind_is_asked_itself(libraries, version, driver, mon
     driver(dict.fromkeys(libraries, object()), version)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # torch has counted with it
-    assert machine().shown() == [Gpu()] * 5
+    assert machine().visible_gpus() == [Gpu()] * 5
 
 
 def test_a_machine_without_the_driver_has_none(driver):

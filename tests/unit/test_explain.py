@@ -142,7 +142,7 @@ ABOUT = {
     "seed": """\
 seed: 3
   type        a whole number or null, at least 0, at most 4294967295
-  meaning     everything random follows from it; null: drawn and recorded
+  meaning     seeds all random number generators; null: drawn and recorded
   default     42
   set by      top.yaml:2:1
 """,
@@ -195,21 +195,21 @@ train.gradient_clip.value: not set
   type        a number, at least 0
   meaning     .*
   default     none, it must be given
-  set by      nothing; the default counts
+  set by      nothing; the default applies
 """,
     "model.optimizer.params.dampening": """\
 model.optimizer.params.dampening: not set
   type        float
   default     0
   taken by    torch.optim.SGD
-  set by      nothing; the default counts
+  set by      nothing; the default applies
 """,
     "train.callbacks.0.params.duration": """\
 train.callbacks.0.params.duration: not set
   type        .*
   default     null
   taken by    pytorch_lightning.callbacks.Timer
-  set by      nothing; the default counts
+  set by      nothing; the default applies
 """,
 }
 
@@ -228,7 +228,7 @@ def test_a_key_that_could_be_set_has_its_documentation_and_default(key, layered)
         ("optimizer", "there is no key `optimizer`. Did you mean model.optimizer?"),
         ("train.callbacks.7.type", "train.callbacks has no key `7`."),
         ("model.optimizer.params.momentm", "model.optimizer.params has no key `momentm`. Did you mean"),
-        ("model.scheduler.params.gamma", "model.scheduler is null; set it, and `params.gamma` counts"),
+        ("model.scheduler.params.gamma", "model.scheduler is null; `params.gamma` applies once it is set"),
         ("..", "there is no key ``."),
     ],
 )

@@ -140,9 +140,9 @@ def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
     folder = RunFolder(tmp_path)
     folder.best.write_bytes(b"nothing that can be read")
     callback = SimpleNamespace(state_key="x", settings=SimpleNamespace(monitor="val_acc", save_top_k=2))
-    assert Checkpoints._still_there(callback, folder, [], goes_on=False) == []
+    assert Checkpoints._find_kept(callback, folder, [], is_same_run=False) == []
     assert folder.best.exists()
-    assert Checkpoints._still_there(callback, folder, [], goes_on=True) == []
+    assert Checkpoints._find_kept(callback, folder, [], is_same_run=True) == []
     assert not folder.best.exists()
     assert (tmp_path / "best.1.ckpt").read_bytes() == b"nothing that can be read"
     assert f"chooses a new best checkpoint and keeps {tmp_path}/best.1.ckpt" in caplog.text
@@ -151,7 +151,7 @@ def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
 def test_code_that_cannot_be_written_is_named(tmp_path, caplog, fails):
     """Each file that a run leaves at its end is written or named (call 891, EINTR at a close)."""
     fails(errno.EINTR, "collect", provenance)
-    origin = provenance.Origin(SimpleNamespace(secrets=None, data=SimpleNamespace(root=None)), RunFolder(tmp_path))
+    origin = provenance.Provenance(SimpleNamespace(secrets=None, data=SimpleNamespace(root=None)), RunFolder(tmp_path))
     origin._code = object()
     origin.end(was_interrupted=False)
     assert "code.zip is not written: [Errno 4] Interrupted system call" in caplog.text
@@ -161,7 +161,7 @@ def test_the_former_code_of_a_run_is_kept_whole_or_not_at_all(tmp_path, fails, m
     """Where the disk was full at the start of a resumed run, its end keeps the former code (call 178, ENOSPC)."""
     folder = RunFolder(tmp_path)
     folder.code.write_bytes(b"former")
-    origin = provenance.Origin(SimpleNamespace(secrets=None, data=SimpleNamespace(root=None)), folder)
+    origin = provenance.Provenance(SimpleNamespace(secrets=None, data=SimpleNamespace(root=None)), folder)
     code = SimpleNamespace(pack=lambda redact: b"new")
     fails(errno.ENOSPC, "fsync")
     with pytest.raises(OSError, match="No space left"):

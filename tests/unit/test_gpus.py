@@ -72,7 +72,7 @@ def machine_of(*all_of, **about):
 # ---- how many there are
 
 
-REMEDIES = "`engine.gpus=null` runs on the CPU, `engine.gpus=auto` takes what is there"
+REMEDIES = "`engine.gpus=null` runs on the CPU, `engine.gpus=auto` uses available GPUs"
 SHOWN = "asks for GPU indexes 2, 3; CUDA_VISIBLE_DEVICES=2,3 shows 2 of this machine's 4, counted from 0; "
 
 

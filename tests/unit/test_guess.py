@@ -14,7 +14,7 @@ from PIL import Image
 
 from deeplightning.array_spec import read_signal
 from deeplightning.cli import guess_columns
-from deeplightning.cli.guess import MAX_LOOKED_AT
+from deeplightning.cli.guess import MAX_EXAMINED_FILES
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
@@ -106,7 +106,7 @@ def test_a_file_of_labels_gives_several_labels():
         (["file,labels", "0.png,a;b", "1.png,a;c"], "a (2), b (1), c (1)", None),
         (["file,labels", '0.png,"a, b"', "1.png,"], "a (1), b (1)", None),
         (["file,labels", "0.png,a|b|a", "1.png,a"], "a (2), b (1)", None),
-        (["file,labels", "0.png,a", "1.png,c"], "a (1), c (1)", "each picture has one label; where it can have no"),
+        (["file,labels", "0.png,a", "1.png,c"], "a (1), c (1)", "each picture has one label; if none can have more"),
     ],
 )
 def test_a_file_of_labels_may_have_other_signs(lines, labels, words):
@@ -142,11 +142,11 @@ def test_grey_large_and_damaged_pictures(here):
     assert params["mean"] == [round(100 / 255, 4)]
     assert written["model"]["network"]["params"] == {"num_classes": 2, "num_channels": 1, "small_images": False}
     assert "1 file cannot be decoded and will be left out: x/train/a/bad.png" in notes
-    for number in range(2 * MAX_LOOKED_AT - 6):  # each second file is looked at
+    for number in range(2 * MAX_EXAMINED_FILES - 6):  # each second file is looked at
         picture(f"x/train/b/{number + 3}.png", 100, (9, 9), "L")
     init(Path("larger"), "images", Path("x"))
     notes = Path("larger/README.md").read_text()
-    assert "1 file cannot be decoded and will be left out in a sample of 300; a training counts all: x/train" in notes
+    assert "1 file cannot be decoded and will be left out in a sample of 300; training checks all: x/train" in notes
 
 
 def test_masks_give_classes(here):
@@ -225,7 +225,7 @@ def test_a_table_of_numbers_gives_inputs_and_target():
     assert (data["module"]["params"]["target"], data["module"]["params"]["missing"]) == ("price", "fill")
     assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1, "depth": 1, "dropout": 0.2}
     assert "the column price is predicted (by its name), numbers" in notes
-    assert "ignored, a number of each row: id\nignored, different in nearly each row: note" in notes
+    assert "ignored, a row number: id\nignored, different in nearly every row: note" in notes
     assert "missing values, which are filled: size (1)" in notes
     row = {"size": float(rows[0][1]), "town": "Bern", "rooms": 0.0}
     assert json.loads(Path("new project/row.json").read_text()) == {"rows": [row]}
@@ -279,7 +279,7 @@ def test_signals_in_tables_may_have_semicolons_and_decimal_commas():
         Path(f"s/{'ab'[number % 2]}").mkdir(parents=True, exist_ok=True)
         lines = [f"1{point}5{sign}-2{sign}3e-1"] * 2
         Path(f"s/{'ab'[number % 2]}/{number}.csv").write_text(f"x{sign}y{sign}z\n" + "\n".join(lines))
-    assert "more channels than steps: where it is the other way round" in config("signal", "s")[1]
+    assert "more channels than steps: if the axes are swapped" in config("signal", "s")[1]
     Path("s/a/4.csv").write_text("1,5;-2;0,3\n" * 2)
     np.savetxt("s/b/5.csv", [[1.5, -2, 0.3]] * 2)
     np.savetxt("s/b/6.csv", [[1.5, -2, 0.3]] * 2, fmt="%9.2f", header="x y z", comments="")
@@ -328,7 +328,7 @@ def test_a_column_of_sets_is_no_label():
     table("t.csv", ["text", "topic", "set"], *rows)
     written, notes = config("text", "t.csv")
     assert written["data"]["module"]["params"]["label"] == "topic"
-    assert "the column set names sets, by which the texts are not divided" in notes
+    assert "the column set names sets; it does not divide the texts" in notes
 
 
 def test_only_the_first_rows_of_a_long_table_are_read(monkeypatch):
@@ -344,14 +344,14 @@ MANY = "x,y\n" + "1,2\n" * 20
 @pytest.mark.parametrize(
     ("kind", "content", "words"),
     [
-        ("text", {}, "d is a folder; name a file of CSV with a header, JSON lines or Parquet"),
-        ("text", {"good/1.txt": "fine"}, "d holds texts in files, as d/good/1.txt; write them into a CSV file"),
+        ("text", {}, "d is a folder; name a file: CSV with a header, JSON lines or Parquet"),
+        ("text", {"good/1.txt": "fine"}, "d holds texts in files, such as d/good/1.txt; write them into a CSV file"),
         ("table", {"a.csv": MANY, "Train.parquet": ""}, "JSON lines or Parquet, such as d/Train.parquet"),
         ("regression", "", "d cannot be read as a table: Empty CSV file"),
         (
             "regression",
             "x,y\n" + "a,b\n" * 20,
-            "one of numbers to be predicted; its columns: x (category), y (category)",
+            "one of numbers to predict; its columns: x (category), y (category)",
         ),
         ("table", "x^y\n" + "1^2\n" * 20, "its columns: x^y (category); the values of a row are separated by a comma"),
         ("signal", {"a/1.npy": ""}, "d must hold a folder for each of two or more classes; it has: a"),
@@ -362,7 +362,7 @@ MANY = "x,y\n" + "1,2\n" * 20
         (
             "images",
             {"train/a.png": "", "test/b.png": ""},
-            "d/test holds pictures and no folders, so nothing says their",
+            "d/test holds pictures but no folders, so their classes are",
         ),
         ("images", {"cat/a.png": ""}, "d must hold a folder for each of two or more classes; it has: cat"),
         ("images", {"z/cat/a.png": "", "z/dog/a.png": ""}, "it has: z; if they are in d/z, name that"),
@@ -372,8 +372,8 @@ MANY = "x,y\n" + "1,2\n" * 20
             {"train/labels/a.txt": "", "train/images/a.png": ""},
             "d/train/labels describes objects in pictures",
         ),
-        ("images", {"labels.csv": "file,labels\na,x\n", "a.png": ""}, "is missing; write the whole name, a.png"),
-        ("images", {"labels.csv": "file,labels\na.png,x\na.png,y\n"}, "line 3: a.png is in line 2 already; a line has"),
+        ("images", {"labels.csv": "file,labels\na,x\n", "a.png": ""}, "is missing; write the full name, a.png"),
+        ("images", {"labels.csv": "file,labels\na.png,x\na.png,y\n"}, "line 3: a.png is in line 2 already; put all"),
         ("images", {"cat/a.png": "", "dog/a.txt": ""}, "d/dog holds no picture"),
         ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),
         ("images", {"labels.csv": "file,labels\na.png,x\n"}, "d/labels.csv, line 2: the picture d/a.png is missing"),
@@ -438,14 +438,14 @@ def test_nothing_is_overwritten(here):
     """A second time, or over a file of one's own, it writes nothing and names what is there."""
     init(Path("new"), "images", None)
     before = {path: path.stat().st_mtime_ns for path in Path("new").iterdir()}
-    with pytest.raises(SetupError, match=r"new/config.yaml, new/README.md, new/.gitignore: already there"):
+    with pytest.raises(SetupError, match=r"new/config.yaml, new/README.md, new/.gitignore: already exists"):
         init(Path("new"), "images", None)
     assert {path: path.stat().st_mtime_ns for path in Path("new").iterdir()} == before
     Path("other").mkdir()
     Path("other/reviews.py").write_text("mine")
-    with pytest.raises(SetupError, match=r"other/reviews.py: already there"):
+    with pytest.raises(SetupError, match=r"other/reviews.py: already exists"):
         init(Path("other"), "text", None)
     assert [path.name for path in Path("other").iterdir()] == ["reviews.py"]
     Path("file").touch()
-    with pytest.raises(SetupError, match="file cannot be made"):
+    with pytest.raises(SetupError, match="file cannot be created"):
         init(Path("file"), "images", None)

@@ -30,7 +30,7 @@ from deeplightning.tracking.claims import _machine, folder_of
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import SILENT_SECONDS, settle
+from deeplightning.tracking.unsent import SILENT_SECONDS, send_leftovers
 from serve.bundle import Bundle, BundleError
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
@@ -518,7 +518,7 @@ def test_what_is_left_from_elsewhere_leaves_a_finished_run_finished(store, tmp_p
         os.truncate(path, 10**12)
 
     def says_one_line():
-        told = list(settle(locate(store), silent=SILENT_SECONDS))
+        told = list(send_leftovers(locate(store), silent=SILENT_SECONDS))
         assert [answer in line for line in told] == [True] * bool(answer)
         assert all("\n" not in line and "Traceback" not in line for line in told)
 
@@ -538,7 +538,7 @@ def test_a_claim_is_on_the_run_alone_that_it_is_named_after(store, tmp_path):
     outside.write_bytes(metrics.read_bytes())
     for run, file in ((other, metrics), (one, outside)):
         path = left(store, one, file, run)
-        (line,) = settle(locate(store), silent=SILENT_SECONDS)
+        (line,) = send_leftovers(locate(store), silent=SILENT_SECONDS)
         assert "refused" in line
         assert path.with_suffix(".refused").is_file()
     reader = open_reader(locate(store))
@@ -568,5 +568,5 @@ def test_a_claim_beside_a_store_sends_files_of_own_runs_only(store, tmp_path, mo
         with metrics.open("a") as file:
             file.write(json.dumps({"artifact": [str(source), None]}) + "\n")
         left(store, run_id, metrics, run_id)
-        assert list(settle(locate(store), silent=SILENT_SECONDS)) == [f"{run_id}  1 point sent"]  # which is there
+        assert list(send_leftovers(locate(store), silent=SILENT_SECONDS)) == [f"{run_id}  1 point sent"]  # which exists
     assert set(sent) == {weights}

@@ -2,12 +2,15 @@
 
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from deeplightning.faults import SetupError
 from deeplightning.process.identity import first_host, identity, own_rank, port_of, tasks_per_node
 from deeplightning.process.shared_folder import shared_folder
+from deeplightning.run import find, resume
+from deeplightning.runfolder import RunFolder
 
 
 def numbers(of):
@@ -230,3 +233,22 @@ def test_short_forms_are_spread():
         *("gpu03-a", "n7x01", "login", None)
     ]
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_a_restarted_launch_leaves_a_run_alone_that_a_process_uses(tmp_path, monkeypatch):
+    """Its run has no checkpoint yet: the launch restarts it, but not while another process has its lock."""
+    folder = RunFolder(tmp_path / "0" / "run" / "artifacts")
+    folder.path.mkdir(parents=True)
+    folder.environment.write_text('{"launch": "slurm-7.0"}')
+    monkeypatch.setattr(resume, "identity", lambda: identity(STEP | {"SLURM_RESTART_COUNT": "1"}))
+    monkeypatch.setattr(resume, "restarts", lambda: 1)
+    monkeypatch.setattr(resume, "refusal", lambda *_: "")
+    monkeypatch.setattr(find, "runs_of", lambda cfg, wanted: iter([folder] if wanted(folder.path) else []))
+    lock = folder.lock()
+    cfg = SimpleNamespace(logger=SimpleNamespace(type="own.Logger", params={}))
+    assert resume._resume_launch(cfg) is None
+    lock.release()
+    found = resume._resume_launch(cfg)
+    assert (found.run_id, found.folder, found.checkpoint) == ("run", folder.path, None)
+    assert folder.lock() is None
+    found.lock.release()

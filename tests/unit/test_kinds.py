@@ -62,13 +62,13 @@ def own(here):
 
 # what it is, the section, and what `check` and `train` say of it
 WRONG = {
-    "os.system": ("loss", "`os.system` is of Python's own `os`, where nothing makes a loss (torch.nn.Module)"),
-    "torch.os.system": ("loss", "`posix.system` is of Python's own `posix`, where nothing makes a loss"),
-    "builtins.eval": ("loss", "`builtins.eval` is of Python's own `builtins`, where nothing makes a loss"),
-    "builtins.dict": ("network", "`builtins.dict` is of Python's own `builtins`, where nothing makes a network"),
-    "subprocess.Popen": ("network", "`subprocess.Popen` is of Python's own `subprocess`, where nothing makes"),
-    "shutil.rmtree": ("optimizer", "`shutil.rmtree` is of Python's own `shutil`, where nothing makes an optimizer"),
-    "sys.exit": ("module", "`sys.exit` is of Python's own `sys`, where nothing makes a LightningModule"),
+    "os.system": ("loss", "`os.system` is in Python's `os`, which does not provide a loss (torch.nn.Module)"),
+    "torch.os.system": ("loss", "`posix.system` is in Python's `posix`, which does not provide a loss"),
+    "builtins.eval": ("loss", "`builtins.eval` is in Python's `builtins`, which does not provide a loss"),
+    "builtins.dict": ("network", "`builtins.dict` is in Python's `builtins`, which does not provide a network"),
+    "subprocess.Popen": ("network", "`subprocess.Popen` is in Python's `subprocess`, which does not provide"),
+    "shutil.rmtree": ("optimizer", "`shutil.rmtree` is in Python's `shutil`, which does not provide an optimizer"),
+    "sys.exit": ("module", "`sys.exit` is in Python's `sys`, which does not provide a LightningModule"),
     "torch.nn.NLLLoss": ("network", "torch.nn.NLLLoss is a loss, not a network (torch.nn.Module)"),
 }  # fmt: skip
 
@@ -88,14 +88,14 @@ def test_a_command_inside_params_is_not_called(own):
     """Values of params come from the few modules of the standard library that make plain values."""
     command = "{type: os.system, params: {command: touch called}}"
     (fault,) = examine("c.yaml", [f"model.network.params.num_classes={command}"]).faults
-    assert "`os.system` is of Python's own `os`, where nothing makes a part of a run" in fault.message
+    assert "`os.system` is in Python's `os`, which does not provide a part of a run" in fault.message
     timer = (
         "{type: pytorch_lightning.callbacks.Timer, params: {duration: {type: datetime.timedelta, params: {hours: 1}}}}"
     )
     assert examine("c.yaml", [f"train.callbacks=[{timer}]"]).faults == []
     cfg = load_config("c.yaml")
     cfg.model.loss.type, cfg.model.loss.params = "os.system", {"command": "touch called"}  # past `check`
-    with pytest.raises(ConfigError, match=r"c\.yaml:9:10: model.loss: `os.system` is of Python's own `os`"):
+    with pytest.raises(ConfigError, match=r"c\.yaml:9:10: model.loss: `os.system` is in Python's `os`"):
         init_module(cfg, "model")
     assert not Path("called").exists()
 

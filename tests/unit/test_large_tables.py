@@ -37,7 +37,7 @@ def cache(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Statistics are made of more than one part."""
-    monkeypatch.setattr(table_rows, "CHUNK", 5000)
+    monkeypatch.setattr(table_rows, "CHUNK_ROWS", 5000)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_the_first_quote_may_be_anywhere(tmp_path):
 
 def test_a_column_of_names_is_refused_before_memory_is_full(place, monkeypatch, cache):
     """More different texts than are held in memory end the run with the remedy, and leave nothing in the cache."""
-    monkeypatch.setattr(table_rows, "MOST_WORDS", 500)
+    monkeypatch.setattr(table_rows, "MAX_WORDS", 500)
     (place / "named.csv").write_text((place / "orders.csv").read_text().replace("customer", "name", 1))
     with pytest.raises(DataError, match="column name: more than 500 different texts") as caught:
         ready(place, False, train="named.csv", only=["name", "age"])
@@ -354,7 +354,7 @@ def test_a_table_in_use_keeps_its_place(place, monkeypatch, caplog):
     size = sum(file.stat().st_size for file in used._samples["test"].table.path.iterdir())
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(1.5 * size / 2**30))
     ready(place, False, "test", only=["city"])
-    assert "allow beside what is in use" in caplog.text
+    assert "allow beside the folders in use" in caplog.text
     assert used._samples["test"].table.path.is_dir()
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", "0.0001")
     assert ready(place, False, "test", only=["new"])._samples["test"].table.path is None

@@ -110,7 +110,7 @@ def test_batches_for_a_device_are_those_of_the_cpu(rows, moved):
 def test_pictures_move_in_parts(monkeypatch):
     """A set that is larger than one part, in the order of its samples, as mapped pictures are; `size` is what it takes
     there."""
-    monkeypatch.setattr(datasets_module, "_MOVED", 4 * 6)
+    monkeypatch.setattr(datasets_module, "_COPY_BYTES", 4 * 6)
     for rows in (False, True):
         dataset = made(rows)
         dataset.move(CPU)

@@ -33,7 +33,7 @@ def rows(page: str) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in reference_pages.PAGES if name != reference_pages.WORDS])
 def test_the_reference_is_that_of_the_code(name):
     """`.venv/bin/python tools/reference_pages.py` renews it. The words of others are in the tests of `migrate`."""
-    assert (REFERENCE / f"{name}.md").read_text() == reference_pages.renewed(name)
+    assert (REFERENCE / f"{name}.md").read_text() == reference_pages.updated(name)
 
 
 def test_the_list_of_pages_names_each_page():

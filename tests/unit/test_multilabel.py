@@ -11,6 +11,7 @@ from modules import data_config
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score
 
+from deeplightning.callbacks.on_request import worst_rows
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.labelled_images import LabelledImages
 from deeplightning.task.multilabel import F1, MeanAveragePrecision, Multilabel, best_thresholds
@@ -171,7 +172,7 @@ def test_a_label_that_is_none_of_the_classes(root):
     """It is refused with its line and the nearest class."""
     (root / "labels.csv").write_text("file,labels\n1.png,dgo\n")
     with pytest.raises(
-        DataError, match=r"line 2: 'dgo' is none of .*class_names. Do you mean dog\? There are: cat, dog"
+        DataError, match=r"line 2: 'dgo' is not in .*class_names. Do you mean dog\? There are: cat, dog"
     ):
         sets(root, class_names=["cat", "dog"])
 
@@ -189,3 +190,10 @@ def test_impossible_params(root, params, words):
     """They are a fault of the config, exit code 2."""
     with pytest.raises(DataConfigError, match=words):
         LabelledImages(data_config(root, seed=7), **params)
+
+
+def test_the_worst_predictions_have_the_most_wrong_labels():
+    """A missing label and a wrong label each count once; a sample without labels has none that could be missing."""
+    pairs = {1: ("", "a"), 2: ("a|b", "a|c"), 3: ("a|b", "a|b"), 4: ("a|b|c", "")}
+    rows = [{"index": n, "labels": true, "predicted_labels": found} for n, (true, found) in pairs.items()]
+    assert [row["index"] for row in worst_rows(rows, ["a", "b", "c"])] == [4, 2, 1]

@@ -8,7 +8,7 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp_path):
     """Weights first, an open run and a seed before the config's callbacks, their judges after, signals last."""
     from deeplightning import load_config
-    from deeplightning.callbacks import TRIAL, all_of
+    from deeplightning.callbacks import TRIAL, run_callbacks
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(TRIAL, "{}")
@@ -16,7 +16,7 @@ def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp
     asked += ["train.early_stop={metric: val_loss, patience: 2}", "logger.histograms=2", "logger.gradient_norm=true"]
     asked += ["train.gradient_clip={value: 0.1, algorithm: agc}", "model.scheduler.warmup=0.1"]
     asked += ["train.val_every_n_epoch=0.5", f"logger.params.tracking_uri={tmp_path}"]
-    order = [type(callback).__name__ for callback in all_of(load_config(BASE, asked))]
+    order = [type(callback).__name__ for callback in run_callbacks(load_config(BASE, asked))]
     assert order[:6] == ["StartWeights", "Record", "Seeds", "StreamEnds", "Warmup", "LogSteps"]
     assert order.index("SampleWeights") < order.index("GradientNorm") < order.index("AdaptiveClip")
     ours = order[: order.index("Watchdog")]
@@ -30,11 +30,11 @@ def test_hooks_that_do_nothing_are_not_called_in_each_step(monkeypatch, tmp_path
     from pytorch_lightning import Callback
 
     from deeplightning import load_config
-    from deeplightning.callbacks import all_of
+    from deeplightning.callbacks import run_callbacks
 
     monkeypatch.chdir(tmp_path)
     asked = ["train.callbacks=[{type: Timer}]", f"logger.params.tracking_uri={tmp_path}"]
-    for callback in all_of(load_config(BASE, asked)):
+    for callback in run_callbacks(load_config(BASE, asked)):
         for name in ("on_train_batch_end", "on_validation_batch_start", "on_before_backward"):
             is_defined = getattr(type(callback), name) is not getattr(Callback, name)
             is_ours = type(callback).__module__.startswith("deeplightning.")

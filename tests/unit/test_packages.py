@@ -69,8 +69,8 @@ def test_an_address_means_what_is_installed(here):
     [
         ("pkg://trapped/conf/aa.yaml", "the package `trapped` has no such file. Did you mean a.yaml?"),
         ("pkg://trapped/conf", "the package `trapped` has no such file"),
-        ("pkg://no_such/a.yaml", "there is no package `no_such` here. Install it"),
-        ("pkg://one_file/a.yaml", "there is no package `one_file` here"),
+        ("pkg://no_such/a.yaml", "the package `no_such` is not installed. Install it"),
+        ("pkg://one_file/a.yaml", "the package `one_file` is not installed"),
         ("pkg://trapped", "is not pkg://PACKAGE/PATH, such as pkg://deeplightning/configs/base.yaml"),
         ("pkg://trapped/conf/../../secret.yaml", "PATH has no `..`"),
         (f"pkg://trapped/{'x' * 300}", "the package `trapped` has no such file"),

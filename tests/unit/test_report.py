@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.report import page
+from deeplightning.report import page, write
 from deeplightning.report.evaluation import evaluate
 from deeplightning.report.facts import facts
 from deeplightning.report.write import report, write_report, write_run
@@ -206,6 +206,18 @@ def test_numbers_and_labels_are_drawn_too(tmp_path):
     head = "index,predicted_labels,labels,probability_a,probability_b"
     folder.stage_predictions("test").write_text("\n".join([head, *rows]))
     assert evaluate(facts(folder)).per_class == [("a", 1.0, 1.0, 1.0, 1), ("b", 0.5, 0.5, 0.5, 2)]
+
+
+def test_a_large_picture_does_not_displace_smaller_ones(tmp_path, monkeypatch):
+    """Only the picture that exceeds the size limit is left out, and the page names it."""
+    folder = run_folder(tmp_path / "run")
+    (folder.path / "a_large_one.png").write_bytes(png() + bytes(100_000))
+    monkeypatch.setattr(write, "MAX_PICTURES_BYTES", 100_000)
+    shown = Page(write_run(folder).read_text())
+    assert "a_large_one.png" in shown.text
+    alts = [a["alt"] for tag, a in shown.tags if tag == "img"]
+    assert any(alt.startswith("own_picture") for alt in alts)
+    assert not any(alt.startswith("a_large_one") for alt in alts)
 
 
 def test_a_file_that_is_no_report_is_kept(tmp_path):

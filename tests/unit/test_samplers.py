@@ -182,7 +182,7 @@ def test_rows_of_a_set_that_is_judged_are_gathered_although_a_process_has_fewer(
     strategy.all_gather(torch.tensor(5.0))
     assert asked[-1] == 5.0
     if is_judged:
-        with pytest.raises(RunError, match="no row of some processes, and up to 1 of others"):
+        with pytest.raises(RunError, match="no rows from some processes, up to 1 from others"):
             strategy.all_gather(torch.zeros(0, 1))
 
 

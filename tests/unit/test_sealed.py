@@ -214,7 +214,7 @@ def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
     own_code.use_seal(None)
     (elsewhere / "nets").mkdir()
     own_code.use_import_roots(elsewhere)
-    with pytest.raises(ConfigError, match=r"elsewhere has nets, and the search lr began with own code of that name in"):
+    with pytest.raises(ConfigError, match=r"elsewhere has nets, but the search lr started with own code of that name"):
         resume._add_roots(seal, "lr")
 
 

@@ -19,7 +19,7 @@ from werkzeug.test import Client, encode_multipart
 
 from deeplightning.image_spec import ImageSpec
 from serve.admission import Admission, Hosts
-from serve.answers import PROTECTION, refused
+from serve.answers import HEADERS, refused
 from serve.app import application
 from serve.bundle import Bundle
 from serve.dispatch import Dispatcher, Request
@@ -79,10 +79,10 @@ def through(dispatcher):
             dispatcher.answer(request, lambda request, response: done.set_result(response) or True)
             return await done
 
-        answer = asyncio.run(answered())
-        headers = {"Content-Type": answer.kind, **PROTECTION, **answer.headers, "X-Request-ID": request.name.decode()}
-        start_response(f"{answer.status} x", [*headers.items()])
-        return [answer.body]
+        sent = asyncio.run(answered())
+        headers = {"Content-Type": sent.content_type, **HEADERS, **sent.headers, "X-Request-ID": request.name.decode()}
+        start_response(f"{sent.status} x", [*headers.items()])
+        return [sent.body]
 
     return application
 
@@ -192,7 +192,7 @@ BAD_REQUESTS = {
         415,
         'curl --data-binary @FILE -H "Content-Type: image/png"',
     ),
-    "text type": ({"data": b"hello", "content_type": "text/plain"}, 415, "text/plain is not read"),
+    "text type": ({"data": b"hello", "content_type": "text/plain"}, 415, "text/plain is not supported"),
     "text": ({"data": b"hello"}, 415, "not an image in a supported format"),
     "over our pixels": ({"data": picture(size=(1001, 1000))}, 413, "1001 x 1000 = 1,001,000 pixels"),
     "over our side as form": (form(picture(size=(1, 5001))), 413, "a side of at most 5,000"),
@@ -218,7 +218,7 @@ BAD_REQUESTS = {
     "base64 of text": ({"json": {"image": encoded(b"hello")}}, 415, "not an image in a supported format"),
     "no count": ({"path": "/predict?top_k=1.5", "data": picture()}, 400, "top_k must be a whole number"),
     "other address": ({"path": "/../bundle.json"}, 404, "/predict"),
-    "other method": ({"path": "/info"}, 405, "POST is not possible here; use GET."),
+    "other method": ({"path": "/info"}, 405, "POST is not allowed here; use GET."),
 }
 
 
@@ -325,7 +325,7 @@ def test_an_answer_shows_what_the_network_gets(client):
     keys = {"input", "label", "predicted_class", "predicted_probability", "predictions"}
     assert [set(one) for one in several] == [keys, keys]
     refused = client.post("/predict?show=output", data=wide)
-    assert (refused.status_code, "show can be input" in refused.json["ERROR"]) == (400, True)
+    assert (refused.status_code, "show must be input" in refused.json["ERROR"]) == (400, True)
 
 
 def test_answers_may_not_be_guessed_at_or_framed(client):

@@ -17,7 +17,7 @@ from serve.device import CPU, Device, DeviceError
 from serve.limits import Limits
 from serve.private import is_out_of_memory
 from serve.session import open_session
-from serve.worker_count import Layout, largest_batch, on_gpus
+from serve.worker_count import Layout, gpu_layout, largest_batch
 
 ARENA_FULL = (
     "[ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running Conv node. Status Message: "
@@ -107,7 +107,7 @@ def test_a_single_request_without_memory_is_told_to_come_again(bundle, capfd):
     model, _ = small(bundle, 0)
     error = Asked(Batcher(model, Limits()), b"1").error()
     assert (error.status, error.headers) == (503, {"Retry-After": "1"})
-    assert "too small for a single request" in capfd.readouterr().err
+    assert "out of memory for a single request" in capfd.readouterr().err
 
 
 # ---- the largest batch
@@ -144,7 +144,7 @@ def test_the_largest_batch_takes_no_longer_than_allowed(bundle, monkeypatch):
 
 def test_each_gpu_has_a_process(bundle):
     """Each GPU gets a process with two lanes, one of which computes while the next batch is assembled."""
-    layout = on_gpus((Device(0, "H100"), Device(1, "H100")))
+    layout = gpu_layout((Device(0, "H100"), Device(1, "H100")))
     assert (layout.processes, layout.lanes) == (2, 2)
     assert [str(layout.device(process)) for process in (0, 1)] == ["cuda:0", "cuda:1"]
     assert str(layout) == "2 processes with 2 lanes, on cuda:0 (H100), cuda:1 (H100)"
@@ -154,7 +154,7 @@ def test_each_gpu_has_a_process(bundle):
 def test_as_many_threads_decode_as_there_are_cores(bundle):
     """A GPU's two lanes would leave the other cores idle."""
     model = Model()
-    batcher = Batcher(model, Limits(max_batch=1), number=1, threads=6)
+    batcher = Batcher(model, Limits(max_batch=1), lanes=1, threads=6)
     first = occupied(model, batcher)
     others = [Asked(batcher, b"2") for _ in range(9)]
     ready(batcher, 9)

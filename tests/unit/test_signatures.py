@@ -294,18 +294,18 @@ UNDECIDED_NAMES = {
     "    raise AttributeError(name)": "`__getattr__`",
     "globals()['Thing'] = 1": "globals()",
     "import sys\nsys.modules[__name__] = 1": "sys.modules",
-    "Thing = make()": "what `make()` gives",
+    "Thing = make()": "the result of `make()`",
     "import functools\nThing = functools.partial(print, 1)": "functools.partial",
     "from _socket import *": "not written in Python",
     "from _socket import Thing": "not written in Python",
-    "if unknown():\n    class Thing: ...\nelse:\n    def Thing(): ...": "one thing or another",
+    "if unknown():\n    class Thing: ...\nelse:\n    def Thing(): ...": "which definition of `Thing`",
     "if unknown():\n    class Thing: ...": "depends on the machine",
-    "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "one thing or another",
+    "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "which definition of `Thing`",
     "for Thing in (1, 2):\n    pass": "is bound by a loop",
-    "from own_other import Thing": "circle",
-    "Thing = Other\nOther = Thing": "circle",
+    "from own_other import Thing": "circular",
+    "Thing = Other\nOther = Thing": "circular",
     "A = (1, 2)\nThing, B = A": "a part of another value",
-    "def f(): ...\nThing = f.x": "shows only when it is imported",
+    "def f(): ...\nThing = f.x": "is known only at import time",
     "import sys\nsys.path.append('lib')\nfrom only_there import Thing": "only_there",
 }
 
@@ -373,15 +373,15 @@ UNDECIDED = {
     "def same(f):\n    return f\n@same\ndef Thing(a): ...": "@same may change",
     "class Thing(Thing): ...": "an ancestor cannot be read",
     "class A(B): ...\nclass B(A): ...\nThing = A": "an ancestor cannot be read",
-    "class Thing:\n    def __init__(self, a): ...\nThing.__init__ = other": "set afterwards",
-    "class Thing:\n    __signature__ = 1\n    def __init__(self, a): ...": "says itself",
+    "class Thing:\n    def __init__(self, a): ...\nThing.__init__ = other": "assigned outside the class",
+    "class Thing:\n    __signature__ = 1\n    def __init__(self, a): ...": "defines `__signature__`",
     "class Thing:\n    __init__ = make()": "",
     "class Base:\n    def __init_subclass__(cls):\n        wrap(cls)\n"
     "class Thing(Base):\n    def __init__(self, a): ...": "`__init_subclass__` of own_thing.Base may change",
     "class Thing:\n    def __new__(cls, a): return object.__new__(cls)\n    def __init__(self, b): ...": "both decide",
-    "from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int": "@dataclass makes the constructor",
+    "from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int": "@dataclass generates the constructor",
     "import dataclasses as d\n@d.dataclass(frozen=True)\nclass Base:\n    a: int\nclass Thing(Base):\n"
-    "    b: int = 1": "@dataclass makes the constructor of own_thing.Base",
+    "    b: int = 1": "@dataclass generates the constructor of own_thing.Base",
 }  # fmt: skip
 
 
@@ -430,12 +430,12 @@ HANDED = {
         (["c!*", "d*"], None),
     # anything
     "def Thing(a, **k): ...": (["a!"], "it takes any other keyword and ignores it"),
-    "class Thing:\n    def __init__(self, **k):\n        self.k = k": ([], "in a way of its own"),
-    "def Thing(**k):\n    for name in k:\n        print(name)": ([], "in a way of its own"),
-    "def Thing(**k):\n    k.pop(name)": ([], "show only when it is run"),
-    "def Thing(f, **k):\n    return f(**k)": (["f!"], "`f` in Thing is known only when it is run"),
-    "def Thing(**k):\n    return odd(k)": ([], "hands `k` to `odd`"),
-    "def f(**k):\n    return Thing(**k)\ndef Thing(**k):\n    return f(**k)": ([], "round in a circle"),
+    "class Thing:\n    def __init__(self, **k):\n        self.k = k": ([], "in an unsupported way"),
+    "def Thing(**k):\n    for name in k:\n        print(name)": ([], "in an unsupported way"),
+    "def Thing(**k):\n    k.pop(name)": ([], "are known only at run time"),
+    "def Thing(f, **k):\n    return f(**k)": (["f!"], "`f` in Thing is known only at run time"),
+    "def Thing(**k):\n    return odd(k)": ([], "passes `k` to `odd`"),
+    "def f(**k):\n    return Thing(**k)\ndef Thing(**k):\n    return f(**k)": ([], "is circular"),
     "def Thing(**k):\n    return dict(**k)": ([], "dict"),
 }  # fmt: skip
 

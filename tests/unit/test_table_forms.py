@@ -143,7 +143,7 @@ FORMS = {
     "Latin-1": Form(
         text(change=put(2, lambda _, town: town.replace("Zug", "Zürich"))).encode("latin-1"),
         PLAIN,
-        notes=("encoding latin-1 (the file is not UTF-8; look whether letters such as ü are right)",),
+        notes=("encoding latin-1 (the file is not UTF-8; check that letters such as ü are right)",),
         params={"encoding": "latin-1"},
     ),
     "a euro of Windows": Form(
@@ -211,13 +211,13 @@ FORMS = {
     "a word in every fifth row": Form(
         text(change=put(0, lambda number, area: "unknown" if number % 5 == 0 else area)),
         PLAIN | {"area": "ignore"},
-        notes=("ignored, different in nearly each row: area",),
+        notes=("ignored, different in nearly every row: area",),
     ),
     "a delimiter at the end of the header": Form(text().replace("\n", ",\n", 1), PLAIN),
     "a delimiter at the end of each row": Form(
         text(change=lambda _, row: [*row, ""]),
         PLAIN | {"column_5": "ignore"},
-        notes=("ignored, with hardly a value: column_5",),
+        notes=("ignored, with almost no values: column_5",),
     ),
     "another delimiter in a name": Form(
         text(header="area,rooms,town,kind|of"), named("area", "rooms", "town", "kind|of"), target="kind|of"
@@ -252,7 +252,7 @@ FORMS = {
     ),
     # ---- columns
     "a number of each row": Form(
-        with_first(str), NUMBERED, notes=("ignored, a number of each row: id",)
+        with_first(str), NUMBERED, notes=("ignored, a row number: id",)
     ),
     "customers who come again": Form(with_first(lambda number: str(number % 7)), NUMBERED | {"id": "category"}),
     "an index that is a measure": Form(
@@ -285,7 +285,7 @@ FORMS = {
     "a column that is nearly empty": Form(
         with_first(lambda number: "yes" * (number < 2), "note"),
         {"note": "ignore"} | PLAIN,
-        notes=("ignored, with hardly a value: note",),
+        notes=("ignored, with almost no values: note",),
     ),
     # ---- targets
     "price before y": Form(
@@ -499,7 +499,7 @@ def test_a_word_that_is_a_class_and_between_numbers_is_refused():
     """It cannot be both; rows of that class would be left out, and the network would have an output too many."""
     rows = [f"{'unknown' if n == 7 else n},{n}.5,{('a', 'b', 'Unknown')[n % 3]}" for n in range(60)]
     Path("t.csv").write_text("\n".join(["rooms,area,kind", *rows]))
-    with pytest.raises(SetupError, match=r"unknown is a class of the column kind, and between numbers .*ignore rooms"):
+    with pytest.raises(SetupError, match=r"unknown is a class of the column kind, but a missing value .*ignore rooms"):
         init(Path("p"), "table", Path("t.csv"))
     notes, _ = init(Path("p"), "table", Path("t.csv"), Columns(ignore=("rooms",)))
     assert "3 classes: Unknown (20), a (20), b (20)" in notes[0]
@@ -536,7 +536,7 @@ REFUSED = [
     ("t.csv", ("a,b\n" + "1,2\n" * 20).encode("utf-32"), "t.csv is not a text file in UTF-8, or in UTF-16 with a byte"),
     ("t.csv", b"1;2\n3;4\n" * 20, "names no columns; put a header above it"),
     ("t.csv", b"5.1, 3.5, Iris-setosa, yes\n4.9, 3.0, Iris-setosa, yes\n" * 10, "Iris-setosa,  yes, names no columns"),
-    ("t.jsonl", b'[{"a": 1}]\n', "JSON lines hold an object on each line"),
+    ("t.jsonl", b'[{"a": 1}]\n', "JSON lines need one object per line"),
     ("t.csv", b"a,b\n" + b"1,2\n" * 9, "t.csv has 9 rows below its header"),
     (
         "t.csv",
@@ -547,7 +547,7 @@ REFUSED = [
     (
         "t.csv",
         b"Rents\nby hand\na,b\n" + b"1,2\n" * 20,
-        "A value that has ',' in it needs quotes; remove lines that are not rows",
+        "Quote values that contain ','; remove lines that are not rows",
     ),
 ]
 
@@ -576,7 +576,7 @@ def test_what_is_not_read_is_refused_with_the_next_step(name, data, words):
         ("regression", Columns(task="classification"), ConfigError, "--classification: the kind regression takes no"),
         ("text", Columns(ignore=("area",)), ConfigError, "--ignore: the kind text takes no such option"),
         ("images", Columns("area"), ConfigError, "--target: the kind images takes no such option"),
-        ("table", Columns("town", task="regression"), SetupError, "the column town holds no numbers to be predicted"),
+        ("table", Columns("town", task="regression"), SetupError, "the column town holds no numbers to predict"),
         ("table", Columns("area", task="classification"), SetupError, "area has 60 different values, too many for"),
     ],
 )
@@ -592,7 +592,7 @@ def test_options_that_do_not_fit_are_refused(kind, options, error, words):
     [
         ({"delimiter": ";;"}, "data.module.params.delimiter must be one ASCII character"),
         ({"decimal": "'"}, 'data.module.params.decimal must be "." or ","'),
-        ({"encoding": "utf-9"}, "data.module.params.encoding must be utf-8, utf-16, latin-1 or so, not 'utf-9'"),
+        ({"encoding": "utf-9"}, "data.module.params.encoding must be a codec such as utf-8 or latin-1, not 'utf-9'"),
         ({"missing_words": "?"}, "data.module.params.missing_words must be a list of texts"),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_spec_travels_as_plain_types():
             for wrong, words in (
                 ({"delimiter": "\xa7"}, "delimiter must be one ASCII character"),
                 ({"decimal": [","]}, "decimal must be"),
-                ({"encoding": "zlib"}, "encoding must be utf-8"),
+                ({"encoding": "zlib"}, "encoding must be a codec such as utf-8"),
                 ({"missing_words": [None]}, "missing_words must be a list of texts"),
             )
         ),

@@ -99,7 +99,7 @@ def test_quotes_are_plain_characters(tmp_path):
     path = tsv(tmp_path / "asked.tsv", [('"all of it"', 1), ('""', 0)])
     assert [text for _, text in inputs_of(path, "text", spec)] == read_tsv(path).texts == ['"all of it"', '""']
     path = tsv(tmp_path / "asked.tsv", [("a", 1, 2)])
-    with pytest.raises(ValueError, match="row 1 has not as many columns as the header"):
+    with pytest.raises(ValueError, match="row 1 has a different number of columns than the header"):
         list(inputs_of(path, "text", spec))
 
 
@@ -130,8 +130,8 @@ def test_columns_are_named_by_the_first_line_or_the_usual_ones(tmp_path, content
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"sentence\tlabel\na\t1\nb\tc\t0\n", "line 3: 3 columns, and there must be sentence, label"),
-        (b"a\t1\n\nb\t1\n", "line 2: 1 columns, and there must be"),
+        (b"sentence\tlabel\na\t1\nb\tc\t0\n", "line 3: 3 columns; there must be sentence, label"),
+        (b"a\t1\n\nb\t1\n", "line 2: 1 columns; there must be"),
         (b"a\t1\nb\tgood\n", "line 2: the label 'good' is not a whole number of at least 0"),
         (b"sentence\tlabel\na\t1\n \t0\n", "line 3: there is no text in the column sentence"),
         (b"sentence\tlabel\na\t1\nb\xff\t0\n", "cannot be read: 'utf-8' codec can't decode"),
@@ -173,7 +173,7 @@ def test_what_is_missing_is_named(tmp_path):
     ):
         with pytest.raises(DataError, match=words):
             TextData(data_config(tmp_path), **params).setup()
-    with pytest.raises(DataError, match=r"bare has no labels to test with; stages=\[predict\] answers"):
+    with pytest.raises(DataError, match=r"bare has no labels to test with; stages=\[predict\] predicts"):
         on_rank(TextData(data_config(tmp_path), "train", test="bare")).test_dataloader()
 
 

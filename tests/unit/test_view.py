@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
+from deeplightning.callbacks.describe import data_name, engine_summary, network_name, note
 from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Target
 from deeplightning.runfolder import RunFolder
@@ -27,7 +27,7 @@ def test_the_address_names_the_view_with_charts():
 
 def test_a_run_is_named_by_what_it_is_about(cfg):
     """Class or function, the model's name where a library makes it, the task's class for several networks."""
-    assert (network_name(cfg), data_name(cfg), engine_in_words(cfg)) == ("SimpleCNN", "Digits", "CPU, fp32")
+    assert (network_name(cfg), data_name(cfg), engine_summary(cfg)) == ("SimpleCNN", "Digits", "CPU, fp32")
     cfg.data.dataset = "MNIST"
     assert data_name(cfg) == "MNIST"
     cfg.model.network = Target(type="timm.create_model", params={"model_name": "resnet18", "num_classes": 3})
@@ -37,7 +37,7 @@ def test_a_run_is_named_by_what_it_is_about(cfg):
     cfg.model.network = {"a": Target(type="x.A"), "b": Target(type="x.B")}
     assert network_name(cfg) == "ImageClassification"
     engine = replace(cfg.engine, backend="ddp", processes=2, precision="bf16")
-    assert engine_in_words(replace(cfg, engine=engine)) == "ddp, 2 CPU, bf16"
+    assert engine_summary(replace(cfg, engine=engine)) == "ddp, 2 CPU, bf16"
 
 
 def test_the_description_says_what_it_is_and_what_next(cfg, tmp_path):

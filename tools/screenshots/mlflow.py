@@ -1,10 +1,10 @@
-"""Takes pictures of MLflow's pages as `deeplightning monitor` serves them, 1280 pixels wide, light and dark:
+"""Take screenshots of MLflow's pages as `deeplightning monitor` serves them, 1280 pixels wide, light and dark:
 
     .venv/bin/python tools/screenshots/mlflow.py OUT
 
-Three networks are trained on scikit-learn's digits (a minute). OUT gets a file `mlflow-PAGE-SCHEME.png` of each page:
-the start, the table of runs, a run with its charts, the comparison of runs, and a logged model. It needs Chromium and
-no network; without Chromium it says so and takes none.
+Trains three networks on scikit-learn's digits (a minute), and writes `OUT/mlflow-PAGE-SCHEME.png` for each page: the
+start, the table of runs, a run with its charts, the comparison of runs, and a logged model. Needs no network. Without
+Chromium it prints a message and takes no screenshots.
 """
 
 import base64
@@ -29,26 +29,26 @@ from browser import CHROMIUM, Browser  # noqa: E402
 SEEDS = (1, 2, 3)
 SIZE = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 SCHEMES = ("light", "dark")
-NO_TOOLS = (
+HIDE_TOOLBARS = (
     "document.documentElement.insertAdjacentHTML('beforeend', '<style>.modebar { display: none !important }</style>')"
 )
-"""Without a mouse, each chart shows its tools."""
+"""Hides the toolbar that each chart shows without a mouse."""
 
-DRAWN = """new Promise((done) => {
-  let calm = 0, before = "";
-  const look = () => {
+RENDERED = """new Promise((done) => {
+  let unchanged = 0, before = "";
+  const check = () => {
     const now = document.querySelector("#root")?.innerHTML ?? "", busy = document.querySelector("[class*=skeleton i]");
-    calm = now.length > 20000 && now === before && !busy ? calm + 1 : 0;
+    unchanged = now.length > 20000 && now === before && !busy ? unchanged + 1 : 0;
     before = now;
-    if (calm >= 6) done(true); else setTimeout(look, 500);
+    if (unchanged >= 6) done(true); else setTimeout(check, 500);
   };
-  look();
+  check();
 })"""
-"""Holds once nothing has changed on the page for three seconds: MLflow's page marks no end of its work."""
+"""Resolves once the page has not changed for three seconds, since MLflow does not mark the end of rendering."""
 
 
 def train(folder: Path, seed: int) -> Path:
-    """The folder of a run of `configs/base.yaml`, which is logged as a model too."""
+    """Train `configs/base.yaml`, log the model too, and return the run folder."""
     command = [sys.executable, "-m", "deeplightning", "train", str(ROOT / "configs/base.yaml"), "train.num_epochs=8"]
     settings = [f"seed={seed}", f"model.optimizer.params.lr={0.001 * seed}", "logger.log_model=true"]
     done = subprocess.run([*command, *settings], cwd=folder, capture_output=True, text=True)
@@ -59,7 +59,7 @@ def train(folder: Path, seed: int) -> Path:
 
 @contextmanager
 def monitor(folder: Path) -> Iterator[str]:
-    """The address at which the runs of a folder are shown."""
+    """Start `deeplightning monitor` for the runs of a folder, and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -84,13 +84,13 @@ def monitor(folder: Path) -> Iterator[str]:
 
 
 def pages(address: str, runs: list[Path]) -> dict[str, str]:
-    """Addresses by the names of the pages, in the order in which a newcomer sees them."""
+    """Return page addresses by name, in the order in which a new user sees the pages."""
     ids = [run.parent.name for run in runs]
-    # Not by MLflow's client: this file has its name.
-    asked = urllib.request.Request(f"{address}/api/2.0/mlflow/logged-models/search", b'{"experiment_ids": ["0"]}')
-    asked.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(asked, timeout=30) as answer:
-        model = json.load(answer)["models"][0]["info"]["model_id"]
+    # MLflow's client cannot be imported: this file has the same name.
+    request = urllib.request.Request(f"{address}/api/2.0/mlflow/logged-models/search", b'{"experiment_ids": ["0"]}')
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=30) as response:
+        model = json.load(response)["models"][0]["info"]["model_id"]
     compared = f"runs={quote(json.dumps(ids))}&experiments={quote(json.dumps(['0']))}"
     return {
         "start": f"{address}/",
@@ -105,17 +105,17 @@ def pages(address: str, runs: list[Path]) -> dict[str, str]:
 
 
 def take(browser: Browser, shown: dict[str, str], scheme: str, out: Path) -> None:
-    """All pictures in one tab, which remembers what MLflow's page keeps."""
+    """Take all screenshots in one tab, which keeps the state of MLflow's pages."""
     context = browser.call("Target.createBrowserContext")["browserContextId"]
     target = browser.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
     session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
     browser.call("Emulation.setDeviceMetricsOverride", session, **SIZE)
     browser.call("Emulation.setEmulatedMedia", session, features=[{"name": "prefers-color-scheme", "value": scheme}])
     for name, address in shown.items():
-        browser.call("Page.navigate", session, url="about:blank")  # else only what is behind # changes
+        browser.call("Page.navigate", session, url="about:blank")  # otherwise only the part after # changes
         browser.call("Page.navigate", session, url=address)
-        browser.call("Runtime.evaluate", session, expression=DRAWN, awaitPromise=True)
-        browser.call("Runtime.evaluate", session, expression=NO_TOOLS)
+        browser.call("Runtime.evaluate", session, expression=RENDERED, awaitPromise=True)
+        browser.call("Runtime.evaluate", session, expression=HIDE_TOOLBARS)
         data = browser.call("Page.captureScreenshot", session)["data"]
         (out / f"mlflow-{name}-{scheme}.png").write_bytes(base64.b64decode(data))
     browser.call("Target.disposeBrowserContext", browserContextId=context)
@@ -126,11 +126,11 @@ def main() -> None:
         sys.exit(__doc__)
     out = Path(sys.argv[1]).resolve()
     if CHROMIUM is None:
-        print("skipped: there is no Chromium for pictures of MLflow's pages; apt-get install chromium", file=sys.stderr)
+        print("skipped: screenshots of MLflow need Chromium; apt-get install chromium", file=sys.stderr)
         return
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         runs = [train(folder, seed) for seed in SEEDS]
         with monitor(folder) as address:
             browser = Browser(folder)

@@ -1,9 +1,9 @@
-"""Takes pictures of the prediction page in six states and of `/docs`, narrow and wide, light and dark:
+"""Take screenshots of the prediction page in six states and of `/docs`, narrow and wide, light and dark:
 
     .venv/bin/python tools/screenshots/page.py OUT
 
-A network is trained on scikit-learn's digits (half a minute), and a server answers from it. OUT gets a file
-`page-STATE-WIDTH-SCHEME.png` of each. It needs Chromium, and no network.
+Trains a network on scikit-learn's digits (half a minute), serves it, and writes `OUT/page-STATE-WIDTH-SCHEME.png` for
+each screenshot. Needs Chromium, but no network.
 """
 
 import io
@@ -25,11 +25,11 @@ from served import Server  # noqa: E402
 
 DIGITS = [(f"{n}.png", "image/png", (ROOT / f"examples/digits/{n}.png").read_bytes()) for n in range(10)]
 
-DECODED = "Promise.all([...document.images].map((image) => image.decode().catch(() => {})))"
+IMAGES_DECODED = "Promise.all([...document.images].map((image) => image.decode().catch(() => {})))"
 
 
 def photograph() -> tuple[str, str, bytes]:
-    """A photograph, by its name, type and content."""
+    """Return the name, content type and bytes of a photograph."""
     from sklearn.datasets import load_sample_image
 
     file = io.BytesIO()
@@ -38,37 +38,37 @@ def photograph() -> tuple[str, str, bytes]:
 
 
 def start(page: Page, server: Server) -> None:
-    """Nothing is asked yet."""
+    """Show the page before any request."""
     page.evaluate("until(() => document.querySelectorAll('#samples img').length)")
 
 
 def answer(page: Page, server: Server) -> None:
-    """One picture of the kind that the network knows."""
+    """Send a picture of a kind that the network was trained on."""
     page.give("drop", DIGITS[7])
     page.answers()
 
 
 def photo(page: Page, server: Server) -> None:
-    """A photograph, of which the network gets 8 x 8 pixels."""
+    """Send a photograph, which is resized to 8 x 8 pixels for the network."""
     page.give("drop", photograph())
     page.answers()
     page.evaluate("until(() => !document.querySelector('.hint').hidden)")
 
 
 def several(page: Page, server: Server) -> None:
-    """Several files, of which one is no picture."""
+    """Send several files, one of which is not a picture."""
     page.give("drop", DIGITS[3], ("notes.png", "image/png", b"no picture"), DIGITS[8])
     page.answers()
 
 
 def key(page: Page, server: Server) -> None:
-    """The server asks for a key."""
+    """Send a picture without the API key that the server requires."""
     page.give("drop", DIGITS[3])
     page.evaluate("until(() => document.querySelector('#note').textContent.includes('API key'))")
 
 
 def gone(page: Page, server: Server) -> None:
-    """The server does not answer any more."""
+    """Send pictures to a server that has stopped."""
     server.stop()
     page.give("drop", DIGITS[3], DIGITS[4])
     page.answers()
@@ -79,8 +79,8 @@ STATES: dict[str, Callable[[Page, Server], None]] = {
 }
 
 
-def trained(folder: Path) -> Path:
-    """The folder of a run of `configs/base.yaml`."""
+def train(folder: Path) -> Path:
+    """Train `configs/base.yaml` and return the run folder."""
     command = [sys.executable, "-m", "deeplightning", "train", str(ROOT / "configs/base.yaml"), "train.num_epochs=5"]
     done = subprocess.run(
         [*command, f"logger.params.tracking_uri={folder / 'mlruns'}"], cwd=folder, capture_output=True, text=True
@@ -91,8 +91,8 @@ def trained(folder: Path) -> Path:
 
 
 @contextmanager
-def served(run: Path, folder: Path, state: str) -> Iterator[Server]:
-    """The run on a free port."""
+def serve(run: Path, folder: Path, state: str) -> Iterator[Server]:
+    """Serve the run on a free port."""
     server = Server(run, folder / f"{state}.err", *(("--api-key-env", "KEY") if state == "key" else ()), KEY="a-key")
     try:
         yield server
@@ -102,18 +102,18 @@ def served(run: Path, folder: Path, state: str) -> Iterator[Server]:
 
 
 def take(run: Path, folder: Path, out: Path) -> None:
-    """All pictures of one run."""
+    """Take all screenshots of one run."""
     browser = Browser(folder)
     try:
         for state in [*STATES, "docs"]:
             for width in (360, 1280):
                 for scheme in ("light", "dark"):
-                    with served(run, folder, state) as server:
+                    with serve(run, folder, state) as server:
                         page = Page(browser, server.url, path="docs" if state == "docs" else "")
                         page.look(width, scheme)
                         if state != "docs":
                             STATES[state](page, server)
-                        page.evaluate(DECODED)
+                        page.evaluate(IMAGES_DECODED)
                         page.shot(out / f"page-{state}-{width}-{scheme}.png")
                         page.close()
     finally:
@@ -122,15 +122,15 @@ def take(run: Path, folder: Path, out: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python tools/screenshots/page.py OUT (a folder, which is made)")
+        sys.exit("usage: python tools/screenshots/page.py OUT (a folder, which is created)")
     if CHROMIUM is None:
-        sys.exit("No Chromium is installed; on Debian: apt-get install chromium")
+        sys.exit("Chromium is not installed; on Debian: apt-get install chromium")
     out = Path(sys.argv[1]).absolute()
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        take(trained(folder), folder, out)
+        take(train(folder), folder, out)
     print(f"{len([*out.glob('page-*.png')])} pictures in {out}")
 
 

@@ -1,9 +1,9 @@
-"""Takes pictures of the report of a run, narrow and wide, light and dark:
+"""Take screenshots of the report of a run, narrow and wide, light and dark:
 
     .venv/bin/python tools/screenshots/report.py OUT
 
-A network learns scikit-learn's digits (half a minute), and answers of a made-up classifier of 100 classes are drawn.
-OUT gets a file `report-STATE-WIDTH-SCHEME.png` of each. It needs Chromium, and no network.
+Trains a network on scikit-learn's digits (half a minute), simulates a classifier of 100 classes, and writes
+`OUT/report-STATE-WIDTH-SCHEME.png` for each report. Needs Chromium, but no network.
 """
 
 import os
@@ -23,12 +23,12 @@ from deeplightning.figures.style import drawn, to_svg  # noqa: E402
 from deeplightning.report import page  # noqa: E402
 from deeplightning.runfolder import RunFolder  # noqa: E402
 
-WIDTHS, SCHEMES = (360, 1280), {"light": "1", "dark": "0"}  # Blink's numbers of the schemes
-TALLEST = 9000
+WIDTHS, SCHEMES = (360, 1280), {"light": "1", "dark": "0"}  # Blink's numbers for the schemes
+WINDOW_HEIGHT = 9000
 
 
 def command(*words: object, cwd: Path) -> list[str]:
-    """What a verb prints, by lines; ends this program where it fails."""
+    """Run a verb and return the lines that it prints; exit if it fails."""
     started = [sys.executable, "-m", "deeplightning", *map(str, words)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(started, cwd=cwd, env=env, capture_output=True, text=True)
@@ -37,14 +37,14 @@ def command(*words: object, cwd: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def trained(folder: Path) -> RunFolder:
-    """A run of `configs/base.yaml`."""
+def train(folder: Path) -> RunFolder:
+    """Train `configs/base.yaml` and return the run folder."""
     lines = command("train", ROOT / "configs/base.yaml", "logger.params.tracking_uri=mlruns", cwd=folder)
     return RunFolder(lines[-1].removeprefix("Artifact storage path: "))
 
 
 def hundred_classes() -> str:
-    """A page with the pictures of a classifier of 100 classes that confuses those of a group of five."""
+    """Return a report of a simulated classifier of 100 classes that confuses classes within groups of five."""
     random = np.random.default_rng(0)
     names = [f"species {number:03}" for number in random.permutation(100)]
     true = random.integers(0, 100, 5000)
@@ -65,13 +65,13 @@ def hundred_classes() -> str:
 
 
 def take(file: Path, out: Path, width: int, scheme: str) -> None:
-    """A picture of a whole page, without what is empty below it."""
+    """Take a screenshot of a whole page, without the empty part below it."""
     browser = next(
         (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
     )
     if not browser:
         sys.exit("Chromium is not installed: apt-get install chromium")
-    words = [browser, "--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={width},{TALLEST}"]
+    words = [browser, "--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={width},{WINDOW_HEIGHT}"]
     words += [f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--screenshot={out}", file.as_uri()]
     subprocess.run(words, check=True, capture_output=True, timeout=120)
     pixels = np.asarray(Image.open(out).convert("RGB"))
@@ -81,10 +81,10 @@ def take(file: Path, out: Path, width: int, scheme: str) -> None:
 
 def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         (folder / "hundred.html").write_text(hundred_classes())
-        pages = {"run": trained(folder).report, "hundred": folder / "hundred.html"}
+        pages = {"run": train(folder).report, "hundred": folder / "hundred.html"}
         for state, file in pages.items():
             for width in WIDTHS:
                 for scheme in SCHEMES:

@@ -1,10 +1,10 @@
-"""What a terminal shows, as SVG: set-up, `check` and its errors, `explain`, `train` while and after it trains, `runs`.
+"""Draw the terminal output as SVG: set-up, `check` and its errors, `explain`, `train` during and after, `runs`.
 
     bash tools/screenshots.sh FOLDER terminal
 
-The commands run in tmux, which is a terminal of a known size: its screen is read with its colours, and rich draws it.
-Each is shown at 80 and 200 columns, `train` without colour (NO_COLOR) too. Set-up installs into a clone of this clone
-from uv's cache and is left out where there is none.
+The commands run in tmux, a terminal of known size: its screen is captured with colours and drawn by rich, at 80 and
+200 columns, and for `train` also without colour (NO_COLOR). Set-up installs from uv's cache into a clone of this clone;
+it is skipped if there is no cache.
 """
 
 import os
@@ -23,28 +23,28 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = (80, 200)  # columns
 ROWS = 60
-LONGEST = 600  # seconds that a command may take
+TIMEOUT_SECONDS = 600  # for one command
 PROMPT = "$ "
-ALTERED = {"COLUMNS", "DEEPLIGHTNING_PYTHON", "LINES", "MLFLOW_TRACKING_URI", "NO_COLOR", "PYTHONDONTWRITEBYTECODE"}
-ALTERED |= {"PYTHONPATH", "TERM", "TMUX", "VIRTUAL_ENV"}
-"""Variables of this process that the terminal's shell does not get."""
-SHORT = ["train.num_epochs=4", "data.batch_size=8"]  # seconds, and some epochs to look at
+EXCLUDED = {"COLUMNS", "DEEPLIGHTNING_PYTHON", "LINES", "MLFLOW_TRACKING_URI", "NO_COLOR", "PYTHONDONTWRITEBYTECODE"}
+EXCLUDED |= {"PYTHONPATH", "TERM", "TMUX", "VIRTUAL_ENV"}
+"""Variables that the terminal's shell does not inherit from this process."""
+SHORT = ["train.num_epochs=4", "data.batch_size=8"]  # takes seconds, and shows some epochs
 
 
 class Terminal:
     """A tmux session with a shell in it.
 
     Args:
-        columns: of the terminal.
+        columns: width of the terminal.
         folder: working directory of the shell.
-        socket: of a tmux server that is not there yet.
-        variables: of the shell's environment.
+        socket: socket of the tmux server to start.
+        variables: environment variables of the shell.
     """
 
     def __init__(self, columns: int, folder: Path, socket: Path, **variables: str):
         self.columns, self.socket = columns, socket
         environment = {
-            **{name: value for name, value in os.environ.items() if name not in ALTERED},
+            **{name: value for name, value in os.environ.items() if name not in EXCLUDED},
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "ENV": "",
@@ -52,7 +52,7 @@ class Terminal:
         }
         shell = f"exec env TERM=tmux-256color 'PS1={PROMPT}' bash --norc --noprofile -i"
         size = ["-x", str(columns), "-y", str(ROWS)]
-        # A server of its own, which has the environment of this call.
+        # A separate server, which has this environment.
         command = ["tmux", "-S", str(socket), "-f", "/dev/null", "new-session", "-d", "-s", "terminal", *size]
         subprocess.run([*command, "-c", str(folder), shell], env=environment, check=True)
         self.wait(lambda screen: screen.rstrip().endswith(PROMPT.strip()))
@@ -62,23 +62,23 @@ class Terminal:
         return done.stdout
 
     def screen(self, colour: bool = False) -> str:
-        """All that was printed so far, with ANSI codes if `colour`."""
+        """Return all output so far, with ANSI codes if `colour`."""
         return self.tmux("capture-pane", "-t", "terminal", "-p", "-S", "-", *(["-e"] if colour else [])).rstrip()
 
-    def wait(self, happened: Callable[[str], bool]) -> None:
-        """Waits until the screen is as it should be.
+    def wait(self, condition: Callable[[str], bool]) -> None:
+        """Wait until a condition on the screen holds.
 
         Raises:
-            TimeoutError: it never was.
+            TimeoutError: it does not hold within `TIMEOUT_SECONDS`.
         """
-        end = time.monotonic() + LONGEST
-        while not happened(screen := self.screen()):
+        end = time.monotonic() + TIMEOUT_SECONDS
+        while not condition(screen := self.screen()):
             if time.monotonic() > end:
                 raise TimeoutError(f"the terminal still shows:\n{screen}")
             time.sleep(0.1)
 
     def type(self, command: str) -> None:
-        """Clears the screen and starts a command."""
+        """Clear the screen and start a command."""
         self.tmux("send-keys", "-t", "terminal", "clear", "Enter")
         self.wait(lambda screen: screen.strip() == PROMPT.strip())
         self.tmux("clear-history", "-t", "terminal")
@@ -90,19 +90,19 @@ class Terminal:
         return len(lines) > 1 and lines[-1].strip() == PROMPT.strip()
 
     def run(self, command: str) -> None:
-        """Runs a command to its end."""
+        """Run a command to its end."""
         self.type(command)
         self.wait(self.has_ended)
 
     def picture(self, file: Path, title: str) -> None:
-        """Writes the screen as SVG."""
+        """Write the screen as SVG."""
         text = Text.from_ansi(self.screen(colour=True).removesuffix(PROMPT.strip()).rstrip())
         with Path(os.devnull).open("w") as nothing:
             console = Console(
                 record=True, width=self.columns, file=nothing, force_terminal=True, color_system="truecolor"
             )
             console.print(text, no_wrap=True, overflow="crop", highlight=False)
-            # A fixed id, or every picture differs from the one before.
+            # With a fixed id, an unchanged screen gives an unchanged file.
             console.save_svg(str(file), title=title, unique_id=file.stem)
         print(file)
 
@@ -111,7 +111,7 @@ class Terminal:
 
 
 def commands(terminal: Terminal, out: Path, suffix: str) -> None:
-    """The verbs of a first hour."""
+    """Draw the verbs that a new user runs first."""
 
     def of(name: str) -> Path:
         return out / f"terminal-{name}-{suffix}.svg"
@@ -137,16 +137,16 @@ def commands(terminal: Terminal, out: Path, suffix: str) -> None:
     terminal.picture(of("help"), "--help")
 
 
-def set_up(out: Path, place: Path) -> None:
-    """The first start in a fresh clone, at its beginning, on its way and at its end."""
+def set_up(out: Path, folder: Path) -> None:
+    """Draw the set-up in a fresh clone, in progress and at its end."""
     cache = Path(os.environ.get("UV_CACHE_DIR") or Path.home() / ".cache" / "uv")
     if not cache.is_dir():
-        print(f"no picture of the set-up: there is no cache of uv in {cache}", file=sys.stderr)
+        print(f"skipped the set-up: uv has no cache in {cache}", file=sys.stderr)
         return
     for columns in WIDTHS:
-        clone = place / f"clone{columns}" / "deeplightning"
+        clone = folder / f"clone{columns}" / "deeplightning"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        terminal = Terminal(columns, clone, place / f"socket-set-up-{columns}")
+        terminal = Terminal(columns, clone, folder / f"socket-set-up-{columns}")
         try:
             terminal.type("bash env.sh")
             terminal.wait(lambda screen: "2/3 packages" in screen)
@@ -161,25 +161,25 @@ def set_up(out: Path, place: Path) -> None:
 def main(out: Path) -> int:
     if shutil.which("tmux") is None:
         print(
-            "tmux is needed to take pictures of a terminal; install it, for example: apt-get install tmux",
+            "tmux is needed to draw a terminal; install it, for example: apt-get install tmux",
             file=sys.stderr,
         )
         return 3
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="screenshots-") as name:
-        place = Path(name)
-        clone = place / "deeplightning"
-        # Runs go into a clone of their own, which uses this one's environment.
+        folder = Path(name)
+        clone = folder / "deeplightning"
+        # Runs go into a separate clone, which uses the environment of this one.
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         for columns in WIDTHS:
             for suffix, variables in ((f"{columns}", {}), (f"{columns}-plain", {"NO_COLOR": "1"})):
                 own = {"DEEPLIGHTNING_PYTHON": sys.executable, "PYTHONPATH": str(clone), **variables}
-                terminal = Terminal(columns, clone, place / f"socket-{suffix}", **own)
+                terminal = Terminal(columns, clone, folder / f"socket-{suffix}", **own)
                 try:
                     commands(terminal, out, suffix)
                 finally:
                     terminal.close()
-        set_up(out, place)
+        set_up(out, folder)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The data module, `type: Stripes`."""
+"""Data module `type: Stripes`."""
 
 import numpy as np
 
@@ -10,12 +10,12 @@ from .draw import NAMES, SIZE, draw
 
 
 class Stripes(ImageData):
-    """Grey pictures of 16 x 16 pixels in four classes.
+    """Greyscale pictures of 16 x 16 pixels in four classes.
 
     Args:
         cfg: the whole config.
-        number: pictures in all, at least 40; they are divided into training, validation and test.
-        options: as of `ImageData`.
+        number: total number of pictures, at least 40, to be split into training, validation and test.
+        options: see `ImageData`.
 
     Raises:
         ValueError: `number` is too small.
@@ -29,7 +29,7 @@ class Stripes(ImageData):
         self.class_names = list(NAMES)
 
     def read(self):
-        random = np.random.RandomState(0)  # the same pictures whatever the config's seed, which divides them
+        random = np.random.RandomState(0)  # the same pictures for every seed of the config, which determines the split
         labels = np.arange(self.number) % len(NAMES)
         pixels = np.stack([draw(label, random) for label in labels])  # (N, 16, 16)
         return {"all": Samples(pixels, labels.astype(np.int64))}

@@ -1,4 +1,4 @@
-"""Draws the pictures. Imports neither torch nor Deep Lightning, so that the verb starts quickly."""
+"""Draw the pictures. Imports neither torch nor Deep Lightning, so that the verb starts quickly."""
 
 import numpy as np
 
@@ -7,11 +7,11 @@ SIZE = 16
 
 
 def draw(direction: int, random: np.random.RandomState) -> np.ndarray:
-    """One picture.
+    """Return one picture.
 
     Args:
-        direction: the position of its name in `NAMES`.
-        random: width, contrast, shift and noise are drawn from it.
+        direction: index of its name in `NAMES`.
+        random: generator of width, contrast, shift and noise.
 
     Returns:
         uint8, (16, 16).

@@ -1,14 +1,14 @@
-"""The network, `type: StripeNet`."""
+"""Network `type: StripeNet`."""
 
 from torch import Tensor, nn
 
 
 class StripeNet(nn.Module):
-    """One layer of filters, the strength of each over the whole picture, and a linear layer.
+    """One convolution, the log of the mean square of each filter over the picture, and a linear layer.
 
     Args:
         num_classes: K.
-        filters: how many there are.
+        filters: number of filters.
     """
 
     def __init__(self, num_classes: int, filters: int = 16):
@@ -17,6 +17,6 @@ class StripeNet(nn.Module):
         self.classifier = nn.Linear(filters, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Pictures (N, 1, H, W) to logits (N, K)."""
+        """Map pictures (N, 1, H, W) to logits (N, K)."""
         strength = self.filters(images).square().mean((2, 3))  # (N, filters)
         return self.classifier((strength + 1e-6).log())

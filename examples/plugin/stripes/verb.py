@@ -20,5 +20,5 @@ def stripes(file: Path, direction: str, seed: int) -> None:
 
     try:
         Image.fromarray(draw(NAMES.index(direction), np.random.RandomState(seed))).save(file)
-    except (OSError, ValueError) as error:  # no such folder, or an ending that Pillow does not know
+    except (OSError, ValueError) as error:  # no such folder, or an extension that Pillow does not support
         raise click.ClickException(f"{file}: {error}") from error

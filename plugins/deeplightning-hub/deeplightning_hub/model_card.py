@@ -1,7 +1,7 @@
 """Write the model card of a run: Markdown with YAML front matter, in Hugging Face's format.
 
-Config and numbers come from the run's files; no user code is imported. Secrets are concealed, and an absolute path
-keeps only its last part.
+Config and metrics come from the run's files; no user code is imported. Secrets are concealed, and absolute paths are
+reduced to their last part.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deeplightning.config.secret_scan import BLOT, conceal
+from deeplightning.config.secret_scan import REDACTED, conceal
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.config.trust import run_config
@@ -29,7 +29,7 @@ PIPELINES = {
     "table_multilabel": "tabular-classification",
     "table_regression": "tabular-regression",
 }
-"""Hugging Face's name for a kind of task, where it has one."""
+"""Hugging Face's names for kinds of task."""
 
 _PACKAGES = (
     "deeplightning",
@@ -41,15 +41,15 @@ _PACKAGES = (
     "transformers",
     "tokenizers",
 )
-"""Packages whose versions a card names."""
+"""Packages whose versions a card lists."""
 
-_PATH = re.compile(r"(?:file:|sqlite:)/+.*|~?/(?!/).*|[A-Za-z]:[\\/].*", re.DOTALL)
+_ABSOLUTE_PATH = re.compile(r"(?:file:|sqlite:)/+.*|~?/(?!/).*|[A-Za-z]:[\\/].*", re.DOTALL)
 
 
 def public_config(folder: RunFolder) -> str:
     """Return the config of a run as YAML that may be published.
 
-    Secrets are concealed, absolute paths keep only their last part, and the address of the tracking store is removed.
+    Secrets are concealed, absolute paths are reduced to their last part, and the tracking store's address is removed.
 
     Raises:
         ConfigError: it cannot be read.
@@ -66,9 +66,9 @@ def _without_paths(value: Any) -> Any:
         return {key: _without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if isinstance(value, str) and "${" in value:  # references are not resolved: somebody else may have made the run
-        return BLOT
-    if isinstance(value, str) and _PATH.fullmatch(value):
+    if isinstance(value, str) and "${" in value:  # not resolved: the run may be foreign
+        return REDACTED
+    if isinstance(value, str) and _ABSOLUTE_PATH.fullmatch(value):
         return re.split(r"[\\/]+", value.rstrip("\\/"))[-1]
     return value
 
@@ -77,9 +77,9 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
     """Return the text of README.md.
 
     Args:
-        folder: of a run that has a bundle.
+        folder: the folder of a run that has a bundle.
         card: the bundle's `bundle.json`, as it is pushed.
-        name: of the model.
+        name: the name of the model.
         left_out: files of the bundle that are not pushed.
     """
     kind = card["task"]
@@ -96,23 +96,23 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
     tree = plain(read(run_config(folder)).root, written=True)
     dataset = str(tree["data"]["module"]["type"]).rpartition(".")[2]
     if metrics:
-        words = {"type": PIPELINES.get(kind, kind.replace("_", "-"))}
-        found = [{"type": stage_of(m)[1], "name": m, "value": value} for m, value in metrics.items()]
-        result = {"task": words, "dataset": {"name": dataset, "type": dataset.lower()}, "metrics": found}
+        task = {"type": PIPELINES.get(kind, kind.replace("_", "-"))}
+        values = [{"type": stage_of(m)[1], "name": m, "value": value} for m, value in metrics.items()]
+        result = {"task": task, "dataset": {"name": dataset, "type": dataset.lower()}, "metrics": values}
         front["model-index"] = [{"name": name, "results": [result]}]
     parts = [
         f"---\n{dump(front)}---\n",
         f"# {name}\n",
         f"A network of the kind `{kind}`, trained with Deep Lightning {card['run']['versions']['deeplightning']}: "
         f"`{tree['model']['network']['type']}` on `{tree['data']['module']['type']}`. {_labels(card)}\n",
-        "The licence in the head of this file is to be filled in.\n",
+        "To be filled in: the licence in the front matter of this file.\n",
         "## Metrics\n",
-        _table(("Metric", "Value"), [(f"`{m}`", f"{v:.6g}") for m, v in metrics.items()]) or "The run left none.\n",
+        _table(("Metric", "Value"), [(f"`{m}`", f"{v:.6g}") for m, v in metrics.items()]) or "None recorded.\n",
         "## Use\n",
         _use(card),
         "## Limits\n",
         "To be filled in: what the data are and whom they leave out, which inputs are out of scope, what a wrong "
-        "answer costs, and who has checked the model for what.\n",
+        "prediction costs, and who has checked the model for what.\n",
         "## Files\n",
         _files(card, left_out),
         "## Data\n",
@@ -125,8 +125,14 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
     return printable("\n".join(parts), "\n")
 
 
+def _types(part: Any) -> str:
+    """Return the class of a target, or the classes of several by name, as Markdown code; "" if there is none."""
+    targets = [part] if part and "type" in part else (part or {}).values()
+    return ", ".join(f"`{target['type']}`" for target in targets)
+
+
 def _metrics(folder: RunFolder) -> dict[str, float]:
-    """Return the metrics of validation and test, those of validations during training at the best or the last step."""
+    """Return validation and test metrics; those from validation during training are of the best, else the last step."""
     found: dict[str, float] = {}
     best = read_object(folder.best_score)
     try:
@@ -145,34 +151,34 @@ def _labels(card: Card) -> str:
     labels = card.get("labels") or []
     if not labels:
         return ""
-    some = ", ".join(f"`{printable(label)}`" for label in labels[:20])
-    return f"It knows {len(labels)}: {some}{', …' if len(labels) > 20 else ''}."
+    first = ", ".join(f"`{printable(label)}`" for label in labels[:20])
+    return f"Labels ({len(labels)}): {first}{', …' if len(labels) > 20 else ''}."
 
 
 def _use(card: Card) -> str:
     kind = KINDS[card["task"]]
-    golden = {"image": "a picture", "text": "a text", "table": "a row", "array": "an array"}[kind.takes]
+    sample = {"image": "a picture", "text": "a text", "table": "a row", "array": "an array"}[kind.takes]
     return f"""\
 With Deep Lightning, where `DIR` is a copy of this folder (`hf download USER/NAME --local-dir DIR`):
 
 ```bash
-deeplightning serve DIR        # answers HTTP; `deeplightning ask FILE` asks it
+deeplightning serve DIR        # an HTTP server; `deeplightning ask FILE` sends it a file
 ```
 
 ```python
 import deeplightning
 
-deeplightning.load_run("DIR").predict([...])  # {golden} for each answer
+deeplightning.load_run("DIR").predict([...])  # {sample} for each prediction
 ```
 
-Without it, with onnxruntime alone; `bundle/bundle.json` says under `input` how {golden} is prepared:
+Without it, with onnxruntime alone; `input` in `bundle/bundle.json` describes how {sample} is prepared:
 
 ```python
 import numpy
 import onnxruntime
 
 session = onnxruntime.InferenceSession("bundle/model.onnx")
-given = session.get_inputs()[0]  # `{kind.input}`; dimensions that are words may have any size
+given = session.get_inputs()[0]  # `{kind.input}`; dimensions that are names may have any size
 kinds = {{"tensor(uint8)": "uint8", "tensor(int64)": "int64", "tensor(float)": "float32"}}
 inputs = numpy.zeros([n if isinstance(n, int) else 2 for n in given.shape], kinds[given.type])
 (answers,) = session.run(None, {{given.name: inputs}})  # `{kind.output}`, a row for each input
@@ -184,11 +190,11 @@ def _files(card: Card, left_out: list[str]) -> str:
     golden = next(len(value) for value in card["golden"].values() if isinstance(value, list))
     rows = [("`cfg.yaml`", "the config of the run; secrets and paths are left out")]
     rows += [
-        ("`bundle/bundle.json`", f"inputs, labels and digests, and {count(golden, 'sample')} of the data as proof")
+        ("`bundle/bundle.json`", f"inputs, labels, digests, and {count(golden, 'sample')} of the data to verify it")
     ]
     rows += [(f"`bundle/{name}`", f"SHA-256 `{digest}`") for name, digest in card["files"].items()]
-    said = f"\nNot here, since it holds pickle: {', '.join(f'`{name}`' for name in left_out)}.\n" if left_out else ""
-    return _table(("File", "What"), rows) + said
+    note = f"\nNot included (pickled data): {', '.join(f'`{name}`' for name in left_out)}.\n" if left_out else ""
+    return _table(("File", "Content"), rows) + note
 
 
 def _data(folder: RunFolder) -> str:
@@ -197,7 +203,7 @@ def _data(folder: RunFolder) -> str:
         return "The run read no files.\n"
     digest = hashlib.sha256("".join(sorted(f"{of[1]}\n" for of in files.values())).encode()).hexdigest()
     size = sum(of[0] for of in files.values())
-    return f"{count(len(files), 'file')}, {size:,} bytes. SHA-256 of the sorted SHA-256 of each: `{digest}`.\n"
+    return f"{count(len(files), 'file')}, {size:,} bytes. SHA-256 of their sorted SHA-256 digests: `{digest}`.\n"
 
 
 def _environment(folder: RunFolder) -> str:
@@ -207,7 +213,7 @@ def _environment(folder: RunFolder) -> str:
     rows = [("Python", str((found.get("python") or {}).get("version", "unknown")))]
     rows += [(name, str(packages[name])) for name in _PACKAGES if name in packages]
     rows += [("GPUs", ", ".join(gpus) or "none")]
-    return _table(("What", "Version"), rows)
+    return _table(("Component", "Version"), rows)
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:

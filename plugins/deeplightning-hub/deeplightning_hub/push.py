@@ -1,6 +1,6 @@
-"""Publish a run: bundle, config and model card to Hugging Face or into a folder, its MLflow model into the registry.
+"""Publish a run: bundle, config and model card to Hugging Face or into a folder, its MLflow model to the registry.
 
-Files that hold pickle, and secrets and paths of this machine, are never published.
+Files with pickled data, secrets and paths of this machine are never published.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning_hub.model_card import model_card, public_config
 
-FORMS = "hf://USER/NAME or mlflow://NAME"
-SAFE = (".onnx", ".data", ".safetensors", ".json")
-"""Extensions of a bundle's files that contain no pickle. A pt2 file contains some."""
+ADDRESS_FORMS = "hf://USER/NAME or mlflow://NAME"
+SAFE_EXTENSIONS = (".onnx", ".data", ".safetensors", ".json")
+"""Extensions of a bundle's files that contain no pickled data, unlike a pt2 file."""
 
-README, NOTE = "README.md", ".push.json"
-"""README: the model card. NOTE: the record of a push, with the names and SHA-256 of the files that it wrote."""
+README, PUSH_RECORD = "README.md", ".push.json"
+"""README: the model card. PUSH_RECORD: names and SHA-256 of the files that a push wrote."""
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 
@@ -36,24 +36,24 @@ def parse(address: str) -> tuple[str, str]:
     kind, _, name = address.partition("://")
     form = {"hf": rf"{_NAME}/{_NAME}", "mlflow": r"[\w](?:[\w. -]{0,254}[\w])?"}.get(kind)
     if form is None or not re.fullmatch(form, name) or ".." in name or "--" in name:
-        raise ConfigError(f"{address!r} is not an address to push to. Write {FORMS}")
+        raise ConfigError(f"{address!r} is not an address to push to. Write {ADDRESS_FORMS}")
     return kind, name
 
 
 def write(folder: RunFolder, name: str, to: Path) -> list[str]:
     """Write the files of a run that may be published.
 
-    A README.md that was edited since the earlier push is kept, and the new one becomes `README.new.md`.
+    If README.md was edited since the previous push, it is kept, and the new one is written as `README.new.md`.
 
     Args:
-        name: of the model, for its card.
-        to: a folder that is empty, or holds an earlier push.
+        name: the name of the model, for its card.
+        to: a folder that is empty or missing, or contains a previous push.
 
     Returns:
-        The files of the bundle that are left out, since they contain pickle.
+        The files of the bundle that are left out, since they contain pickled data.
 
     Raises:
-        CheckpointError: the run has no bundle, or one that is damaged or whose files do not match its card.
+        CheckpointError: the run has no bundle, or a damaged one, or its files do not match its card.
         SetupError: the folder contains something else, or cannot be written.
     """
     if not folder.bundle_card.is_file():
@@ -62,8 +62,8 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
     from deeplightning.export.bundle import card_of  # imports ONNX
 
     card = card_of(folder)
-    left_out = [file for file in card["files"] if not file.endswith(SAFE)]
-    for file, digest in card["files"].items():  # so that no other file of this machine is published in their place
+    left_out = [file for file in card["files"] if not file.endswith(SAFE_EXTENSIONS)]
+    for file, digest in card["files"].items():  # so that no other file of this machine is published instead
         if file != Path(file).name or _digest(folder.bundle / file) != digest:
             raise CheckpointError(
                 f"{folder.bundle / file} is not the file that {folder.bundle_card.name} describes. "
@@ -76,7 +76,7 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
         card["files"] = {file: digest for file, digest in card["files"].items() if file not in left_out}
         text = card_text(card)
     try:
-        before = _earlier(to)
+        before = _previous_files(to)
         contents = {"bundle/bundle.json": text, "cfg.yaml": public_config(folder)}
         contents[README] = model_card(folder, card, name, left_out)
         if before.get(README) not in (None, _digest(to / README)):
@@ -90,26 +90,26 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
         for file in card["files"]:
             shutil.copyfile(folder.bundle / file, to / "bundle" / file)
         written = [*contents, *(f"bundle/{file}" for file in card["files"])]
-        note = {file: _digest(to / file) for file in written} | {README: before.get(README) or _digest(to / README)}
-        (to / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
+        record = {file: _digest(to / file) for file in written} | {README: before.get(README) or _digest(to / README)}
+        (to / PUSH_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
     except OSError as error:
         raise SetupError(f"{to}: the files of the run cannot be written: {error}") from error
     return left_out
 
 
-def _earlier(to: Path) -> dict[str, str | None]:
-    """Return the names and digests of the files of an earlier push, or {} if the folder is empty or missing.
+def _previous_files(to: Path) -> dict[str, str | None]:
+    """Return the names and digests of the files of a previous push, or {} if the folder is empty or missing.
 
     Raises:
         SetupError: the folder contains something else.
     """
     if not to.is_dir():
         return {}
-    names: dict[str, str | None] = {name: str(digest) for name, digest in read_object(to / NOTE).items()}
+    names: dict[str, str | None] = {name: str(digest) for name, digest in read_object(to / PUSH_RECORD).items()}
     if not names and any(to.iterdir()):
-        raise SetupError(f"{to} is not empty and holds no earlier push. Name another folder with --to")
+        raise SetupError(f"{to} is not empty and contains no previous push. Name another folder with --to")
     if any(not re.fullmatch(r"(?:bundle/)?\w[\w.-]*", name) for name in names):
-        raise SetupError(f"{to / NOTE} names files that no push writes. Name another folder with --to")
+        raise SetupError(f"{to / PUSH_RECORD} lists files that no push writes. Name another folder with --to")
     return names
 
 
@@ -130,26 +130,26 @@ def upload(folder: RunFolder, repository: str) -> tuple[str, list[str]]:
         The address of the repository, and the files that `write` leaves out.
 
     Raises:
-        SetupError: there is no token, or the server refuses.
+        SetupError: there is no token, or the server refuses the upload.
         CheckpointError: as for `write`.
     """
-    instead = "or write the files into a folder: --to DIR"
+    alternative = "or write the files into a folder: --to DIR"
     if not (token := os.environ.get("HF_TOKEN")):
-        raise SetupError(f"HF_TOKEN is not set. Set it to a token that may write to {repository}, {instead}")
+        raise SetupError(f"HF_TOKEN is not set. Set it to a token that may write to {repository}, {alternative}")
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY"):
         os.environ.setdefault(name, "1")
     from huggingface_hub import HfApi
 
-    with tempfile.TemporaryDirectory() as place:
-        left_out = write(folder, repository.partition("/")[2], Path(place))
-        (Path(place) / NOTE).unlink()
+    with tempfile.TemporaryDirectory() as temporary:
+        left_out = write(folder, repository.partition("/")[2], Path(temporary))
+        (Path(temporary) / PUSH_RECORD).unlink()
         try:
             api = HfApi(token=token)
             address = str(api.create_repo(repository, private=True, exist_ok=True))
-            api.upload_folder(repo_id=repository, folder_path=place, commit_message="Push of a Deep Lightning run")
+            api.upload_folder(repo_id=repository, folder_path=temporary, commit_message="Push of a Deep Lightning run")
         except Exception as error:  # the client raises its own errors, httpx's and the system's
-            said = " ".join(str(error).replace(token, "***").split())[:300]
-            raise SetupError(f"Hugging Face does not take {repository}: {said}. Look at HF_TOKEN, {instead}") from error
+            reason = " ".join(str(error).replace(token, "***").split())[:300]
+            raise SetupError(f"Upload to {repository} failed: {reason}. Check HF_TOKEN, {alternative}") from error
     return address, left_out
 
 
@@ -157,9 +157,9 @@ def upload(folder: RunFolder, repository: str) -> tuple[str, list[str]]:
 
 
 def register(run: str, name: str) -> str:
-    """Register the MLflow model of a run in the registry of the store that tracks the run.
+    """Register the MLflow model of a run in the registry of its tracking store.
 
-    A run without a model gets one from its bundle if its files are on this machine.
+    If the run has no MLflow model, one is made from its bundle; this requires that its files are on this machine.
 
     Returns:
         `models:/NAME/VERSION`.
@@ -174,8 +174,8 @@ def register(run: str, name: str) -> str:
     folder, store = past.folder, past.store
     if store is None or past.run_id is None:
         raise SetupError(
-            f"{folder.path}: no tracking store is known that has this run, so it has no registry either. "
-            "MLFLOW_TRACKING_URI names one; --to DIR writes the files into a folder"
+            f"{folder.path}: no known tracking store has this run, so there is no registry for it. "
+            "Set MLFLOW_TRACKING_URI, or write the files into a folder: --to DIR"
         )
     from deeplightning.tracking.flavour import write_model
     from deeplightning.tracking.mlflow_store import attach

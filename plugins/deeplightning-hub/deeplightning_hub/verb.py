@@ -12,25 +12,25 @@ from deeplightning.process.terminal import say
 @with_run
 @click.argument("address", metavar="hf://USER/NAME|mlflow://NAME")
 @click.option(
-    "--to", metavar="DIR", type=click.Path(file_okay=False, path_type=Path), help="Write the files there instead."
+    "--to", metavar="DIR", type=click.Path(file_okay=False, path_type=Path), help="Write the files to DIR instead."
 )
 def push(run: str, address: str, to: Path | None) -> None:
-    """Publish RUN: bundle, config and a model card to Hugging Face; or its MLflow model in its store's registry.
+    """Publish RUN: bundle, config and model card to Hugging Face, or its MLflow model to its store's registry.
 
-    Hugging Face requires HF_TOKEN; a new repository is private. With --to nothing is sent. Files with pickle, secrets
-    and paths of this machine are never published.
+    Hugging Face requires HF_TOKEN; a new repository is private. With --to nothing is sent. Files with pickled data,
+    secrets and paths of this machine are never published.
     """
-    from deeplightning_hub import push as of
+    from deeplightning_hub import push as publisher
 
-    kind, name = of.parse(address)
+    kind, name = publisher.parse(address)
     if to is not None:
-        left_out, where = of.write(folder_of(run), name.rpartition("/")[2], to), str(to)
+        left_out, target = publisher.write(folder_of(run), name.rpartition("/")[2], to), str(to)
     elif kind == "hf":
-        where, left_out = of.upload(folder_of(run), name)
+        target, left_out = publisher.upload(folder_of(run), name)
     else:
-        where, left_out = of.register(run, name), []
+        target, left_out = publisher.register(run, name), []
     for file in left_out:
-        say(f"left out: {file}, which holds pickle", err=True)
+        say(f"left out: {file}, which contains pickled data", err=True)
     if kind == "hf" or to is not None:
-        say("bundle.json holds samples of the data; README.md has a licence and limits to fill in", err=True)
-    say(where)
+        say("bundle.json contains samples of the data; fill in the licence and the limits in README.md", err=True)
+    say(target)

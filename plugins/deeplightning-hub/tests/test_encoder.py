@@ -59,11 +59,11 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (None, "is not a folder; it must hold config.json and the weights of a model"),
+        (None, "is not a folder; it must contain config.json and the weights of a model"),
         ({}, "has no config.json"),
         ({"config.json": "{"}, "config.json cannot be read"),
-        ({"config.json": '{"auto_map": {}}'}, "asks for code of its own"),
-        ({"config.json": json.dumps(CONFIG), "pytorch_model.bin": ""}, "other files of weights could run code"),
+        ({"config.json": '{"auto_map": {}}'}, "requires its own code"),
+        ({"config.json": json.dumps(CONFIG), "pytorch_model.bin": ""}, "other weight files could run code"),
     ],
 )
 def test_a_folder_that_is_no_model_is_told(tmp_path, files, words):
@@ -147,7 +147,7 @@ def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
     config = tmp_path / "missing.yaml"
     config.write_text(CONFIG_OF_A_RUN.format(root=tmp_path, params="", network="Encoder", folder="none", store=store))
     outcome = command("train", config, cwd=tmp_path, code=3)
-    assert f"{tmp_path}/none is not a folder; it must hold config.json" in outcome.err.replace("\n", " ")
+    assert f"{tmp_path}/none is not a folder; it must contain config.json" in outcome.err.replace("\n", " ")
     assert "Traceback" not in outcome.err
     former = command(
         "check", config, "model.network.type=deeplightning.model.hugging_face.Encoder", cwd=tmp_path, code=2

@@ -19,26 +19,26 @@ from test_escapes import FORGED, is_clean
 from test_trust import BEYOND_PLAIN, BY_ALL, IMPORTED, _by_kind
 
 import deeplightning as dl
-from deeplightning.export.bundle import added, card_of, card_text
+from deeplightning.export.bundle import added_file, card_of, card_text
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.metrics_file import points_line
 from serve.bundle import Bundle
 
-pytest.importorskip("deeplightning_hub")
+model_card = pytest.importorskip("deeplightning_hub.model_card").model_card
 
 TOKEN = "hf_" + "Zq8Rw2Lk7Tn4Vx9Bc1Md" * 2
 
 
 @pytest.fixture(scope="module")
 def run(train):
-    """The folder of a run with a file of torch, which holds pickle, and a secret and a path in its config."""
+    """The folder of a run with a file of torch, which contains pickled data, and a secret and a path in its config."""
     secret = "data.module={type: own.Guarded, params: {token: '${oc.env:PASSWORD}'}}"
     outcome = train(
         secret, "train.num_epochs=1", "stages=[train, test]", "train.export=true", "serve.api_key_env=KEY",
         "train.resume_ckpt=null", "data.root=/home/ada/pictures", PASSWORD="s3cr3t-Tq8Rw2Lk7",
     )  # fmt: skip
     folder = RunFolder(outcome.folder)
-    with added(folder, card_of(folder), "model.pt2") as file:
+    with added_file(folder, card_of(folder), "model.pt2") as file:
         file.write_bytes(b"pickle")
     return outcome.folder
 
@@ -48,7 +48,7 @@ def written(run, command, place, tmp_path_factory):
     """A folder that the run was pushed into."""
     folder = tmp_path_factory.mktemp("pushed") / "model"
     outcome = command("push", run, "hf://ada/digits", "--to", folder, cwd=place, code=0)
-    assert "left out: model.pt2, which holds pickle" in outcome.err
+    assert "left out: model.pt2, which contains pickled data" in outcome.err
     assert outcome.out.strip() == str(folder)
     return folder
 
@@ -110,7 +110,7 @@ def test_a_folder_is_written_again_and_others_are_left_alone(run, written, comma
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("")
     refused = command("push", run, "hf://ada/digits", "--to", tmp_path / "other", cwd=place)
-    assert (refused.code, "is not empty and holds no earlier push" in refused.err) == (3, True), refused
+    assert (refused.code, "is not empty and contains no previous push" in refused.err) == (3, True), refused
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.txt"]
 
 
@@ -158,6 +158,23 @@ def test_a_card_holds_no_characters_that_steer_a_terminal(run, command, place, t
     refused = command("push", folder.path, "mlflow://model", cwd=place)
     assert (refused.code, is_clean(refused.out + refused.err)) == (3, True)
     assert is_clean(command("push", FORGED, "hf://me/model", cwd=place).err)
+
+
+@pytest.mark.parametrize(
+    ("network", "data", "words"),
+    [
+        (None, None, "`own.Task`. "),
+        ({"a": {"type": "own.A"}, "b": {"type": "own.B"}}, {"type": "own.Data"}, "`own.A`, `own.B` on `own.Data`. "),
+    ],
+)
+def test_a_config_may_have_no_network_or_several(network, data, words, run, tmp_path):
+    """As a task of one's own may; the card names the task where there is no network."""
+    folder = RunFolder(shutil.copytree(run, tmp_path / "run"))
+    settings = yaml.safe_load(folder.config.read_text())
+    settings["model"] = {"module": {"type": "own.Task"}, "network": network}
+    settings["data"]["module"] = data
+    folder.config.write_text(yaml.safe_dump(settings, sort_keys=False))
+    assert words in model_card(folder, card_of(folder), "me/model", [])
 
 
 @pytest.mark.parametrize("name", BY_ALL)
@@ -278,7 +295,7 @@ def test_the_files_are_uploaded_by_the_hubs_own_client(run, written, hub, place)
     assert files == {name: (written / name).read_bytes() for name in names}
     hub.refuses = True
     refused = real("push", run, "hf://ada/digits", cwd=place, **variables)
-    assert (refused.code, "Hugging Face does not take ada/digits" in refused.err) == (3, True), refused
+    assert (refused.code, "Upload to ada/digits failed" in refused.err) == (3, True), refused
     assert TOKEN not in refused.err + refused.out
 
 
@@ -295,4 +312,4 @@ def test_the_model_is_registered_in_the_store_of_the_run(run, command, place, st
     assert dl.load_run("models:/pushed digits/1").folder == run
     copy = shutil.copytree(run, tmp_path / "copied run")
     refused = command("push", copy, "mlflow://digits", cwd=place)
-    assert (refused.code, "no tracking store is known that has this run" in refused.err) == (3, True), refused
+    assert (refused.code, "no known tracking store has this run" in refused.err) == (3, True), refused

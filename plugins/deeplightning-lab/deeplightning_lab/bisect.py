@@ -1,10 +1,9 @@
-"""Run `deeplightning bisect GOOD BAD`: find by real runs the smallest set of differences that makes BAD worse than
-GOOD.
+"""Run `deeplightning bisect GOOD BAD`: find a minimal set of differences that makes BAD worse than GOOD, by real runs.
 
-Both ends run again first, each with several seeds: if the difference is noise, nothing is bisected. Then `ddmin`
+First both ends run again, each with several seeds; if the difference is noise, nothing is bisected. Then `ddmin`
 chooses mixed runs (`cause`, `bisect_run`). Each is prepared as `reproduce` prepares a run, and trains in a child
 process under one parent run (`trials`). A trial is identified by the digest of its config and code, so the same command
-continues an interrupted bisection, and repeats a finished one without running anything again.
+continues an interrupted bisection, and repeats a finished one without training again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from deeplightning.config.examine import check
 from deeplightning.faults import ConfigError, SetupError, UserError
-from deeplightning.process.identity import refuse_several
+from deeplightning.process.identity import require_single_process
 from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.again import Say, address_of, check_data, quoted, to_execute
 from deeplightning.reproduce.past import PastRun
@@ -30,7 +29,7 @@ from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning_lab.bisect_run import fixed, is_available, parts_of, switchable
 from deeplightning_lab.cause import Bisection, listed
 from deeplightning_lab.interpreters import interpreters
-from deeplightning_lab.trials import Trials, measured
+from deeplightning_lab.trials import Trials, run_metrics
 
 
 def bisect(
@@ -52,13 +51,13 @@ def bisect(
     Args:
         good: RUN, the better one.
         bad: RUN, the worse one.
-        overrides: `key=value` that all runs get, such as the present folder of the data.
+        overrides: `key=value` for all runs, such as the current folder of the data.
         metric: a metric that both runs have; None: the best value of the monitored one.
         by: a run counts as bad if its metric is worse than GOOD's mean by at least this; None: half of the difference
             between the means of both ends.
-        seeds: runs of each end, each with another seed; the first has the run's own.
-        max_runs: most runs to start; None: as many as needed.
-        any_data: run also if data files have changed since.
+        seeds: runs of each end, each with another seed; the first has the seed of the original run.
+        max_runs: maximum number of runs to start; None: as many as needed.
+        any_data: run even if data files have changed since.
         trust: execute the code of runs that this user did not make on this machine.
         environment: the interpreter of a second environment, with the packages of one of the runs.
         say: prints progress messages.
@@ -68,29 +67,29 @@ def bisect(
 
     Raises:
         CheckpointError: there is no such run, or it is foreign and not trusted.
-        ConfigError: there is no such metric in both, or nothing that can be switched.
+        ConfigError: the runs do not share the metric, or no difference can be switched.
         SetupError: the data have changed, the store cannot be used, or another process runs this bisection.
         RunError: the difference is noise, or an end cannot be run again.
-        Stopped: a signal asked for the end.
+        Stopped: a signal ended it.
     """
-    refuse_several("bisect")
+    require_single_process("bisect")
     ends = to_execute(good, trust), to_execute(bad, trust)
-    metric, recorded = _metric(*ends, metric)
+    metric, recorded = _choose_metric(*ends, metric)
     pythons = interpreters(*ends, environment)
     parts = parts_of(ends[0], pythons[0]), parts_of(ends[1], pythons[1])
     differences = switchable(*parts, overrides)
-    left = fixed(*ends, differences)
+    unswitchable = fixed(*ends, differences)
     if not differences:
-        others = f"; what differs cannot be switched here: {listed(left)}" if left else ""
+        others = f"; these differences cannot be switched here: {listed(unswitchable)}" if unswitchable else ""
         raise ConfigError(f"{good} and {bad}: there is no difference to bisect in config, code or threads{others}")
-    given = [text.removeprefix("data.root=") for text in overrides if text.startswith("data.root=")]
+    roots = [text.removeprefix("data.root=") for text in overrides if text.startswith("data.root=")]
     for run, part in zip(ends, parts, strict=True):
-        check_data(run, given[-1] if given else (part.tree.get("data") or {}).get("root"), any_data, say)
+        check_data(run, roots[-1] if roots else (part.tree.get("data") or {}).get("root"), any_data, say)
 
     tracked = [f"logger.params.tracking_uri={quoted(address_of(ends[0]))}"]
     report = check(ends[0].source, [*tracked, *overrides], beside=False)
     cfg = report.config or report.checked()
-    parent = Parent(cfg, f"bisect-{_short(ends[0])}-{_short(ends[1])}", "bisections")
+    parent = Parent(cfg, f"bisect-{_short_id(ends[0])}-{_short_id(ends[1])}", "bisections")
     home, store = parent.home, parent.home.parents[2]  # STORE/bisections/EXPERIMENT/NAME
     try:
         make_private(home / "trials", store)
@@ -101,30 +100,30 @@ def bisect(
         raise SetupError(f"another process works on this bisection, in {home}; wait for it, or end it")
     try:
         salt = _salt(ends, any_data)
-        with _opened(parent, home) as sign:
-            trials = Trials(cfg, parent, sign, home, ends[0].store, overrides, salt, max_runs, say)
-            found = Bisection(parts, differences, left, trials, metric, by, seeds, recorded)
-            with trials.passing_signals_on():
-                found.run()
+        with _open_parent(parent, home) as search_id:
+            trials = Trials(cfg, parent, search_id, home, ends[0].store, overrides, salt, max_runs, say)
+            bisection = Bisection(parts, differences, unswitchable, trials, metric, by, seeds, recorded)
+            with trials.forward_signals():
+                bisection.run()
     finally:
         lock.release()
     say_path(parent.folder, "Artifact storage path: ")
     return parent.folder
 
 
-def _metric(good: PastRun, bad: PastRun, asked: str | None) -> tuple[str, tuple[float, float]]:
+def _choose_metric(good: PastRun, bad: PastRun, requested: str | None) -> tuple[str, tuple[float, float]]:
     """Return the metric to compare, and its values in both runs.
 
     Raises:
-        ConfigError: one run lacks it, or its values are equal or not numbers.
+        ConfigError: one run lacks it, or its values are equal or not finite.
     """
-    one, two = measured(good), measured(bad)
+    one, two = run_metrics(good), run_metrics(bad)
     both = [name for name in one if name in two]
     best = [name for name in both if name.startswith("best ")]
-    name = asked or (best[0] if best else None)
+    name = requested or (best[0] if best else None)
     choice = f"both runs have {', '.join(both) or 'no metric'}"
     if name is None:
-        raise ConfigError(f"neither run monitors a metric that the other has too; name one: --metric NAME; {choice}")
+        raise ConfigError(f"the runs share no monitored metric; name one: --metric NAME; {choice}")
     if name not in both:
         missing = [str(run) for run, values in ((good, one), (bad, two)) if name not in values]
         raise ConfigError(f"--metric {name}: {' and '.join(missing)} has no such metric; {choice}")
@@ -136,42 +135,41 @@ def _metric(good: PastRun, bad: PastRun, asked: str | None) -> tuple[str, tuple[
     return name, values
 
 
-def _short(run: PastRun) -> str:
+def _short_id(run: PastRun) -> str:
     return (run.run_id or hashlib.sha256(run.folder.config.read_bytes()).hexdigest())[:8]
 
 
 def _salt(ends: Sequence[PastRun], any_data: bool) -> str:
     """Return everything else that affects the metrics of all runs and may change before the next command.
 
-    That is the content of changed data files, and the version of Deep Lightning if it is not that of the runs.
+    This is the content of changed data files, and the version of Deep Lightning if it differs from that of the runs.
     """
-    words = []
+    parts = []
     for run in ends:
         if any_data and run.data is not None:
-            words.append(json.dumps(describe_again(run.data, None)["files"], sort_keys=True))
+            parts.append(json.dumps(describe_again(run.data, None)["files"], sort_keys=True))
         if run.code is not None and not is_available(run.code):
-            words.append(describe_program()["digest"])
-    return "\0".join(words)
+            parts.append(describe_program()["digest"])
+    return "\0".join(parts)
 
 
 @contextlib.contextmanager
-def _opened(parent: Parent, home: Path) -> Iterator[str]:
-    """Open the parent run, or reopen that of an earlier command, and close it with the status of the work in the
-    context.
+def _open_parent(parent: Parent, home: Path) -> Iterator[str]:
+    """Open the parent run, or reopen the one of an earlier command. On exit, close it as finished, failed or killed.
 
     Yields:
         The tag of the runs of this bisection.
     """
-    notes = home / "parent.json"
-    known = read_object(notes)
-    if known.get("run") and not parent.is_there(known["run"]):
-        known = {}
-    sign = known.get("sign") or secrets.token_hex(16)
-    write_whole(notes, json.dumps({"sign": sign, "run": known.get("run")}))
-    run_id = known.get("run") or (parent.known(sign).get(None) if known else None)
-    write_whole(notes, json.dumps({"sign": sign, "run": parent.open(run_id, sign)}))
+    file = home / "parent.json"
+    record = read_object(file)
+    if record.get("run") and not parent.run_exists(record["run"]):
+        record = {}
+    search_id = record.get("sign") or secrets.token_hex(16)
+    write_whole(file, json.dumps({"sign": search_id, "run": record.get("run")}))
+    run_id = record.get("run") or (parent.find_runs(search_id).get(None) if record else None)
+    write_whole(file, json.dumps({"sign": search_id, "run": parent.open(run_id, search_id)}))
     try:
-        yield sign
+        yield search_id
     except BaseException as error:
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
         with contextlib.suppress(UserError):  # the first error is the one to report

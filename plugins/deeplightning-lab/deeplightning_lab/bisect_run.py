@@ -1,7 +1,7 @@
-"""Find the differences between two runs, each of which can be switched by itself, and mix the two runs.
+"""Find the differences between two runs that can be switched one by one, and mix the two runs.
 
-A mixed run is the first run with some of its differences switched to the state of the second run. It is written as a
-run folder without results, so that `again.prepare` prepares it like any run.
+A mixed run is the first run with some differences switched to the values of the second run. It is written as a run
+folder without results, so that `again.prepare` prepares it like any run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from deeplightning.tracking.environment import VARIABLES
 from deeplightning.words import is_address
 
 EXCLUDED_KEYS = ("logger", "serve", "tune", "train.export")
-"""Keys that affect no metric: a mixed run has those of the first run."""
+"""Keys that affect no metric: a mixed run keeps those of the first run."""
 
-_Keys = tuple[str, ...]  # a dotted key in its parts
-_THREADS = tuple(name for name in VARIABLES if name.endswith("_NUM_THREADS"))
-_OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # `reproduce` does not change it
-_NONE = object()
-_MAX_SHOWN_CHARACTERS = 70  # of a section; of a single value, such as a path, four times as many
+_KeyPath = tuple[str, ...]  # the parts of a dotted key
+_THREAD_VARIABLES = tuple(name for name in VARIABLES if name.endswith("_NUM_THREADS"))
+_MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES",)  # `reproduce` does not change it
+_MISSING = object()
+_MAX_SHOWN_CHARACTERS = 70  # of a section; four times as many of a single value, such as a path
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Parts:
 
     Attributes:
         tree: the config with unresolved references, and `data.root` absolute.
-        code: the user's own, and Deep Lightning itself.
+        code: the user's code, and Deep Lightning's version.
         environment: the content of `environment.json`.
         python: the interpreter.
     """
@@ -59,13 +59,13 @@ class Parts:
     def digest(self) -> str:
         """Return the SHA-256 of everything that affects the run's metrics."""
         found = [self.environment.get(name) for name in ("threads", "variables")]
-        words = [dump(self.tree), json.dumps(found, sort_keys=True), self.python]
-        digest = hashlib.sha256("\0".join(words).encode())
+        texts = [dump(self.tree), json.dumps(found, sort_keys=True), self.python]
+        digest = hashlib.sha256("\0".join(texts).encode())
         digest.update(self.code.pack())
         return digest.hexdigest()
 
     def write(self, folder: RunFolder) -> None:
-        """Write the parts as a run folder. Everything in it is already in the folders of the two runs."""
+        """Write the parts as a run folder. It contains nothing that is not already in the folders of the two runs."""
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(dump(self.tree))
         folder.environment.write_text(json.dumps(self.environment))
@@ -74,13 +74,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference of two runs.
+    """One difference between two runs.
 
     Attributes:
-        name: a dotted key of the config, a file of code, a variable of the environment, `threads` or `packages`.
+        name: a dotted key of the config, a code file, an environment variable, `threads` or `packages`.
         good: a short text for the first run's value.
         bad: a short text for the second run's value.
-        switch: gives a mixed run the second run's value: called with the mixed run and the second run's parts.
+        switch: sets the second run's value in a mixed run; called with the mixed run's and the second run's parts.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Difference:
 
 
 def parts_of(run: PastRun, python: str) -> Parts:
-    """Return config, code and environment of a finished run that kept its code."""
+    """Return config, code and environment of a finished run whose code was saved."""
     tree = plain(read(run.source).root, written=True)
     data = tree.get("data")
     root = data.get("root") if isinstance(data, dict) else None
@@ -113,25 +113,25 @@ def mix(good: Parts, bad: Parts, switched: Sequence[Difference]) -> Parts:
 
 
 def switchable(good: Parts, bad: Parts, overrides: Sequence[str] = ()) -> list[Difference]:
-    """Return the differences that can be switched one by one, related ones beside each other.
+    """Return the differences that can be switched one by one, related ones next to each other.
 
     Args:
-        overrides: `key=value`, which all mixed runs get: keys below them are no differences.
+        overrides: `key=value` for all mixed runs; these keys and those below them are not differences.
     """
-    given = [tuple(re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0].split(".")) for text in overrides]
-    left = [tuple(key.split(".")) for key in EXCLUDED_KEYS]
+    overridden = [tuple(re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0].split(".")) for text in overrides]
+    excluded = [tuple(key.split(".")) for key in EXCLUDED_KEYS]
     config = [
         difference
-        for path, difference in _of_config(good.tree, bad.tree)
-        if not any(path[: len(key)] == key for key in (*given, *left))
+        for path, difference in _config_differences(good.tree, bad.tree)
+        if not any(path[: len(key)] == key for key in (*overridden, *excluded))
     ]
-    return [*config, *_of_code(good, bad), *_of_environment(good, bad)]
+    return [*config, *_code_differences(good, bad), *_environment_differences(good, bad)]
 
 
 def fixed(good: PastRun, bad: PastRun, switched: Sequence[Difference]) -> list[str]:
-    """Return the differences that cannot be switched on this machine, in words.
+    """Return descriptions of the differences that cannot be switched on this machine.
 
-    These are data files, packages, hardware, and Deep Lightning's own files where those of a run are not available.
+    These are data files, packages, hardware, and Deep Lightning's own files if those of a run are not available.
 
     Args:
         switched: the differences that can be switched.
@@ -142,7 +142,7 @@ def fixed(good: PastRun, bad: PastRun, switched: Sequence[Difference]) -> list[s
     environment = [
         item
         for item in found["environment"]
-        if item[0] not in {*VARIABLES, "threads"} - {*_OF_A_MACHINE} and "packages" not in names
+        if item[0] not in {*VARIABLES, "threads"} - {*_MACHINE_VARIABLES} and "packages" not in names
     ]
     items = [(f"data {name}", one, two) for name, one, two in data] + environment + found["hardware"]
     items += [item for item in found["code"] if item[0] == PROGRAM]
@@ -152,22 +152,22 @@ def fixed(good: PastRun, bad: PastRun, switched: Sequence[Difference]) -> list[s
 # ---- config
 
 
-def _of_config(good: dict[str, Any], bad: dict[str, Any]) -> Iterator[tuple[_Keys, Difference]]:
-    for paths in _paths(good, bad, ()):
-        one, two = (_value(tree, paths[0]) for tree in (good, bad))
+def _config_differences(good: dict[str, Any], bad: dict[str, Any]) -> Iterator[tuple[_KeyPath, Difference]]:
+    for paths in _differing_keys(good, bad, ()):
+        one, two = (_value_at(tree, paths[0]) for tree in (good, bad))
         name = ".".join(map(str, paths[0]))
-        yield paths[0], Difference(name, _shown(one), _shown(two), _switch_keys(paths))
+        yield paths[0], Difference(name, _short_text(one), _short_text(two), _switch_keys(paths))
 
 
-def _paths(one: Any, two: Any, path: _Keys) -> Iterator[list[_Keys]]:
+def _differing_keys(one: Any, two: Any, path: _KeyPath) -> Iterator[list[_KeyPath]]:
     """Yield the keys whose values differ, in groups that are switched together.
 
-    A section whose `type` differs is switched as a whole, and the arguments of an engine with its backend.
+    A section whose `type` differs is switched as a whole; the arguments of an engine are switched with its backend.
     """
     if not (isinstance(one, dict) and isinstance(two, dict)):
-        if (one is _NONE) != (two is _NONE) or (one is not _NONE and line(one) != line(two)):
+        if (one is _MISSING) != (two is _MISSING) or (one is not _MISSING and line(one) != line(two)):
             yield [path]
-    elif path and one.get("type", _NONE) != two.get("type", _NONE):
+    elif path and one.get("type", _MISSING) != two.get("type", _MISSING):
         yield [path]
     else:
         together = [key for key in ("backend", "params") if path == ("engine",)]
@@ -177,16 +177,16 @@ def _paths(one: Any, two: Any, path: _Keys) -> Iterator[list[_Keys]]:
             yield [(*path, key) for key in together]
         for key in dict.fromkeys([*one, *two]):
             if key not in together:
-                yield from _paths(one.get(key, _NONE), two.get(key, _NONE), (*path, key))
+                yield from _differing_keys(one.get(key, _MISSING), two.get(key, _MISSING), (*path, key))
 
 
-def _switch_keys(paths: list[_Keys]) -> Callable[[Parts, Parts], None]:
+def _switch_keys(paths: list[_KeyPath]) -> Callable[[Parts, Parts], None]:
     def switch(into: Parts, of: Parts) -> None:
         for path in paths:
-            value, section = _value(of.tree, path), into.tree
+            value, section = _value_at(of.tree, path), into.tree
             for key in path[:-1]:
                 section = section[key]
-            if value is _NONE:
+            if value is _MISSING:
                 section.pop(path[-1], None)
             else:
                 section[path[-1]] = copy.deepcopy(value)
@@ -194,24 +194,24 @@ def _switch_keys(paths: list[_Keys]) -> Callable[[Parts, Parts], None]:
     return switch
 
 
-def _value(tree: Any, path: _Keys) -> Any:
+def _value_at(tree: Any, path: _KeyPath) -> Any:
     for key in path:
-        tree = tree.get(key, _NONE) if isinstance(tree, dict) else _NONE
+        tree = tree.get(key, _MISSING) if isinstance(tree, dict) else _MISSING
     return tree
 
 
-def _shown(value: object) -> str:
-    text = "none" if value is _NONE else line(value)
-    most = _MAX_SHOWN_CHARACTERS if isinstance(value, dict | list) else 4 * _MAX_SHOWN_CHARACTERS
-    return text if len(text) <= most else f"{text[:most]}…"
+def _short_text(value: object) -> str:
+    text = "none" if value is _MISSING else line(value)
+    limit = _MAX_SHOWN_CHARACTERS if isinstance(value, dict | list) else 4 * _MAX_SHOWN_CHARACTERS
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 # ---- code
 
 
-def _of_code(good: Parts, bad: Parts) -> Iterator[Difference]:
+def _code_differences(good: Parts, bad: Parts) -> Iterator[Difference]:
     one, two = good.code, bad.code
-    before, after = _files(one), _files(two)
+    before, after = _files_by_label(one), _files_by_label(two)
     paths = [path for _, path in {**before, **after}]
     for label, path in sorted({*before, *after}, key=lambda key: key[::-1]):
         key = (label, path)
@@ -222,12 +222,12 @@ def _of_code(good: Parts, bad: Parts) -> Iterator[Difference]:
 
 
 def is_available(code: Code) -> bool:
-    """Return whether a run used the Deep Lightning that is here."""
+    """Return whether a run used the Deep Lightning version that is installed here."""
     return code.program.get("digest") in (None, describe_program()["digest"])
 
 
-def _labels(code: Code) -> list[str]:
-    """Return a label for each root, by which the other run's code has the same root.
+def _root_labels(code: Code) -> list[str]:
+    """Return a label for each root, to match it with a root of the other run.
 
     It is "" for the working directory, else the position among the other roots.
     """
@@ -235,8 +235,8 @@ def _labels(code: Code) -> list[str]:
     return ["" if root == code.working_directory else str(next(others)) for root in code.roots]
 
 
-def _files(code: Code) -> dict[tuple[str, str], bytes]:
-    labels = _labels(code)
+def _files_by_label(code: Code) -> dict[tuple[str, str], bytes]:
+    labels = _root_labels(code)
     return {(labels[root], path): content for (root, path), content in code.files.items()}
 
 
@@ -245,16 +245,16 @@ def _switch_file(key: tuple[str, str]) -> Callable[[Parts, Parts], None]:
 
     def switch(into: Parts, of: Parts) -> None:
         mine, theirs = into.code, of.code
-        content, labels = _files(theirs).get(key), _labels(mine)
+        content, labels = _files_by_label(theirs).get(key), _root_labels(mine)
         if label not in labels:
-            mine.roots.append(theirs.roots[_labels(theirs).index(label)])
+            mine.roots.append(theirs.roots[_root_labels(theirs).index(label)])
             if not label:
                 mine.working_directory = theirs.working_directory
-            labels = _labels(mine)
-        place = (labels.index(label), path)
-        mine.files.pop(place, None)
+            labels = _root_labels(mine)
+        name = (labels.index(label), path)
+        mine.files.pop(name, None)
         if content is not None:
-            mine.files[place] = content
+            mine.files[name] = content
 
     return switch
 
@@ -262,16 +262,16 @@ def _switch_file(key: tuple[str, str]) -> Callable[[Parts, Parts], None]:
 # ---- environment
 
 
-def _of_environment(good: Parts, bad: Parts) -> Iterator[Difference]:
+def _environment_differences(good: Parts, bad: Parts) -> Iterator[Difference]:
     one, two = (dict(parts.environment.get("variables") or {}) for parts in (good, bad))
     threads = [parts.environment.get("threads") for parts in (good, bad)]
-    by_config = _value(good.tree, ("engine", "threads")) != _value(bad.tree, ("engine", "threads"))
-    if [one.get(n) for n in _THREADS] != [two.get(n) for n in _THREADS] or (
-        None not in threads and threads[0] != threads[1] and not by_config
+    differs_in_config = _value_at(good.tree, ("engine", "threads")) != _value_at(bad.tree, ("engine", "threads"))
+    if [one.get(n) for n in _THREAD_VARIABLES] != [two.get(n) for n in _THREAD_VARIABLES] or (
+        None not in threads and threads[0] != threads[1] and not differs_in_config
     ):
         yield Difference("threads", shown(threads[0]), shown(threads[1]), _switch_threads)
     for name, a, b in between(one, two):
-        if name in VARIABLES and name not in (*_THREADS, *_OF_A_MACHINE):
+        if name in VARIABLES and name not in (*_THREAD_VARIABLES, *_MACHINE_VARIABLES):
             yield Difference(name, shown(a), shown(b), _switch_variables(name))
     if good.python != bad.python:
         yield Difference("packages", good.python, bad.python, _switch_python)
@@ -279,14 +279,14 @@ def _of_environment(good: Parts, bad: Parts) -> Iterator[Difference]:
 
 def _switch_threads(into: Parts, of: Parts) -> None:
     into.environment["threads"] = of.environment.get("threads")
-    _switch_variables(*_THREADS)(into, of)
+    _switch_variables(*_THREAD_VARIABLES)(into, of)
 
 
 def _switch_variables(*names: str) -> Callable[[Parts, Parts], None]:
     def switch(into: Parts, of: Parts) -> None:
         theirs = of.environment.get("variables") or {}
-        kept = {n: v for n, v in (into.environment.get("variables") or {}).items() if n not in names}
-        into.environment["variables"] = kept | {n: theirs[n] for n in names if n in theirs}
+        others = {n: v for n, v in (into.environment.get("variables") or {}).items() if n not in names}
+        into.environment["variables"] = others | {n: theirs[n] for n in names if n in theirs}
 
     return switch
 

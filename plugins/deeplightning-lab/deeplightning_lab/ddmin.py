@@ -1,4 +1,4 @@
-"""Find a minimal set of changes that makes a test fail, by delta debugging. Imports nothing of ours.
+"""Find a minimal set of changes that makes a test fail, by delta debugging. It imports nothing else of Deep Lightning.
 
 The algorithm is `ddmin` of Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE
 Transactions on Software Engineering 28(2), 2002, section 3.
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class Outcome(Enum):
-    """Outcome of a test of a set of changes: the change is absent, present, or could not be observed."""
+    """Outcome of a test of a set of changes: it passes, it fails, or its result could not be determined."""
 
     GOOD = "good"
     BAD = "bad"
@@ -21,17 +21,17 @@ class Outcome(Enum):
 
 
 def most_tests(size: int) -> int:
-    """Return the most tests that `ddmin` of `size` changes makes: n² + 3n, the worst case in the paper."""
+    """Return the maximum number of tests that `ddmin` runs for `size` changes: n² + 3n, the paper's worst case."""
     return size * size + 3 * size
 
 
 def ddmin(changes: Sequence[Item], test: Callable[[list[Item]], Outcome]) -> list[Item]:
-    """Return a set of changes that fails, and of which no single one can be left out.
+    """Return a set of changes that fails, and from which no single change can be removed.
 
     Args:
-        changes: all of them, which fail together; related ones should be neighbours.
-        test: returns the outcome of a set of them in the order of `changes`; called once for each set, and neither for
-            all of them nor for none.
+        changes: all changes, which fail together; related ones should be neighbours.
+        test: returns the outcome of a subset in the order of `changes`; called at most once for each subset, and
+            neither for all changes nor for none.
 
     Returns:
         The set, in the order of `changes`. It is 1-minimal: without any one of its changes the test does not fail. A

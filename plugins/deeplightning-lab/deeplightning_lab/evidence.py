@@ -1,12 +1,12 @@
-"""Compute statistics of a few numbers: intervals, effect size, McNemar's test and the number of runs that a test needs.
+"""Compute statistics of small samples: intervals, effect size, McNemar's test and the number of runs that a test needs.
 
-The functions take arrays and return plain numbers. They need numpy and SciPy only. All intervals have 95 %.
+The functions take arrays and return plain numbers. They need numpy and SciPy only. All intervals are 95 % intervals.
 
-Few seeds are the usual case. A percentile interval of the bootstrap from five values covers the truth 84 times in 100:
-it takes the spread from the sample, which is too small by √((n-1)/n), and knows no t distribution. Both factors are
-known, and the quantiles are scaled by them; for normal values the width is that of the t interval, and what the
-bootstrap finds of skewness stays (Hesterberg: What Teachers Should Know About the Bootstrap. The American Statistician
-69, 2015, section 4, widens the quantiles for the same reason). `benchmarks/luck.py` simulates the coverage.
+Few seeds are the usual case. A bootstrap percentile interval from five values covers the truth 84 times in 100: it
+estimates the spread from the sample, too small by √((n-1)/n), and ignores the t distribution. Both factors are known,
+and the quantiles are scaled by them. For normal values the width equals that of the t interval; the skewness that the
+bootstrap finds is kept (Hesterberg: What Teachers Should Know About the Bootstrap. The American Statistician 69, 2015,
+section 4, widens the quantiles for the same reason). `benchmarks/luck.py` simulates the coverage.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Values = Sequence[float] | np.ndarray
 POWER = 0.8
 RESAMPLES = 9_999
 MAX_RUNS = 10_000
-"""Most runs for each side that `runs_needed` considers."""
+"""Maximum number of runs per side that `runs_needed` considers."""
 MAX_RESAMPLED = 100_000
-"""Most samples that are resampled one by one; the mean of more is practically normal."""
+"""Maximum number of samples that are resampled one by one; the mean of more is practically normal."""
 
 
 class Interval(NamedTuple):
@@ -44,7 +44,7 @@ def mean_interval(values: Values) -> Interval:
     """Return the mean over runs with its t interval.
 
     Args:
-        values: (n,), one of each seed; the interval of a single value is unknown.
+        values: (n,), one per seed; the interval of a single value is unknown.
     """
     found = np.asarray(values, float)
     center = float(found.mean())
@@ -60,11 +60,11 @@ def t_quantile(freedom: float) -> float:
 
 
 def paired_interval(differences: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """Return the bootstrap interval of the mean difference of pairs; of two pairs, which have only three resamples, the
-    t interval.
+    """Return the bootstrap interval of the mean difference of pairs; the t interval for two pairs, which have only
+    three resamples.
 
     Args:
-        differences: (n,), n ≥ 2, one for each pair.
+        differences: (n,), n ≥ 2, one per pair.
     """
     found = np.asarray(differences, float)
     if len(found) == 2:
@@ -101,7 +101,7 @@ def sample_interval(differences: Values, resamples: int = RESAMPLES, seed: int =
     """
     found = np.asarray(differences, float)
     values, counts = np.unique(found, return_counts=True)
-    if len(values) <= 100:  # right or wrong: how often each value is drawn follows a multinomial distribution
+    if len(values) <= 100:  # such as 0 and 1: the number of draws of each value follows a multinomial distribution
         drawn = np.random.default_rng(seed).multinomial(len(found), counts / len(found), resamples) @ values
         low, high = np.quantile(drawn / len(found), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     elif len(found) > MAX_RESAMPLED:
@@ -114,8 +114,8 @@ def sample_interval(differences: Values, resamples: int = RESAMPLES, seed: int =
 
 
 def hedges_g(first: Values, second: Values) -> float | None:
-    """Return the difference of the means in pooled standard deviations, corrected for small samples, or None without
-    spread.
+    """Return the difference of the means in pooled standard deviations, corrected for small samples; None if the spread
+    is 0.
 
     Hedges: Distribution Theory for Glass's Estimator of Effect Size. Journal of Educational Statistics 6, 1981.
 
@@ -132,12 +132,12 @@ def hedges_g(first: Values, second: Values) -> float | None:
 
 
 def runs_needed(effect: float, is_paired: bool) -> int | None:
-    """Return the number of pairs, or of runs for each side, that a t test at the 5 % level needs for a power of 0.8.
+    """Return the number of pairs, or of runs per side, that a t test at the 5 % level needs for a power of 0.8.
 
-    None stands for more than `MAX_RUNS`.
+    None means more than `MAX_RUNS`.
 
     Args:
-        effect: the difference in standard deviations: of the differences of pairs, else of the runs of a side.
+        effect: the difference in standard deviations: of the pairs' differences, else of the runs of a side.
     """
     size = abs(effect)
     if not size > 0 or power(size, MAX_RUNS, is_paired) < POWER:
@@ -150,8 +150,7 @@ def runs_needed(effect: float, is_paired: bool) -> int | None:
 
 
 def power(effect: float, runs: int, is_paired: bool) -> float:
-    """Return the power of a two-sided t test at the 5 % level for an effect and a number of pairs, or of runs for each
-    side."""
+    """Return the power of a two-sided t test at the 5 % level for an effect and a number of pairs, or runs per side."""
     freedom = runs - 1 if is_paired else 2 * runs - 2
     shift = abs(effect) * math.sqrt(runs if is_paired else runs / 2)
     if shift > 30:
@@ -161,7 +160,7 @@ def power(effect: float, runs: int, is_paired: bool) -> float:
 
 
 def paired_effect(differences: Values) -> float | None:
-    """Return the mean difference of pairs in standard deviations, corrected for few values, or None without spread."""
+    """Return the mean difference of pairs in standard deviations, corrected for few values; None if the spread is 0."""
     found = np.asarray(differences, float)
     spread = float(found.std(ddof=1))
     return _small_sample_factor(len(found) - 1) * float(found.mean()) / spread if spread > 0 else None
@@ -192,7 +191,7 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> McNemar:
 def _small_sample_factor(freedom: int) -> float:
     """Return Hedges' correction of a standardized difference, whose estimate from few values is too large.
 
-    It is undefined for one degree of freedom, and 1 there.
+    For one degree of freedom, where it is undefined, return 1.
     """
     return 1 - 3 / (4 * freedom - 1) if freedom > 1 else 1.0
 

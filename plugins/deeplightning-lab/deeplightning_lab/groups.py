@@ -1,4 +1,4 @@
-"""Group the runs of one setting for `deeplightning compare`: their metrics, and their answers to the test set."""
+"""Group the runs of one setting for `deeplightning compare`: their metrics, and their scores on single test samples."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deeplightning.report.facts import is_inside
 from deeplightning.reproduce.past import PastRun, by_stage, past_run
 from deeplightning.runfolder import RUNS_FILE, RunFolder
 
-MAX_ANSWERS_BYTES = 512 * 2**20
-"""Maximum size of a file of answers."""
+MAX_CSV_BYTES = 512 * 2**20
+"""Maximum size of a CSV file that is read."""
 
 FREE_KEYS = ("seed", "data.fold", "logger.", "train.resume_ckpt", "serve.")
 """Keys that may differ between the runs of one setting."""
@@ -29,13 +29,13 @@ Key = tuple[object, object]
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Scores of a run on each sample of its test set.
+class SampleScores:
+    """Scores of a run on the samples of its test set.
 
     Attributes:
         score: name of the score: accuracy, exact match, squared error or IoU.
         mode: whether a lower or a higher score is better.
-        digest: digest of the positions and the true answers; it identifies the test set.
+        digest: digest of the indices and the labels or targets; it identifies the test set.
         values: (N,), float64.
     """
 
@@ -61,8 +61,8 @@ class Member:
         return self.run.metrics
 
     @cached_property
-    def answers(self) -> Answers | None:
-        return read_answers(self.run.folder)
+    def sample_scores(self) -> SampleScores | None:
+        return read_sample_scores(self.run.folder)
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Group:
 
     Attributes:
         name: name from the user or the tracker.
-        members: runs in the order of their seeds.
-        notes: caveats for a reader of a comparison, each a sentence.
+        members: runs, sorted by seed.
+        notes: caveats about a comparison, each a sentence.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Group:
         return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds[:8]))}{more}"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"{self.name} ({count(len(self.members), 'run')}, {self.seeds})"
 
 
@@ -118,19 +118,19 @@ def group_of(name: str, runs: Sequence[PastRun], notes: Sequence[str] = ()) -> G
     """
     unique = {run.folder.path: run for run in runs}
     members = [Member(run) for run in unique.values()]
-    useful = [member for member in members if member.metrics]
-    if not useful:
+    measured = [member for member in members if member.metrics]
+    if not measured:
         what = "this run has" if len(members) == 1 else f"these {len(members)} runs have"
-        raise CheckpointError(f"{name}: {what} no metrics to compare; `deeplightning runs` shows what became of a run")
-    useful.sort(key=lambda member: tuple(str(part).rjust(12) for part in member.key))
-    group = Group(name, useful, [*notes])
-    if len(useful) < len(members):
-        group.notes.append(f"{count(len(members) - len(useful), 'run')} without metrics left out")
-    group.notes += _notes(useful)
+        raise CheckpointError(f"{name}: {what} no metrics to compare; `deeplightning runs` shows the status")
+    measured.sort(key=lambda member: tuple(str(part).rjust(12) for part in member.key))
+    group = Group(name, measured, [*notes])
+    if len(measured) < len(members):
+        group.notes.append(f"{count(len(members) - len(measured), 'run')} without metrics left out")
+    group.notes += _independence_notes(measured)
     return group
 
 
-def _notes(members: Sequence[Member]) -> list[str]:
+def _independence_notes(members: Sequence[Member]) -> list[str]:
     """Return reasons why runs are not independent samples of one setting."""
     notes, first = [], members[0].run.config
     keys = {key for member in members for key in first.keys() ^ member.run.config.keys()}
@@ -155,35 +155,35 @@ def runs_in(folder: Path) -> tuple[list[PastRun], list[str]] | None:
         SetupError: the store cannot be queried.
     """
     table = folder / RUNS_FILE
-    if not is_inside(RunFolder(folder), table, MAX_ANSWERS_BYTES):
+    if not is_inside(RunFolder(folder), table, MAX_CSV_BYTES):
         return None
     with table.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if {"state", "folder"} <= row.keys()]
     finished = [row for row in rows if row["state"] == "finished"]
     found = []
     for row in finished:
-        is_here = bool(row["folder"]) and Path(row["folder"]).is_dir()
-        found.append(past_run(row["folder"] if is_here or not row.get("id") else f"runs:/{row['id']}", remote=False))
-    left = len(rows) - len(finished)
-    return found, [f"{left} of its {len(rows)} runs left out: not finished"] if left else []
+        is_local = bool(row["folder"]) and Path(row["folder"]).is_dir()
+        found.append(past_run(row["folder"] if is_local or not row.get("id") else f"runs:/{row['id']}", remote=False))
+    skipped = len(rows) - len(finished)
+    return found, [f"{skipped} of its {len(rows)} runs left out: not finished"] if skipped else []
 
 
-def read_answers(folder: RunFolder) -> Answers | None:
-    """Return the scores of a run's answers to its test set, or None if there are none for single samples."""
+def read_sample_scores(folder: RunFolder) -> SampleScores | None:
+    """Return the scores of a run on single test samples, or None if there are none."""
     path = folder.stage_predictions("test")
-    if not is_inside(folder, path, MAX_ANSWERS_BYTES):
+    if not is_inside(folder, path, MAX_CSV_BYTES):
         return None
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.reader(file)
             names = next(rows, [])
             columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-        return _scored(columns)
+        return _scores_of(columns)
     except (OSError, ValueError, KeyError, csv.Error, MemoryError):
         return None
 
 
-def _scored(columns: dict[str, tuple[str, ...]]) -> Answers | None:
+def _scores_of(columns: dict[str, tuple[str, ...]]) -> SampleScores | None:
     targets = [name for name in columns if name.startswith("target")]
     score: str
     mode: Mode = "max"
@@ -211,4 +211,4 @@ def _scored(columns: dict[str, tuple[str, ...]]) -> Answers | None:
     digest = hashlib.sha256()
     for name in ("index", *truth):
         digest.update("\n".join(columns[name]).encode() + b"\0")
-    return Answers(score, mode, digest.hexdigest(), values)
+    return SampleScores(score, mode, digest.hexdigest(), values)

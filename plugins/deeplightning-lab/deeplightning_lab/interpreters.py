@@ -1,4 +1,4 @@
-"""Find out which of two Python environments has the packages of which run."""
+"""Match two Python environments to the packages of two runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from deeplightning.faults import SetupError
 from deeplightning.reproduce.past import PastRun
 
-_ANSWER_SECONDS = 60
+_TIMEOUT_SECONDS = 60
 _VERSIONS_SCRIPT = """\
 import importlib.metadata, json, sys
 found = {"python": ".".join(map(str, sys.version_info[:3]))}
@@ -30,15 +30,15 @@ def interpreters(good: PastRun, bad: PastRun, other: str | None) -> tuple[str, s
         other: the interpreter of a second environment.
 
     Raises:
-        SetupError: the versions of the two environments are not those of the two runs, or `other` does not answer.
+        SetupError: the versions in the two environments do not match those of the two runs, or `other` cannot be used.
     """
     if other is None:
         return sys.executable, sys.executable
-    one, two = _versions(good), _versions(bad)
+    one, two = _recorded_versions(good), _recorded_versions(bad)
     names = sorted(name for name in {*one, *two} if one.get(name) != two.get(name))
     if not names:
         raise SetupError(f"--environment {other}: both runs were made with the same packages; leave it out")
-    here, there = (_installed(python, names) for python in (sys.executable, other))
+    here, there = (_installed_versions(python, names) for python in (sys.executable, other))
     for first, second, pythons in (
         (there, here, (other, sys.executable)),
         (here, there, (sys.executable, other)),
@@ -52,22 +52,22 @@ def interpreters(good: PastRun, bad: PastRun, other: str | None) -> tuple[str, s
     )
 
 
-def _versions(run: PastRun) -> dict[str, str]:
-    """Return the packages that a run has recorded, with its Python. Deep Lightning itself is switched as code."""
+def _recorded_versions(run: PastRun) -> dict[str, str]:
+    """Return the versions of packages and Python that a run recorded. Deep Lightning itself is switched as code."""
     environment = run.environment
     found = dict(environment.get("packages") or {}) | (dict(run.code.packages) if run.code is not None else {})
     found["python"] = (environment.get("python") or {}).get("version")
     return {name: str(version) for name, version in found.items() if version and name != "deeplightning"}
 
 
-def _installed(python: str, names: list[str]) -> dict[str, str]:
+def _installed_versions(python: str, names: list[str]) -> dict[str, str]:
     try:
         command = [python, "-I", "-c", _VERSIONS_SCRIPT, json.dumps(names)]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
-        return {str(name): str(version) for name, version in json.loads(asked.stdout).items()}
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+        return {str(name): str(version) for name, version in json.loads(result.stdout).items()}
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise SetupError(
-            f"--environment {python}: this Python interpreter does not answer ({error}); name one such as "
+            f"--environment {python}: this Python interpreter cannot be used ({error}); name one such as "
             "OTHER/.venv/bin/python"
         ) from error
 

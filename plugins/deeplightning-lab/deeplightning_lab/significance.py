@@ -1,8 +1,8 @@
 """Compare two groups of runs, and state in two sentences whether their difference is significant.
 
-The seeds of a group are a sample of all seeds: they show what another training would give. The test samples are a
-sample of all data: they show what another test set would give for the same runs. Both are reported; the runs decide
-once both sides have two.
+The seeds of a group are a sample of all seeds: they show how other trainings would differ. The test samples are a
+sample of all data: they show how the same runs would do on another test set. Both are reported; the seeds decide if
+both sides have at least two runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from deeplightning.faults import CheckpointError, count, nearest
 from deeplightning.process.terminal import number
 from deeplightning_lab import evidence
 from deeplightning_lab.evidence import Interval
-from deeplightning_lab.groups import Answers, Group
+from deeplightning_lab.groups import Group, SampleScores
 
 COMMON_METRICS = ("test_acc", "best val_acc", "val_acc", "test_loss", "best val_loss", "val_loss", "train_loss")
-"""Metrics to compare if nothing names one, in this order."""
+"""Metrics to judge if neither `--metric` nor the configs name one, in this order."""
 
 State = Literal["higher", "lower", "same", "open", "unknown"]
 
@@ -33,17 +33,17 @@ class Row:
 
     Attributes:
         metric: its name.
-        mode: whether less or more is better; None: unknown.
-        a, b: the means, in which each seed counts once.
-        runs_a, runs_b: the numbers of runs, in which each seed counts once.
+        mode: whether a lower or a higher value is better; None: unknown.
+        a, b: the means; each seed counts once.
+        runs_a, runs_b: the numbers of runs; each seed counts once.
         a_low, a_high, b_low, b_high: 95 % t intervals of the means; NaN where there is one run.
         difference: B minus A, over the pairs if the runs are paired.
         low, high: its 95 % bootstrap interval; NaN where it is unknown.
         pairs: pairs of runs with the same seed; 0: the runs are not paired.
         g: Hedges' g; None: unknown, or there is no spread.
-        state: `higher` or `lower`: B is, and the interval excludes 0; `same`: the interval lies within `by`; `open`:
-            the runs do not decide; `unknown`: there are too few, or they have no spread.
-        more: further seeds for each side that a power of 0.8 needs; None: none, or too many.
+        state: `higher` or `lower`: B is, and the interval excludes 0; `same`: the interval lies within ± `by`; `open`:
+            the interval contains 0; `unknown`: there are too few runs, or they have no spread.
+        more: further seeds per side that a power of 0.8 needs; None: none, or too many.
     """
 
     metric: str
@@ -67,15 +67,15 @@ class Row:
 
 @dataclass
 class Samples:
-    """Comparison of the answers to the same test set.
+    """Comparison by sample on the same test set.
 
     Attributes:
-        score: the score of each sample.
-        mode: whether less or more of it is better.
+        score: name of the score of each sample.
+        mode: whether a lower or a higher score is better.
         samples: the number of samples.
         a, b: the means over samples and runs.
         difference: B minus A.
-        low, high: its 95 % interval by bootstrap over the samples; NaN if each pair has a test set of its own.
+        low, high: its 95 % interval by bootstrap over the samples; NaN if each pair has its own test set.
         only_a, only_b, p: McNemar's exact test, for one run on each side; None for several.
         significant: for several runs, the number of pairs with the same seed and a p of McNemar's test below 0.05;
             None for one.
@@ -106,11 +106,11 @@ class Comparison:
     """Comparison of two groups of runs.
 
     Attributes:
-        a, b: the groups, in words.
+        a, b: descriptions of the groups.
         judged: the metric that the sentences are about.
-        by: the least difference that matters; None: any.
+        by: the smallest difference that matters; None: any.
         rows: one for each metric that both have.
-        samples: None unless both have answers to the same test set.
+        samples: None unless both have scores on the same test set.
         sentences: the conclusion.
         notes: caveats.
     """
@@ -144,7 +144,7 @@ def compare(a: Group, b: Group, metric: str | None = None, by: float | None = No
         a: the baseline runs.
         b: the runs to compare with it.
         metric: the metric for the conclusion; None: the monitored one, of the test if there is one, else a common one.
-        by: the least difference that matters, above 0; None: any.
+        by: the smallest difference that matters, above 0; None: any.
 
     Raises:
         CheckpointError: they share no metric.
@@ -152,18 +152,18 @@ def compare(a: Group, b: Group, metric: str | None = None, by: float | None = No
     """
     shared = [name for name in a.metrics if a.values(name) and b.values(name)]
     if not shared:
-        raise CheckpointError(f"{a.name} and {b.name} share no metric: {_listed(a)} and {_listed(b)}")
+        raise CheckpointError(f"{a.name} and {b.name} share no metric: {_metric_names(a)} and {_metric_names(b)}")
     if metric is not None and metric not in shared:
-        known = ", ".join(shared)
-        raise ValueError(f"--metric {metric}: both sides have {known}.{nearest(metric, shared)}")
+        names = ", ".join(shared)
+        raise ValueError(f"--metric {metric}: both sides have {names}.{nearest(metric, shared)}")
     judged = metric or _metric_to_judge(a, b, shared)
-    rows = [_row(a, b, name, by) for name in shared]
+    rows = [_compare_metric(a, b, name, by) for name in shared]
     row = next(row for row in rows if row.metric == judged)
-    samples, why = _samples(a, b)
-    found = Comparison(a.words, b.words, judged, by, rows, samples)
+    samples, why = _compare_samples(a, b)
+    found = Comparison(a.description, b.description, judged, by, rows, samples)
     found.sentences = [*_sentences(row, by, samples)]
     found.notes += [f"{side}: {note}" for side, group in (("A", a), ("B", b)) for note in group.notes]
-    found.notes += _missing(a, b, judged)
+    found.notes += _missing_value_notes(a, b, judged)
     if why and (row.state == "unknown" or "not the same" in why):
         found.notes.append(why)
     if {m.run.folder.path for m in a.members} & {m.run.folder.path for m in b.members}:
@@ -171,12 +171,12 @@ def compare(a: Group, b: Group, metric: str | None = None, by: float | None = No
     return found
 
 
-def _listed(group: Group) -> str:
+def _metric_names(group: Group) -> str:
     return ", ".join(group.metrics[:5]) or "nothing"
 
 
 def _metric_to_judge(a: Group, b: Group, shared: list[str]) -> str:
-    """Return the metric for the conclusion: the test version of the monitored one, its best value, or a common one."""
+    """Return the metric to judge: the monitored one (on the test set, its best value, or itself), or a common one."""
     for group in (a, b):
         monitor = group.members[0].run.config.get("train.checkpoint.monitor")
         if isinstance(monitor, str):
@@ -187,7 +187,7 @@ def _metric_to_judge(a: Group, b: Group, shared: list[str]) -> str:
 
 
 def _mode(metric: str, *groups: Group) -> Mode | None:
-    """Return whether less or more is better, by the monitor in the config, else by the name."""
+    """Return whether a lower or a higher value is better, by the monitor in the config, else by the name."""
     own = own_name(metric.removeprefix("best "))
     for group in groups:
         config = group.members[0].run.config
@@ -197,7 +197,7 @@ def _mode(metric: str, *groups: Group) -> Mode | None:
     return mode_by_name(own)
 
 
-def _row(a: Group, b: Group, metric: str, by: float | None) -> Row:
+def _compare_metric(a: Group, b: Group, metric: str, by: float | None) -> Row:
     values_a, values_b = a.values(metric), b.values(metric)
     one, two = np.array([*values_a.values()]), np.array([*values_b.values()])
     mean_a, mean_b = evidence.mean_interval(one), evidence.mean_interval(two)
@@ -220,19 +220,19 @@ def _row(a: Group, b: Group, metric: str, by: float | None) -> Row:
         interval, effect = evidence.paired_interval(two - one), evidence.paired_effect(two - one)
     else:
         interval, effect = evidence.unpaired_interval(one, two), row.g
-    if effect is None or _is_rounding(interval, one, two):  # no spread: an interval would be a point
+    if effect is None or _is_rounding(interval, one, two):  # no spread: the interval would be a point
         return row
     row.low, row.high = interval.low, interval.high
     row.state = _state(interval, by)
     if row.state == "open":
-        wanted = effect * by / abs(row.difference) if by is not None and row.difference else effect
-        needed = evidence.runs_needed(wanted, is_paired)
+        target = effect * by / abs(row.difference) if by is not None and row.difference else effect
+        needed = evidence.runs_needed(target, is_paired)
         row.more = max(1, needed - min(len(one), len(two))) if needed is not None else None
     return row
 
 
 def _is_rounding(interval: Interval, one: np.ndarray, two: np.ndarray) -> bool:
-    """Return whether the spread is only that of rounding errors."""
+    """Return whether the spread consists of rounding errors only."""
     return interval.high - interval.low <= 1e-12 * max(np.abs(one).max(), np.abs(two).max())
 
 
@@ -244,8 +244,8 @@ def _state(interval: Interval, by: float | None) -> State:
     return "open"
 
 
-def _missing(a: Group, b: Group, metric: str) -> list[str]:
-    """Return notes on runs whose value is not a number: a run that diverged is a result too."""
+def _missing_value_notes(a: Group, b: Group, metric: str) -> list[str]:
+    """Return notes on runs without a finite value: a run that diverged is a result too."""
     notes = []
     for side, group in (("A", a), ("B", b)):
         lacking = sum(not math.isfinite(member.metrics.get(metric, math.nan)) for member in group.members)
@@ -254,38 +254,38 @@ def _missing(a: Group, b: Group, metric: str) -> list[str]:
     return notes
 
 
-def _samples(a: Group, b: Group) -> tuple[Samples | None, str]:
-    """Return the comparison by test sample, or why it cannot be made."""
-    sides = [{m.key: m.answers for m in group.members} for group in (a, b)]
+def _compare_samples(a: Group, b: Group) -> tuple[Samples | None, str]:
+    """Return the comparison by test sample, or the reason why there is none."""
+    sides = [{m.key: m.sample_scores for m in group.members} for group in (a, b)]
     found = [{key: each for key, each in side.items() if each is not None} for side in sides]
     if not all(found):
-        return None, "not both sides have a test_predictions.csv whose samples can be compared"
+        return None, "both sides need a test_predictions.csv whose samples can be compared"
     sets = {(each.digest, each.score) for side in found for each in side.values()}
-    if len(sets) > 1:  # data divided by the seed: each pair of runs may have a test set of its own
+    if len(sets) > 1:  # data split by the seed: each pair of runs may have its own test set
         pairs = [key for key in found[0] if key in found[1]]
         found = [{key: side[key] for key in pairs} for side in found]
         one, two = found
         if not pairs or any((one[key].digest, one[key].score) != (two[key].digest, two[key].score) for key in pairs):
-            return None, "the runs were not tested on the same samples; the metrics are of different test sets"
+            return None, "the runs were not tested on the same samples; their metrics are from different test sets"
     one, two = found
     first = next(iter(one.values()))
     if len(sets) == 1 or len(one) == 1:
         means = [np.mean([each.values for each in side.values()], 0) for side in found]
         interval = evidence.sample_interval(means[1] - means[0])
-    else:  # how samples of several sets depend on each other is unknown
+    else:  # the dependence between samples of several sets is unknown
         means = [np.array([each.values.mean() for each in side.values()]) for side in found]
         interval = Interval(float((means[1] - means[0]).mean()), math.nan, math.nan)
     samples = Samples(
         first.score, first.mode, len(first.values), float(means[0].mean()), float(means[1].mean()), *interval
     )
     if set(np.unique(first.values)) <= {0.0, 1.0}:
-        _mcnemar(samples, one, two)
+        _add_mcnemar(samples, one, two)
     elif not math.isfinite(samples.low):
         return None, ""
     return samples, ""
 
 
-def _mcnemar(samples: Samples, one: dict[Any, Answers], two: dict[Any, Answers]) -> None:
+def _add_mcnemar(samples: Samples, one: dict[Any, SampleScores], two: dict[Any, SampleScores]) -> None:
     if len(one) == len(two) == 1:
         (first,), (second,) = one.values(), two.values()
         samples.only_a, samples.only_b, samples.p = evidence.mcnemar(first.values == 1, second.values == 1)
@@ -296,12 +296,12 @@ def _mcnemar(samples: Samples, one: dict[Any, Answers], two: dict[Any, Answers])
         samples.pairs, samples.significant = len(tests), sum(test.p < 0.05 for test in tests)
 
 
-# ---- in words
+# ---- sentences
 
 
 def _sentences(row: Row, by: float | None, samples: Samples | None) -> list[str]:
     if row.state == "unknown":
-        return _without_runs(row, samples)
+        return _sentences_without_interval(row, samples)
     size = max(abs(row.low), abs(row.high))
     how = (
         f"{count(row.pairs, 'pair')} of runs with the same seed" if row.pairs else f"{row.runs_a} and {row.runs_b} runs"
@@ -317,8 +317,8 @@ def _sentences(row: Row, by: float | None, samples: Samples | None) -> list[str]
         ]
     if row.state == "open":
         return [
-            f"{_open(row)}: {row.metric} of B is {gap}, and the interval contains 0 ({interval}{effect}).",
-            f"The evidence is not enough, the difference may be luck: {_further(row, by)}",
+            f"{_undecided(row)}: {row.metric} of B is {gap}, and the interval contains 0 ({interval}{effect}).",
+            f"The evidence is not enough, the difference may be luck: {_seeds_needed(row, by)}",
         ]
     judged = f"{_winner(row)}: {row.metric} of B is {gap} ({interval}{effect})."
     sentence = "The evidence is enough: chance alone gives such an interval in fewer than 5 of 100 comparisons"
@@ -334,19 +334,19 @@ def _winner(row: Row) -> str:
     return "B is better than A" if is_better else "A is better than B"
 
 
-def _open(row: Row) -> str:
+def _undecided(row: Row) -> str:
     return "Whether A and B differ is open" if row.mode is None else "Whether A or B is better is open"
 
 
-def _further(row: Row, by: float | None) -> str:
+def _seeds_needed(row: Row, by: float | None) -> str:
     if row.more is None:
         return f"{evidence.MAX_RUNS:,} seeds for each would not show a difference as small as this one."
-    true = f"of {by:g}" if by is not None else "as large as this one"
-    return f"a difference {true} takes about {count(row.more, 'more seed')} for each of A and B (power 0.8)."
+    size = f"of {by:g}" if by is not None else "as large as this one"
+    return f"a difference {size} takes about {count(row.more, 'more seed')} for each of A and B (power 0.8)."
 
 
-def _without_runs(row: Row, samples: Samples | None) -> list[str]:
-    """Return sentences for runs without a spread, or one run on a side."""
+def _sentences_without_interval(row: Row, samples: Samples | None) -> list[str]:
+    """Return sentences for runs without a spread, or for a single run on a side."""
     size = abs(row.difference) or None
     gap = f"{row.metric} is {number(row.a, size)} in A and {number(row.b, size)} in B"
     if row.pairs or min(row.runs_a, row.runs_b) >= 2:
@@ -354,20 +354,20 @@ def _without_runs(row: Row, samples: Samples | None) -> list[str]:
             first = f"A and B have the same {row.metric} ({number(row.a)}) with every seed."
         else:
             first = f"{gap}, with the same difference for every seed: without a spread there is no interval."
-        return [first, "The seeds give no evidence: runs that do not differ tell nothing of runs with other seeds."]
+        return [first, "The seeds give no evidence: runs that do not differ say nothing about other seeds."]
     sides = [side for side, runs in (("A", row.runs_a), ("B", row.runs_b)) if runs < 2]
-    have = "A and B have one seed each" if len(sides) == 2 else f"{sides[0]} has one seed"
-    first = f"{_open(row)}: {gap}, but {have}, and another seed may reverse the order."
+    seeds = "A and B have one seed each" if len(sides) == 2 else f"{sides[0]} has one seed"
+    first = f"{_undecided(row)}: {gap}, but {seeds}, and another seed may reverse the order."
     remedy = "train both with `--seeds 5` and compare again."
     if samples is None:
         return [first, f"One run does not show the spread between seeds: {remedy}"]
-    return [first, f"{_of_samples(samples)}; this is about these networks, not about other seeds: {remedy}"]
+    return [first, f"{_samples_clause(samples)}; this is about these networks, not about other seeds: {remedy}"]
 
 
-def _of_samples(samples: Samples) -> str:
-    """Describe the test samples in sentences."""
+def _samples_clause(samples: Samples) -> str:
+    """Describe the comparison by test sample, without a full stop."""
     if not math.isfinite(samples.low):
-        pairs = f"{samples.significant} of {count(samples.pairs, 'pair')} of runs, each with a test set of its own"
+        pairs = f"{samples.significant} of {count(samples.pairs, 'pair')} of runs, each with its own test set"
         return f"By test sample, McNemar's p is below 0.05 in {pairs} of {samples.samples:,} test samples"
     size = max(abs(samples.low), abs(samples.high))
     interval = f"{number(samples.low, size)} to {number(samples.high, size)}"
@@ -383,6 +383,6 @@ def _of_samples(samples: Samples) -> str:
     return f"{gap} (95 % interval {interval}{test}), {verdict} the choice of the test samples explains"
 
 
-def of_samples(samples: Samples) -> str:
-    """Return the sentence about the test samples."""
-    return f"{_of_samples(samples)}."
+def samples_sentence(samples: Samples) -> str:
+    """Return the sentence about the comparison by test sample."""
+    return f"{_samples_clause(samples)}."

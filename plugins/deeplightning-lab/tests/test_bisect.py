@@ -297,7 +297,7 @@ def test_no_more_runs_are_started_than_allowed(few, found):
     first = few.bisect(*names, "--max-runs", "2")
     assert first.code == 0, first
     assert "best val_loss: the cause is among 3 differences: " in first.out
-    assert "stopped after 2 runs, as --max-runs asks: not finished; the same command continues" in first.err
+    assert "stopped after 2 runs (--max-runs): not finished; the same command continues" in first.err
     second = few.bisect(*names, "--max-runs", "1")
     assert second.err.count("(run before)") == 2
     assert result(second.folder)["started"] == 1
@@ -406,7 +406,7 @@ def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few, found):
                 command, cwd=few.top, stderr=out, stdout=out, env=environment(OWN_TOKEN=PASSWORD)
             )
         try:
-            trial = wait_for(lambda: next((t for t in trials_of(home) if t.known["state"] == UNDERWAY), None), log)
+            trial = wait_for(lambda: next((t for t in trials_of(home) if t.record["state"] == UNDERWAY), None), log)
             text = trial.file.with_suffix(".log")
             wait_for(functools.partial(says, text, "\nepoch "), log)
             if number == signal.SIGKILL:
@@ -487,5 +487,5 @@ def test_an_environment_that_is_neither_run_s_is_refused(with_packages, python, 
     with pytest.raises(SetupError, match="the same packages; leave it out"):
         interpreters(here, here, python())
     for wrong in (str(tmp_path / "none"), "/bin/true"):
-        with pytest.raises(SetupError, match="this Python interpreter does not answer"):
+        with pytest.raises(SetupError, match="this Python interpreter cannot be used"):
             interpreters(here, there, wrong)

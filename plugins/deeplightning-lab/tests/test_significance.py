@@ -146,6 +146,8 @@ def test_a_test_set_for_each_seed_is_compared_in_pairs_only(runs):
     other = compare(runs("c", BASE[:1], answers=sets[:1]), runs("d", BASE[:1], answers=sets[1:2]))
     assert other.samples is None
     assert any("not tested on the same samples" in note for note in other.notes)
+    seeds = compare(runs("e", BASE, answers=sets), runs("f", jitter(BASE), answers=[*sets[1:], sets[0]]))
+    assert any("not tested on the same samples" in note for note in seeds.notes)
 
 
 def test_runs_without_a_spread_give_no_interval(runs):

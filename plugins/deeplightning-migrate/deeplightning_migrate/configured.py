@@ -1,4 +1,4 @@
-"""A LightningModule whose optimizer and schedule come from the config, as LightningCLI gives it."""
+"""Configure the optimizer and schedule of a LightningModule from the config, as LightningCLI does."""
 
 from types import MethodType
 
@@ -17,8 +17,8 @@ def with_optimizer(
     """
 
     def configure_optimizers(self: LightningModule) -> OptimizerLRScheduler:
-        made = optimizer(self.parameters())
-        return LightningCLI.configure_optimizers(self, made, lr_scheduler(made) if lr_scheduler else None)
+        built = optimizer(self.parameters())
+        return LightningCLI.configure_optimizers(self, built, lr_scheduler(built) if lr_scheduler else None)
 
     module.configure_optimizers = MethodType(configure_optimizers, module)  # type: ignore[method-assign]
     return module

@@ -1,7 +1,7 @@
-"""Read `words.tsv`: what keys of other systems are called here, for the conversion and for the manual.
+"""Read `words.tsv`: the keys here for those of other systems, for the conversion and for the manual.
 
-A line has a system, its words and ours, with the signs that `deeplightning.config.other_tools` explains. `check` knows
-the commonest of these words, which are there.
+A line has a system, its keys and our key, in the notation that `deeplightning.config.other_tools` explains. That module
+has the most common of these keys, for `check`.
 """
 
 from pathlib import Path
@@ -9,9 +9,9 @@ from pathlib import Path
 from deeplightning.config import other_tools
 
 SYSTEMS: dict[str, dict[str, str]] = {}
-"""Our word by the words of a system, which spaces separate; by system."""
+"""Our key by the keys of a system, separated by spaces; by system."""
 ROWS: dict[str, str] = {}
-"""Our word by each word of any system."""
+"""Our key by each key of any system."""
 
 for _line in Path(__file__).with_name("words.tsv").read_text(encoding="utf-8").splitlines():
     _system, _words, _ours = _line.split("\t")
@@ -20,5 +20,5 @@ for _line in Path(__file__).with_name("words.tsv").read_text(encoding="utf-8").s
 
 
 def ours(key: str) -> str | None:
-    """Return what a dotted key of another system is called here, as `other_tools.ours` does."""
+    """Return our key for a dotted key of another system, as `other_tools.ours` does."""
     return other_tools.ours(key, rows=ROWS)

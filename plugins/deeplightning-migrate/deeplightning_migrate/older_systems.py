@@ -1,8 +1,8 @@
-"""`deeplightning migrate --from SYSTEM FILE…`: a config of another system becomes one of ours, as far as it goes.
+"""`deeplightning migrate --from SYSTEM FILE…`: convert a config of another system, as far as possible.
 `lightning` converts those of LightningCLI and Hydra completely.
 
-The file is read to nested mappings (`reading`), its words are looked up in the one table of words
-(`foreign_words`), and `check` names what is still missing. Each line that needs a person has a comment.
+The file is read as nested mappings (`reading`), its keys are looked up in `foreign_words`, and `check` finds what is
+still missing. Each line that needs review has a comment.
 """
 
 import re
@@ -21,7 +21,6 @@ from deeplightning_migrate.reading import Call, read_python, read_yaml
 
 LOSSES = ("loss", "loss_fn", "loss_creator", "criterion")
 
-
 FLAGS: dict[str, tuple[str, dict[bool, Any]]] = {
     "use_gpu": ("engine.gpus", {True: "auto", False: None}),
     "gpu": ("engine.gpus", {True: "auto", False: None}),
@@ -31,52 +30,53 @@ FLAGS: dict[str, tuple[str, dict[bool, Any]]] = {
     "use_fairscale_optimizer_sharding": ("engine.backend", {True: "deepspeed_stage_1", False: None}),
     "use_fairscale_model_sharding": ("engine.backend", {True: "fsdp", False: None}),
 }
-"""What a truth value of theirs is here."""
+"""Our key for a flag of another system, and our value for each of its values."""
 
 
 @dataclass
 class Conversion:
-    """The config that is made, and what a person must look at.
+    """The converted config, and notes for review.
 
     Attributes:
-        config: nested mappings in our words.
-        remarks: a sentence for each key of ours that needs a look.
-        left: a sentence for each key of theirs that has none here.
+        config: nested mappings with our keys.
+        remarks: sentences for each of our keys that needs review.
+        skipped: a sentence for each original key that has none here.
+        devices: the number of GPUs or CPU processes; None: not set.
     """
 
     system: str
     config: dict[str, Any] = field(default_factory=dict)
     remarks: dict[str, list[str]] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     devices: Any = None
 
     def walk(self, key: str, value: Any) -> None:
-        """Convert a value of theirs at its dotted key."""
-        if self._special(key, value):
+        """Convert the value at a dotted key of the other system."""
+        if self._convert_special(key, value):
             return
         if isinstance(value, Call):
-            self._target(key, value)
+            self._convert_call(key, value)
         elif isinstance(value, dict) and value:
             for name, item in value.items():
                 self.walk(f"{key}.{name}".lstrip("."), item)
         else:
-            self._leaf(key, value)
+            self._convert_value(key, value)
 
-    def _special(self, key: str, value: Any) -> bool:
-        """Convert what needs more than another word; return whether it was one of these."""
+    def _convert_special(self, key: str, value: Any) -> bool:
+        """Convert a setting that needs more than another key; return whether it is one of these."""
         last = key.rpartition(".")[2]
         if key == "seed":
             self.put("seed", value)
         elif last in LOSSES and isinstance(value, Call | str) and "." in getattr(value, "name", str(value)):
-            made = value if isinstance(value, Call) else Call(value)
-            self.put("model.loss.type", made.name)
-            self.put("model.loss.params", _params(made.arguments))
+            call = value if isinstance(value, Call) else Call(value)
+            self.put("model.loss.type", call.name)
+            self.put("model.loss.params", _params(call.arguments))
         elif key == "model" and isinstance(value, Call):
-            self._target("model_creator", value)
+            self._convert_call("model_creator", value)
         elif isinstance(value, bool) and last in FLAGS:
-            ours, words = FLAGS[last]
-            if words[value] is not None or not value:
-                self.put(ours, words[value])
+            ours, values = FLAGS[last]
+            if values[value] is not None or not value:
+                self.put(ours, values[value])
         elif key == "num_workers" and self.system == "raysgd":
             self.devices = value
         elif key == "warmup_proportion":
@@ -84,13 +84,13 @@ class Conversion:
         elif key == "log_steps_ratio" and isinstance(value, int | float) and value > 0:
             self.put("logger.log_every_n_steps", {"per_epoch": max(1, round(1 / value))})
         elif key == "is_dev_file":
-            self.left.append(f"{key}: {_shown(value)} is left out: validation runs with training")
+            self.skipped.append(f"{key}: {_shorten(value)} is left out: validation runs with training")
         else:
             return False
         return True
 
-    def settle(self) -> None:
-        """Set what follows from several of their settings: devices count GPUs or CPU processes."""
+    def set_device_count(self) -> None:
+        """Set the number of GPUs or CPU processes, once all settings are known."""
         if self.devices is None:
             return
         engine = self.config.setdefault("engine", {})
@@ -99,42 +99,42 @@ class Conversion:
         elif isinstance(self.devices, int) and self.devices > 1:
             engine |= {"processes": self.devices, "backend": engine.get("backend") or "ddp"}
 
-    def _leaf(self, key: str, value: Any) -> None:
+    def _convert_value(self, key: str, value: Any) -> None:
         found = foreign_words.ours(key)
         if found is None:
-            self.left.append(f"{key}: {_shown(value)} has no known key here")
+            self.skipped.append(f"{key}: {_shorten(value)} has no known key here")
         elif found.startswith("none:"):
-            self.left.append(f"{key}: {_shown(value)} is left out: {found.removeprefix('none: ')}")
+            self.skipped.append(f"{key}: {_shorten(value)} is left out: {found.removeprefix('none: ')}")
         else:
             ours = str(other_tools.key_of(found)).lstrip(".")
             remark = re.search(r"\((.*)\)$", found)
-            self.put(ours, value, f"was {key}: {_shown(value)}" + (f"; {remark[1]}" if remark else ""), bool(remark))
+            self.put(ours, value, f"was {key}: {_shorten(value)}" + (f"; {remark[1]}" if remark else ""), bool(remark))
 
     def put(self, key: str, value: Any, origin: str = "", remark: bool = False) -> None:
-        """Set a key of ours; what cannot be set there is left to a person."""
-        if isinstance(value, str) and (other := other_tools.class_of(key.removesuffix(".type"), value)):
-            key, value = f"{key.removesuffix('.type')}.type", other
-        elif (meant := other_tools.value(key, value)) is not None:
-            if "." in meant and key != "engine.precision":
-                self.left.append(f"{origin}: here it is called {meant}")
+        """Set one of our keys; a value that cannot be set there is noted for review."""
+        if isinstance(value, str) and (target := other_tools.class_of(key.removesuffix(".type"), value)):
+            key, value = f"{key.removesuffix('.type')}.type", target
+        elif (ours := other_tools.value(key, value)) is not None:
+            if "." in ours and key != "engine.precision":
+                self.skipped.append(f"{origin}: here it is called {ours}")
                 return
-            value = _plain_of(meant)
+            value = _parse_value(ours)
         section = self.config
         *above, last = key.split(".")
         for name in above:
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
-                self.left.append(f"{origin}: {key} cannot be set beside {'.'.join(above)}")
+                self.skipped.append(f"{origin}: {key} cannot be set, since {'.'.join(above)} is not a section")
                 return
         if last in section and section[last] != value and not (isinstance(section[last], dict) and value == {}):
-            self.left.append(f"{origin}: {key} is {_shown(section[last])} already")
+            self.skipped.append(f"{origin}: {key} is already {_shorten(section[last])}")
             return
         section.setdefault(last, value)
         if remark:
             self.remarks.setdefault(key, []).append(origin)
 
-    def _target(self, key: str, call: Call) -> None:
-        """Return a class or function with its arguments."""
+    def _convert_call(self, key: str, call: Call) -> None:
+        """Convert a class or function with its arguments."""
         if call.name.rpartition(".")[2] == "Trainer" or key in ("trainer", "Stoke", "TorchTrainer", "PyTorchTrainer"):
             for name, value in call.arguments.items():
                 self.walk(name, value)
@@ -143,29 +143,29 @@ class Conversion:
             "data.module" if key in ("data", "datamodule") else other_tools.key_of(foreign_words.ours(key) or "none:")
         )
         if found is None:
-            self.left.append(f"{key}: {call.name} has no known key here")
+            self.skipped.append(f"{key}: {call.name} has no known key here")
             return
         found = found.removesuffix(".type")
         self.put(f"{found}.type", call.name)
-        if call.positions:
+        if call.positional:
             self.remarks.setdefault(f"{found}.type", []).append(
-                f"TODO its arguments by position need names: {', '.join(map(str, call.positions))}"
+                f"TODO pass its positional arguments by name: {', '.join(map(str, call.positional))}"
             )
         self.put(f"{found}.params", _params(call.arguments))
 
 
-def _plain_of(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     if text.startswith("["):
         return [scalar(word.strip()) for word in text.strip("[]").split(",")]
     return scalar(text)
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return line(_params(value))[:100]
 
 
 def _params(value: Any) -> Any:
-    """Return arguments as plain values: a call in them is a target."""
+    """Return arguments as plain values: a call becomes a target."""
     if isinstance(value, Call):
         return {"type": value.name, "params": _params(value.arguments)}
     if isinstance(value, dict):
@@ -175,44 +175,44 @@ def _params(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
 
 
-def conversion(path: Path, system: str) -> Conversion:
-    """Return what a file of another system becomes.
+def convert_file(path: Path, system: str) -> Conversion:
+    """Convert a file of another system.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    found = Conversion(system)
+    conversion = Conversion(system)
     theirs = read_python(path) if path.suffix == ".py" else read_yaml(path)
     for name, value in theirs.items():
-        # The sections of a system's own, whose keys have words of their own in the table.
+        # The table has the keys in these sections without their section.
         if isinstance(value, dict) and name in ("data-params", "transformers-params", "dist-params"):
-            for word, item in value.items():
-                found.walk(str(word), item)
+            for key, item in value.items():
+                conversion.walk(str(key), item)
         else:
-            found.walk(str(name), value)
-    found.settle()
-    return found
+            conversion.walk(str(name), value)
+    conversion.set_device_count()
+    return conversion
 
 
 def text_from(path: Path, system: str) -> str:
-    """Return the config as YAML text, with its comments.
+    """Return the converted config as YAML text, with comments.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    made = conversion(path, system)
+    result = convert_file(path, system)
     order = ("seed", "stages", "data", "model", "engine", "train", "test", "logger", "tune", "serve")
-    config = {name: made.config[name] for name in order if name in made.config}
-    config |= made.config
-    remarks = {key: [*texts] for key, texts in made.remarks.items()}
-    made.left = [text if " is left out: " in text else f"TODO {text}" for text in made.left]
+    config = {name: result.config[name] for name in order if name in result.config}
+    config |= result.config
+    remarks = {key: [*texts] for key, texts in result.remarks.items()}
+    result.skipped = [text if " is left out: " in text else f"TODO {text}" for text in result.skipped]
     for fault in check({"version": VERSION, **config}).faults:
         remarks.setdefault(fault.key or "", []).append(f"TODO {fault.message}")
-    return _commented({"version": VERSION, **config}, remarks, made.left, f"{path.name} ({system})")
+    return _with_comments({"version": VERSION, **config}, remarks, result.skipped, f"{path.name} ({system})")
 
 
-def _commented(config: dict[str, Any], remarks: dict[str, list[str]], left: list[str], origin: str) -> str:
-    """Return YAML text with each remark above the line of its key, or of the nearest section that is there."""
+def _with_comments(config: dict[str, Any], remarks: dict[str, list[str]], skipped: list[str], origin: str) -> str:
+    """Return YAML text with each remark above the line of its key; the others follow at the end."""
     lines, path, placed = [], list[tuple[int, str]](), set[str]()
     for row in dump(config).splitlines():
         if match := re.match(r"( *)([\w~.-]+):", row):
@@ -221,38 +221,38 @@ def _commented(config: dict[str, Any], remarks: dict[str, list[str]], left: list
             key = ".".join(name for _, name in path)
             if key in remarks and key not in placed:
                 placed.add(key)
-                lines += [f"{match[1]}# {_flat(text)}" for text in remarks[key]]
+                lines += [f"{match[1]}# {_one_line(text)}" for text in remarks[key]]
         lines.append(row)
     rest = []
     for key in remarks:
         where = f"{key}: " if key else ""
-        rest += [f"# TODO {where}{_flat(text).removeprefix('TODO ')}" for text in remarks[key] if key not in placed]
-    rest += [f"# {_flat(text)}" for text in left]
-    head = [f"# Made from {origin}; a line with TODO needs a person."]
+        rest += [f"# TODO {where}{_one_line(text).removeprefix('TODO ')}" for text in remarks[key] if key not in placed]
+    rest += [f"# {_one_line(text)}" for text in skipped]
+    head = [f"# Converted from {origin}; review the lines with TODO."]
     return "\n".join([*head, *lines, *rest]) + "\n"
 
 
-def _flat(text: str) -> str:
+def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
 def convert(files: Sequence[Path], system: str, write: bool) -> str:
-    """Return what the verb prints: the configs, or the paths of the new files. Several files of LightningCLI or Hydra
-    are one project, the later over the earlier.
+    """Return what the verb prints: the configs, or the paths of the new files. Files of LightningCLI or Hydra form one
+    project, in which later files take precedence.
 
     Raises:
         ConfigError: a file cannot be read or converted.
-        SetupError: a new file is there already, or cannot be written.
+        SetupError: a new file already exists, or cannot be written.
     """
     if system in ("lightning-cli", "hydra"):
-        from deeplightning_migrate.lightning import convert as converted
+        from deeplightning_migrate.lightning import convert as convert_project
 
         first = next((file for file in files if file.suffix != ".py"), files[0])
-        texts = {first: converted(files, system)}
+        texts = {first: convert_project(files, system)}
     else:
         texts = {path: text_from(path, system) for path in files}
     if not write:
         return "".join(texts.values())
-    made = {path.with_name(f"{path.stem}.deeplightning.yaml"): text for path, text in texts.items()}
-    write_new(made)
-    return "".join(f"{new}\n" for new in made)
+    new = {path.with_name(f"{path.stem}.deeplightning.yaml"): text for path, text in texts.items()}
+    write_new(new)
+    return "".join(f"{path}\n" for path in new)

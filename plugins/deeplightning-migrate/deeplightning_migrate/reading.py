@@ -1,6 +1,6 @@
-"""Configs and scripts of other systems as nested mappings, in which a class with arguments is a `Call`.
+"""Read configs and scripts of other systems as nested mappings, in which a class with arguments is a `Call`.
 
-A script is parsed, never run: the keywords of its calls are its settings.
+A script is parsed, never run: the keyword arguments of its calls are its settings.
 """
 
 import ast
@@ -11,32 +11,32 @@ from typing import Any
 from deeplightning.config.source import short, text_of
 from deeplightning.config.tree import plain
 from deeplightning.faults import ConfigError, Fault
-from deeplightning_migrate.composed import mapping
+from deeplightning_migrate.composed import read_mapping
 
 
 @dataclass
 class Call:
-    """A class or function with arguments: a call of a script.
+    """A call in a script: a class or function with arguments.
 
     Attributes:
-        positions: the arguments without a name, as source text.
+        positional: the positional arguments, as source text.
     """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    positions: list[str] = field(default_factory=list)
+    positional: list[str] = field(default_factory=list)
 
 
 # ---- YAML
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return what a YAML file of another system holds.
+    """Return the content of a YAML file of another system.
 
     Raises:
-        ConfigError: it is no YAML, or no mapping.
+        ConfigError: it is not valid YAML, or not a mapping.
     """
-    found = plain(mapping(path))
+    found = plain(read_mapping(path))
     return {str(name): item for name, item in found.items()}
 
 
@@ -44,10 +44,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_python(path: Path) -> dict[str, Any]:
-    """Return the settings of a script: the keywords of the calls that it makes, and the defaults of its command line.
+    """Return the settings of a script: the keyword arguments of its calls, and the defaults of its command line.
 
     Raises:
-        ConfigError: it is no Python.
+        ConfigError: it is not valid Python.
     """
     text = text_of(path)
     try:
@@ -58,12 +58,12 @@ def read_python(path: Path) -> dict[str, Any]:
     return Script(path.stem, tree).settings()
 
 
-MAIN = {"Stoke", "TorchTrainer", "PyTorchTrainer", "Trainer", "BoltTrainer", "DataLoader", "Bolt", "train"}
-"""Calls whose keywords are settings."""
+SETTING_CALLS = {"Stoke", "TorchTrainer", "PyTorchTrainer", "Trainer", "BoltTrainer", "DataLoader", "Bolt", "train"}
+"""Calls whose keyword arguments are settings."""
 
 
 class Script:
-    """A script's imports, functions and values, by name."""
+    """A parsed script: its imports, functions, classes and assigned values."""
 
     def __init__(self, module: str, tree: ast.Module):
         self.module, self.tree = module, tree
@@ -71,8 +71,8 @@ class Script:
         self.functions: dict[str, ast.FunctionDef] = {}
         self.classes: set[str] = set()
         self.values: dict[str, ast.expr] = {}
-        self.open: set[str] = set()
-        self.used: set[str] = set()
+        self.resolving: set[str] = set()
+        self.config_keys: set[str] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self.imports |= {
@@ -88,7 +88,7 @@ class Script:
                 self.values[node.targets[0].id] = node.value
 
     def name(self, node: ast.expr) -> str:
-        """Return `torch.optim.SGD` of what is written `optim.SGD`."""
+        """Return the full name of an expression, such as `torch.optim.SGD` for `optim.SGD`."""
         if isinstance(node, ast.Attribute):
             return f"{self.name(node.value)}.{node.attr}"
         if isinstance(node, ast.Name):
@@ -98,7 +98,7 @@ class Script:
         return ast.unparse(node)
 
     def value(self, node: ast.expr) -> Any:
-        """Return a literal, a call, or the source text of anything else."""
+        """Return the value of a literal, a `Call`, or the source text of any other expression."""
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -109,41 +109,41 @@ class Script:
             }
         if isinstance(node, ast.List | ast.Tuple):
             return [self.value(item) for item in node.elts]
-        if isinstance(node, ast.Name) and node.id in self.values and node.id not in self.open:
-            self.open.add(node.id)
+        if isinstance(node, ast.Name) and node.id in self.values and node.id not in self.resolving:
+            self.resolving.add(node.id)
             found = self.value(self.values[node.id])
-            self.open.discard(node.id)
+            self.resolving.discard(node.id)
             return found
         if isinstance(node, ast.Name) and node.id in self.functions:
-            return self.made_by(self.functions[node.id])
+            return self.function_result(self.functions[node.id])
         if isinstance(node, ast.Call):
             return self.call(node)
         return self.name(node)
 
-    def made_by(self, function: ast.FunctionDef) -> Any:
-        """Return what a function such as a `model_creator` returns, where that is one call; else its name."""
-        answers = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
-        if len(answers) == 1 and function.name not in self.open:
-            self.open.add(function.name)
-            found = self.value(answers[0])
-            self.open.discard(function.name)
+    def function_result(self, function: ast.FunctionDef) -> Any:
+        """Return the call that a function such as `model_creator` returns; if it is not one call, the function's."""
+        results = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+        if len(results) == 1 and function.name not in self.resolving:
+            self.resolving.add(function.name)
+            found = self.value(results[0])
+            self.resolving.discard(function.name)
             if isinstance(found, Call):
                 return found
         return Call(f"{self.module}.{function.name}")
 
     def call(self, node: ast.Call) -> Any:
-        """Return a call; `config.get("lr", 0.1)` is what the script's `config` has, else 0.1."""
+        """Return a `Call`; for `config.get("lr", 0.1)`, the value in the script's `config`, else 0.1."""
         if isinstance(node.func, ast.Attribute) and node.func.attr == "get" and 1 <= len(node.args) <= 2:
             name = self.value(node.args[0])
-            self.used.add(str(name))
-            known = self.value(self.values["config"]) if "config" in self.values else self._given()
+            self.config_keys.add(str(name))
+            config = self.value(self.values["config"]) if "config" in self.values else self._passed_config()
             default = self.value(node.args[1]) if len(node.args) == 2 else None
-            return known.get(name, default) if isinstance(known, dict) else default
-        arguments = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
+            return config.get(name, default) if isinstance(config, dict) else default
+        arguments = {keyword.arg: self.value(keyword.value) for keyword in node.keywords if keyword.arg}
         texts = [ast.unparse(item) for item in node.args]
         return Call(self.name(node.func), arguments, [text for text in texts if "parameters()" not in text])
 
-    def _given(self) -> Any:
+    def _passed_config(self) -> Any:
         """Return the mapping that a call passes as `config`."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.keyword) and node.arg == "config" and isinstance(node.value, ast.Dict):
@@ -151,7 +151,7 @@ class Script:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return every setting by its name; the first of a name counts."""
+        """Return all settings by name; the first occurrence counts."""
         found: dict[str, Any] = {}
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Call):
@@ -159,30 +159,28 @@ class Script:
             last = self.name(node.func).rpartition(".")[2]
             if last == "add_argument" and node.args:
                 name = str(self.value(node.args[-1])).lstrip("-")
-                default = next((self.value(word.value) for word in node.keywords if word.arg == "default"), None)
+                default = next((self.value(item.value) for item in node.keywords if item.arg == "default"), None)
                 if default is not None:
                     found.setdefault(name.replace("-", "_"), default)
-            elif last in MAIN:
-                for word, value in self.call(node).arguments.items():
-                    for key, item in _opened(word, value):
+            elif last in SETTING_CALLS:
+                for name, value in self.call(node).arguments.items():
+                    for key, item in _expand_setting(name, value):
                         found.setdefault(key, item)
-        return {key: item for key, item in found.items() if key not in self.used}  # these are arguments already
+        return {key: item for key, item in found.items() if key not in self.config_keys}  # already used as arguments
 
 
-def _opened(word: str, value: Any) -> list[tuple[str, Any]]:
-    """Return a keyword's settings: those of a mapping `config`, and of an object of settings such as
-    `ClipGradNormConfig`."""
-    if word == "config" and isinstance(value, dict):
+def _expand_setting(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the settings in a keyword argument: the items of a mapping `config`, or the arguments of a settings object
+    such as `ClipGradNormConfig`."""
+    if name == "config" and isinstance(value, dict):
         return list(value.items())
     if isinstance(value, Call) and value.name.rpartition(".")[2].endswith("Config"):
         return [(f"{value.name.rpartition('.')[2]}.{key}", item) for key, item in value.arguments.items()]
-    if word == "configs" and isinstance(value, list):
-        return [pair for item in value for pair in _opened(word, item) if isinstance(item, Call)]
-    if isinstance(value, dict) and isinstance(
-        value.get("optimizer"), str
-    ):  # a dictionary of an optimizer and its arguments
-        return [(word, Call(value["optimizer"], value.get("optimizer_kwargs") or {}))]
+    if name == "configs" and isinstance(value, list):
+        return [pair for item in value for pair in _expand_setting(name, item) if isinstance(item, Call)]
+    if isinstance(value, dict) and isinstance(value.get("optimizer"), str):  # an optimizer and its arguments
+        return [(name, Call(value["optimizer"], value.get("optimizer_kwargs") or {}))]
     if isinstance(value, Call) and value.name.rpartition(".")[2] == "StokeOptimizer":
         arguments = value.arguments
-        return [(word, Call(str(arguments.get("optimizer")), arguments.get("optimizer_kwargs") or {}))]
-    return [(word, value)]
+        return [(name, Call(str(arguments.get("optimizer")), arguments.get("optimizer_kwargs") or {}))]
+    return [(name, value)]

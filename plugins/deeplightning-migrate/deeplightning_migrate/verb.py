@@ -1,4 +1,4 @@
-"""The verb `deeplightning migrate`. Heavy imports stand inside it, so that `--help` answers at once."""
+"""Define the verb `deeplightning migrate`. Heavy imports are inside the function, so that `--help` is fast."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ from deeplightning.process.terminal import say
     "system",
     required=True,
     type=click.Choice(["stoke", "raysgd", "bolt", "universal", "lightning-cli", "hydra"]),
-    help="The system whose config or script FILE is.",
+    help="The system that FILE is written for.",
 )
 def migrate(files: tuple[Path, ...], write: bool, system: str) -> None:
-    """Convert FILEs of another system to a config and print it; with --write, put it beside FILE, which stays, as
+    """Convert FILEs of another system to a config and print it; with --write, write it next to FILE as
     NAME.deeplightning.yaml.
 
-    FILEs of LightningCLI and of Hydra are one project; what cannot be converted is a fault at its line. For the others
-    a comment is at each line that needs a person. A FILE in Python is read, never run.
+    FILEs of LightningCLI and Hydra form one project; what cannot be converted is an error with its line. For the other
+    systems, a TODO comment marks each line that needs review. Python files are parsed, never run.
     """
     from deeplightning_migrate.older_systems import convert
 

@@ -33,7 +33,7 @@ def test_check_gives_a_word_the_meaning_that_the_table_has():
 def test_the_manual_has_each_word():
     """The page has the rows of all systems; `.venv/bin/python tools/reference_pages.py` renews it."""
     page = PAGE.read_text()
-    assert page == reference_pages.renewed(reference_pages.WORDS)
+    assert page == reference_pages.updated(reference_pages.WORDS)
     made = page.partition(reference_pages.START)[2]
     rows = re.findall(r"^\| (`.+`) \| (?:the same in )?(?:`[\w.-]+`|none: .+?)(?: .*)?\|$", made, re.MULTILINE)
     assert {word for old in rows for word in re.findall("`([^`]+)`", old)} == {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 from deeplightning_migrate.lightning import convert as text_of_lightning
-from deeplightning_migrate.older_systems import text_from
+from deeplightning_migrate.older_systems import FLAGS, text_from
 
 from deeplightning.config.examine import check
 from deeplightning.config.tree import parse, plain
@@ -98,9 +98,10 @@ def test_an_example_becomes_a_config(system, tmp_path):
         ("trainer: {overfit_batches: 3}", "c.yaml:4:11: trainer.overfit_batches", "3 has no key here"),
         ("trainer: {min_epochs: 2, callbacks: [{class_path: a.B}]}", "c.yaml:4:11: trainer.min_epochs", "no key here"),
         ("trainer: {val_check_interval: 10}", "c.yaml:4:11: trainer.val_check_interval", "write a share such as 0.5"),
-        ("trainer: {max_epochs: -1}", "c.yaml:4:11: trainer.max_epochs", "a training needs an end"),
+        ("trainer: {max_epochs: -1}", "c.yaml:4:11: trainer.max_epochs", "training needs a limit"),
         ("trainer: {devices: 1}", "c.yaml:4:11: trainer.accelerator", "write cpu or gpu"),
-        ("trainer: {accelerator: tpu}", "c.yaml:4:11: trainer.accelerator", "none for `tpu` here"),
+        ("trainer: {accelerator: gpu, devices: many}", "c.yaml:4:11: trainer.devices", "'many' is not a number"),
+        ("trainer: {accelerator: tpu}", "c.yaml:4:11: trainer.accelerator", "`tpu` is not supported"),
         ("trainer: {strategy: {class_path: a.B}}", "c.yaml:4:11: trainer.strategy", "engine.backend takes ddp"),
         ("trainer: {deterministic: warn}", "c.yaml:4:11: trainer.deterministic", "`warn` has no counterpart"),
         ("trainer: {max_epoch: 3}", "c.yaml:4:11: trainer.max_epoch", "is not an argument of Lightning's Trainer"),
@@ -118,7 +119,7 @@ def test_an_example_becomes_a_config(system, tmp_path):
             "`${a.b}` has no value",
         ),
         ("data: {class_path: parts.Data, init_args: {sice: 3}}", "c.yaml:4:1: data.module.params.sice", "mean size?"),
-        ("test: {data: {class_path: parts.Other}}", "c.yaml:4:8: test.data", "is other than that of `fit`"),
+        ("test: {data: {class_path: parts.Other}}", "c.yaml:4:8: test.data", "differs from that of `fit`"),
     ],
 )
 def test_what_cannot_be_converted_is_a_fault_with_its_line(answer, here, text, place, words):
@@ -280,7 +281,7 @@ def test_a_config_of_another_tool_is_one_note(answer, here, text, system):
     for verb in ("check", "train", "explain"):
         code, _, err = answer(verb, "c.yaml", "train.num_epochs=1")
         assert (code, err.count("\n")) == (2, 1)
-        assert f"`deeplightning migrate --from {system} c.yaml --write` makes one that trains the same" in err
+        assert f"`deeplightning migrate --from {system} c.yaml --write` converts it" in err
 
 
 def test_the_new_file_is_beside_the_old_one(answer, tmp_path, monkeypatch):
@@ -294,14 +295,14 @@ def test_the_new_file_is_beside_the_old_one(answer, tmp_path, monkeypatch):
     assert yaml.safe_load(Path("s.deeplightning.yaml").read_text()) == {"version": 1, "data": {"batch_size": 3}}
     code, _, err = answer("migrate", "--from", "stoke", "s.py", "--write")
     assert (code, err.count("\n")) == (3, 1)
-    assert "s.deeplightning.yaml: already there and not overwritten" in err
+    assert "s.deeplightning.yaml: already exists and is not overwritten" in err
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.py", "def (:\n", "a.py:1:1: not Python: "),
-        ("a.yaml", "- 1\n", "a.yaml: this file holds no mapping of settings; is this the right file?"),
+        ("a.yaml", "- 1\n", "a.yaml: this file has no mapping of settings; is this the right file?"),
         ("a.yaml", "defaults: [a]\n", "a.yaml: this file is in its own defaults list; remove it there"),
         ("a.yaml", "defaults: [{data: gone}]\n", "gone.yaml: there is no such config file"),
     ],
@@ -320,3 +321,18 @@ def test_a_system_that_is_not_known(answer):
     code, _, err = answer("migrate", "--from", "keras", "a.py")
     assert code == 2
     assert "'lightning-cli'" in err
+
+
+@pytest.mark.parametrize("flags", [("is_distributed", "use_fairscale_model_sharding"), ("use_fp16", "use_native_fp16")])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_flag_that_is_off_does_not_undo_another_one(flags, is_first, tmp_path):
+    """Several flags set one key; their order does not matter, and nothing is left to review."""
+    path = tmp_path / "params.yaml"
+    values = {flags[0]: is_first, flags[1]: not is_first}
+    on = next(name for name, value in values.items() if value)
+    key, expected = FLAGS[on][0], FLAGS[on][1][True]
+    for order in (flags, flags[::-1]):
+        path.write_text("dist-params:\n" + "".join(f"  {name}: {str(values[name]).lower()}\n" for name in order))
+        text = text_from(path, "universal")
+        assert at(plain(parse(text, "made.yaml", [])), key) == expected
+        assert "is already" not in text

@@ -1,1 +1,1 @@
-"""Print what a run would start and take, and find a learning rate and a batch size: a plug-in of Deep Lightning."""
+"""Plug-in of Deep Lightning: plan processes, memory and time of a run; find a learning rate and a batch size."""

@@ -1,4 +1,4 @@
-"""List memory, bandwidth and links of the GPUs that a plan can be made for, by name."""
+"""Memory, bandwidth and links of the GPUs that `plan --memory` knows, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Card(NamedTuple):
     name: str  # from `torch.cuda.get_device_name`, or a generic one
     memory: int  # bytes
     bandwidth: float | None = None  # of its memory, bytes per second; None: unknown
-    link: float | None = None  # to other GPUs of its machine, bytes per second in one direction; None: not known
+    link: float | None = None  # to other GPUs of its machine, bytes per second in one direction; None: unknown
     peaks: tuple[float, float, float] | None = None  # 10^12 operations per second: 16 bits, TF32, 32 bits
     workspace: int = 8_519_680  # bytes of torch's cuBLAS (2.15): docs.nvidia.com/cuda/cublas/#cublassetworkspace
 
@@ -25,7 +25,7 @@ class Card(NamedTuple):
         """Return the peak in operations per second, or None if it is unknown.
 
         Args:
-            precision: Lightning's word, such as `bf16-mixed`.
+            precision: Lightning's name for it, such as `bf16-mixed`.
             tf32: whether products of float32 may use TF32.
         """
         if self.peaks is None or precision.startswith("64"):
@@ -47,20 +47,20 @@ CARDS = {
     r"V100": Card("V100", 32 * GB, 0.9e12, 150e9, (125.0, 15.7, 15.7)),
     r"T4": Card("T4", 16 * GB, 0.32e12, 16e9, (65.0, 8.1, 8.1)),
 }
-"""Cards by a pattern in the name. From NVIDIA's data sheets; a link is half of their figure for both directions, and
-peaks are without sparsity. V100 and T4 have no TF32; their 16 bits are float16."""
+"""Cards by a pattern in the name. Values are from NVIDIA's data sheets; a link is half of their figure for both
+directions, and peaks are without sparsity. V100 and T4 have no TF32; their 16-bit type is float16."""
 
 NETWORK_BYTES_PER_SECOND = 25e9
-"""Bandwidth between machines in a plan for several: InfiniBand NDR 200, one link for each GPU."""
+"""Bandwidth between machines: InfiniBand NDR 200, one link per GPU."""
 
 
 def card_of(name: str) -> Card | None:
-    """Return the card with this name, or None if the table lacks it."""
+    """Return the card with this name, or None if it is not in the table."""
     return next(
         (c for pattern, c in CARDS.items() if re.search(rf"(?<![A-Za-z0-9])({pattern})(?![0-9A-Z])", name)), None
     )
 
 
-def known() -> str:
-    """Return the names in the table."""
+def card_names() -> str:
+    """Return the names of the cards in the table."""
     return ", ".join(dict.fromkeys(card.name for card in CARDS.values()))

@@ -18,13 +18,13 @@ from deeplightning.batches import batch_loss
 from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Scheduler
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count
-from deeplightning_plan.short_training import ALONE, one_gpu, trained
+from deeplightning_plan.short_training import ONE_PROCESS, one_gpu, train_until_stopped
 
-RECENT = 0.9  # weight of the past in the running mean of the losses, whose beginning is corrected as Adam's means are
-TOO_HIGH = 4  # the test ends when the running mean is so many times the smallest one
+MEAN_DECAY = 0.9  # decay of the running mean of the losses, which is bias-corrected as in Adam
+DIVERGED_FACTOR = 4  # the test ends when the running mean is this many times its minimum
 WIDTH_STEPS = 2.0  # std of the window that smooths the curve; a mean of the past alone would propose too high a rate
 MARGIN = 10  # the proposal is at most the rate with the smallest loss divided by this: beyond it training diverges
-FEWEST_STEPS = 10  # for a proposal
+MIN_STEPS = 10  # for a proposal
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Curve:
 
     @functools.cached_property
     def smoothed(self) -> np.ndarray:
-        """Return the losses, (N,), as Gaussian means; what shoots up counts as twice the first at most."""
+        """Return the losses, (N,), smoothed by a Gaussian; each is capped at twice the first."""
         steps = np.arange(len(self.losses))
         bounded = np.minimum(self.losses, self.losses[0] + abs(self.losses[0]))
         window = np.exp(-((steps[:, None] - steps) ** 2) / (2 * WIDTH_STEPS**2))
@@ -49,11 +49,11 @@ class Curve:
 
     @property
     def proposed(self) -> float | None:
-        """Return the rate at which the smoothed loss falls fastest, per factor of the rate, up to the margin before its
-        smallest value; None: there are too few, or it falls by no more than the first losses differ."""
-        if len(self.rates) <= FEWEST_STEPS:
+        """Return the rate at which the smoothed loss falls fastest per factor of the rate, up to the margin before its
+        minimum; None if there are too few steps, or the loss falls no more than the first losses vary."""
+        if len(self.rates) <= MIN_STEPS:
             return None
-        end, noise = int(self.smoothed.argmin()), float(self.losses[:FEWEST_STEPS].std())
+        end, noise = int(self.smoothed.argmin()), float(self.losses[:MIN_STEPS].std())
         before = int((self.rates <= self.at_minimum / MARGIN).sum())
         if before == 0 or self.smoothed[0] - self.smoothed[end] <= 2 * noise:
             return None
@@ -61,11 +61,11 @@ class Curve:
         return float(self.rates[int(slopes.argmin())])
 
 
-class _Grows(pl.Callback):
-    """Set the rate of each optimizer step, and note its loss; groups keep their ratios to the first."""
+class _RateRamp(pl.Callback):
+    """Set the rate of each optimizer step, and record its loss; groups keep their ratios to the first."""
 
     def __init__(self, low: float, high: float, steps: int):
-        self.wanted = [low * (high / low) ** (step / (steps - 1)) for step in range(steps)]
+        self.planned_rates = [low * (high / low) ** (step / (steps - 1)) for step in range(steps)]
         self.rates: list[float] = []
         self.losses: list[float] = []
         self._means: list[float] = []
@@ -79,7 +79,7 @@ class _Grows(pl.Callback):
         self._ratios = [float(group["lr"]) / first or 1.0 for group in groups]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
-        rate = self.wanted[len(self.rates)]
+        rate = self.planned_rates[len(self.rates)]
         for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
             group["lr"] = rate * ratio
 
@@ -88,45 +88,38 @@ class _Grows(pl.Callback):
     ) -> None:
         self._parts.append(float(batch_loss(trainer, outputs)))
         if trainer.global_step == len(self.rates):
-            return  # it accumulates
+            return  # accumulating
         loss = sum(self._parts) / len(self._parts)
         self._parts.clear()
         if math.isfinite(loss):
-            self._mean = RECENT * self._mean + (1 - RECENT) * loss
-            self._means.append(self._mean / (1 - RECENT ** (len(self._means) + 1)))
-            self.rates.append(self.wanted[len(self.rates)])
+            self._mean = MEAN_DECAY * self._mean + (1 - MEAN_DECAY) * loss
+            self._means.append(self._mean / (1 - MEAN_DECAY ** (len(self._means) + 1)))
+            self.rates.append(self.planned_rates[len(self.rates)])
             self.losses.append(loss)
-        enough = len(self.rates) > FEWEST_STEPS and self._means[-1] > TOO_HIGH * min(self._means)
-        trainer.should_stop = not math.isfinite(loss) or enough or len(self.rates) == len(self.wanted)
+        enough = len(self.rates) > MIN_STEPS and self._means[-1] > DIVERGED_FACTOR * min(self._means)
+        trainer.should_stop = not math.isfinite(loss) or enough or len(self.rates) == len(self.planned_rates)
 
 
-def range_test(
-    config: Path,
-    overrides: Sequence[str],
-    low: float,
-    high: float,
-    steps: int,
-    out: Path,
-) -> list[str]:
+def range_test(config: Path, overrides: Sequence[str], low: float, high: float, steps: int, out: Path) -> list[str]:
     """Test rates from `low` to `high`, and write `NAME.lr.csv` and `NAME.lr.png` into `out`.
 
     Returns:
-        lines for a person; the last is the override with the proposed rate.
+        Output lines; the last is the override with the proposed rate.
 
     Raises:
-        ConfigError: the config is wrong, has no optimizer or several.
+        ConfigError: the config is invalid, or has no optimizer or several.
         RunError: the loss does not fall.
         SetupError: the files cannot be written.
     """
-    asked = load_config(config, list(overrides))
-    if asked.model.optimizer is None or isinstance(asked.model.optimizer, dict):
-        why = "there are several" if asked.model.optimizer else "the task has its own"
+    requested = load_config(config, list(overrides))
+    if requested.model.optimizer is None or isinstance(requested.model.optimizer, dict):
+        why = "there are several" if requested.model.optimizer else "the task has its own"
         raise ConfigError(Fault(f"the range test changes the rate of one optimizer, and {why}", "model.optimizer"))
-    cfg = load_config(config, [*overrides, *ALONE, *one_gpu(asked)])
+    cfg = load_config(config, [*overrides, *ONE_PROCESS, *one_gpu(requested)])
 
-    grows = _Grows(low, high, steps)
-    trained(cfg, grows)
-    curve = Curve(np.array(grows.rates, dtype=float), np.array(grows.losses, dtype=float))
+    ramp = _RateRamp(low, high, steps)
+    train_until_stopped(cfg, ramp)
+    curve = Curve(np.array(ramp.rates, dtype=float), np.array(ramp.losses, dtype=float))
     table, picture = (out / f"{config.stem}.lr.{ending}" for ending in ("csv", "png"))
     proposed = curve.proposed
     try:
@@ -142,10 +135,10 @@ def range_test(
     if proposed is None:
         raise RunError(
             f"the loss does not fall between the rates {low:g} and {high:g} ({picture}); widen them with --from and "
-            "--to, or see with train.overfit whether the network can learn at all"
+            "--to, or check with train.overfit whether the network can learn at all"
         )
     lines += [f"proposed   {proposed:.2g}, where the loss falls fastest; it is smallest at {curve.at_minimum:.2g}"]
-    keys, schedule = ["model.optimizer.params.lr"], asked.model.scheduler
+    keys, schedule = ["model.optimizer.params.lr"], requested.model.scheduler
     if isinstance(schedule, Scheduler) and isinstance(schedule.params.get("max_lr"), int | float):
         keys.append("model.scheduler.params.max_lr")
     return [*lines, " ".join(f"{key}={proposed:.2g}" for key in keys)]

@@ -1,7 +1,7 @@
-"""Compute the memory that one process holds for a network under each engine.
+"""Compute the memory of one process for a network under each engine.
 
-It counts parameters, gradients, optimizer state and communication buffers, from the shapes and the documented sharding
-of each engine.
+Parameters, gradients, optimizer state and communication buffers follow from the shapes and the documented sharding of
+each engine.
 
 Sources: `torch.distributed.fsdp.fully_shard` shards each parameter's rows as `torch.chunk` does; ZeRO's stages shard as
 described in https://arxiv.org/abs/1910.02054, with the paddings of DeepSpeed 0.19.
@@ -27,9 +27,9 @@ from deeplightning_plan.torch_private import fake_tensors
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes in the first process, which holds the most."""
+    """Bytes in the first process, which has the most."""
 
-    parameters: int  # in the precision that the network computes in, or is stored in
+    parameters: int  # in the precision of computation or of storage
     gradients: int  # when the optimizer steps
     state: int  # of the optimizer, with DeepSpeed's copy of the weights in 32 bits
     communication: dict[str, int]  # phase of a step → send and gather buffers
@@ -39,9 +39,9 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class Engine:
-    """Distribution of a run over processes."""
+    """Engine, processes and device of a run."""
 
-    backend: str | None  # a value of `engine.backend`; None: no engine
+    backend: str | None  # a value of `engine.backend`, or None without an engine
     world: int  # processes
     params: dict[str, Any]  # `engine.params`
     on_gpu: bool
@@ -53,7 +53,7 @@ def process_memory(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -
 
     Args:
         task: has fake or real parameters.
-        optimizers: with their state after a step.
+        optimizers: have the state of one step.
     """
     backend = engine.backend or ""
     if backend == "fsdp":
@@ -62,9 +62,9 @@ def process_memory(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -
         return _zero3(task, optimizers, engine)
     if backend.startswith("deepspeed"):
         return _zero(task, optimizers, engine)
-    parameters, learning = list(task.parameters()), _learning(optimizers)
-    gradients = _bytes(learning)
-    state, stepping = _step(optimizers, {id(p): list(p.shape) for p in learning})
+    parameters, trainable = list(task.parameters()), _trainable(optimizers)
+    gradients = _bytes(trainable)
+    state, stepping = _optimizer_bytes(optimizers, {id(p): list(p.shape) for p in trainable})
     as_views = engine.params.get("gradient_as_bucket_view")
     bucket = 0 if backend != "ddp" or as_views else gradients
     communication = dict.fromkeys(("forward", "backward", "optimizer"), bucket)
@@ -77,39 +77,39 @@ def _fsdp(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Process
     def shares(parameters: Iterable[Tensor]) -> int:
         return sum(math.prod(shapes[id(p)]) * p.element_size() for p in parameters)
 
-    learning = _learning(optimizers)
-    state, stepping = _step(optimizers, shapes)
+    trainable = _trainable(optimizers)
+    state, stepping = _optimizer_bytes(optimizers, shapes)
     if engine.on_gpu:
-        stepping = max(stepping, shares(learning))  # `foreach`: all tensors at once
+        stepping = max(stepping, shares(trainable))  # `foreach`: all tensors at once
     units = [_bytes(unit) for unit in units_of(task, engine.params.get("wrap", 1_000_000))]
-    most = max(units, default=0)
+    largest_unit = max(units, default=0)
     keeps = engine.params.get("reshard_after_forward") is False
-    # A unit and the next one, or their sum; in the backward pass a unit's gradient and the copy that is scattered too.
-    gathered = max(2 * most, sum(units) if keeps else 0)
+    # One unit and the next, or all units; the backward pass adds a unit's gradient and its copy to be scattered.
+    gathered = max(2 * largest_unit, sum(units) if keeps else 0)
     # Over gloo three more copies of the network remain, measured on two processes: benchmarks/planned.md.
     stays = 0 if engine.on_gpu else 3 * sum(units)
-    reduced = 2 * most if engine.on_gpu else 0
+    reduced = 2 * largest_unit if engine.on_gpu else 0
     communication = {"forward": stays + gathered, "backward": stays + gathered + reduced, "optimizer": stays}
     offloads = bool(engine.params.get("cpu_offload")) and engine.on_gpu
-    own = (0, 0, 0) if offloads else (shares(task.parameters()), shares(learning), state)
+    own = (0, 0, 0) if offloads else (shares(task.parameters()), shares(trainable), state)
     return ProcessMemory(*own, communication, 0 if offloads else stepping)
 
 
 def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
-    """Return the memory under stages 1 and 2: a parameter group is one flat tensor, and each process steps its part."""
+    """Return the memory under stages 1 and 2: a parameter group is one flat tensor, and each process steps a shard."""
     stage = int((engine.backend or "").removeprefix("deepspeed_stage_")[:1])
     number = 2 if engine.is_half else 4
     flat = [sum(p.numel() for p in group) for group in _groups(optimizers)]
     align = 2 * engine.world
     parts = [-(-count // align) * align // engine.world for count in flat]
-    state, stepping = _flat_step(optimizers, [[part] for part in parts])
-    learning, every = sum(flat), sum(p.numel() for p in task.parameters())
-    padded = every - learning + engine.world * sum(parts)
-    bucket = {**sizes(every, learning, stage), **_zero_settings(engine)}.get("reduce_bucket_size", 0)
-    buckets = int(min(bucket, learning) * number)
+    state, stepping = _flat_optimizer_bytes(optimizers, [[part] for part in parts])
+    trainable, every = sum(flat), sum(p.numel() for p in task.parameters())
+    padded = every - trainable + engine.world * sum(parts)
+    bucket = {**sizes(every, trainable, stage), **_zero_settings(engine)}.get("reduce_bucket_size", 0)
+    buckets = int(min(bucket, trainable) * number)
     own = 4 * sum(parts)
-    gradients = number * (learning if stage == 1 else sum(parts))
-    # One bucket is sent while a second one is filled; stage 2 has a third, as it reduces during the backward pass.
+    gradients = number * (trainable if stage == 1 else sum(parts))
+    # One bucket is sent while another is filled; stage 2 has a third, because it reduces during the backward pass.
     several = 0 if engine.world == 1 else buckets
     communication = {"forward": several, "backward": several + stage * buckets, "optimizer": several}
     if "offload" in (engine.backend or ""):
@@ -118,21 +118,21 @@ def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Process
 
 
 def _zero3(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
-    """Return the memory under stage 3: each parameter is flattened and cut into equal parts."""
+    """Return the memory under stage 3: each parameter is flattened and split into equal shards."""
     number, world = 2 if engine.is_half else 4, engine.world
-    words = _zero_settings(engine)
-    every, learning = list(task.parameters()), _learning(optimizers)
-    total, trained = sum(p.numel() for p in every), sum(p.numel() for p in learning)
-    found = {**sizes(total, trained, 3), **words}
-    groups = [_subgroups([-(-p.numel() // world) for p in group], found) for group in _groups(optimizers)]
+    settings = _zero_settings(engine)
+    every, trainable = list(task.parameters()), _trainable(optimizers)
+    total, trained = sum(p.numel() for p in every), sum(p.numel() for p in trainable)
+    limits = {**sizes(total, trained, 3), **settings}
+    groups = [_subgroups([-(-p.numel() // world) for p in group], limits) for group in _groups(optimizers)]
     parts = sum(-(-p.numel() // world) for p in every)
     own = sum(sum(group) for group in groups)
-    state, stepping = _flat_step(optimizers, groups)
-    threshold = words.get("stage3_param_persistence_threshold", 100_000)
+    state, stepping = _flat_optimizer_bytes(optimizers, groups)
+    threshold = settings.get("stage3_param_persistence_threshold", 100_000)
     small = sum(p.numel() for p in every if p.numel() <= threshold) if world > 1 else 0
-    live = min(total - small, found["stage3_max_live_parameters"] + found["stage3_prefetch_bucket_size"])
+    live = min(total - small, limits["stage3_max_live_parameters"] + limits["stage3_prefetch_bucket_size"])
     gathered = number * (live + small) if world > 1 else 0
-    buckets = number * min(found["reduce_bucket_size"], trained)
+    buckets = number * min(limits["reduce_bucket_size"], trained)
     gathers = {"forward": gathered + buckets, "backward": gathered + 2 * buckets, "optimizer": buckets}
     if "offload" in (engine.backend or ""):
         return ProcessMemory(0, 0, 0, gathers, 0, keeps_gradients=False)
@@ -140,9 +140,9 @@ def _zero3(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Proces
     return ProcessMemory(number * parts, number * own, state + 4 * own, gathers, 4 * largest + stepping)
 
 
-def _subgroups(parts: list[int], found: dict[str, int]) -> list[int]:
-    """Return the numbers of elements in each flat tensor that stage 3 steps by itself, one after the other."""
-    limit = found.get("sub_group_size", 1_000_000_000)
+def _subgroups(parts: list[int], limits: dict[str, int]) -> list[int]:
+    """Return the number of elements of each flat tensor; stage 3 steps them one after the other."""
+    limit = limits.get("sub_group_size", 1_000_000_000)
     groups, size = list[int](), 0
     for part in parts:
         size += part
@@ -153,7 +153,7 @@ def _subgroups(parts: list[int], found: dict[str, int]) -> list[int]:
 
 
 def _zero_settings(engine: Engine) -> dict[str, Any]:
-    """Return the sizes that the user sets."""
+    """Return the user's settings of bucket sizes and limits."""
     config = engine.params.get("config") or {}
     return {**engine.params, **(config.get("zero_optimization") or {})}
 
@@ -166,50 +166,50 @@ def _groups(optimizers: Sequence[Any]) -> list[list[Tensor]]:
     return [[p for p in group["params"] if p.requires_grad] for o in optimizers for group in o.param_groups]
 
 
-def _learning(optimizers: Sequence[Any]) -> list[Tensor]:
-    known: dict[int, Tensor] = {id(p): p for group in _groups(optimizers) for p in group}
-    return list(known.values())
+def _trainable(optimizers: Sequence[Any]) -> list[Tensor]:
+    by_id: dict[int, Tensor] = {id(p): p for group in _groups(optimizers) for p in group}
+    return list(by_id.values())
 
 
-def _step(optimizers: Sequence[Any], shapes: dict[int, list[int]]) -> tuple[int, int]:
-    """Return the bytes of state and of temporary tensors of optimizers for parameters of these shapes, by their ids."""
+def _optimizer_bytes(optimizers: Sequence[Any], shapes: dict[int, list[int]]) -> tuple[int, int]:
+    """Return the bytes of the optimizers' state and temporary tensors. `shapes`: parameter id → shape."""
     found = [
-        _stepped(o, tuple(tuple((tuple(shapes[id(p)]), p.dtype) for p in g["params"]) for g in o.param_groups))
+        _step_bytes(o, tuple(tuple((tuple(shapes[id(p)]), p.dtype) for p in g["params"]) for g in o.param_groups))
         for o in optimizers
     ]
     return sum(state for state, _ in found), max((more for _, more in found), default=0)
 
 
-def _flat_step(optimizers: Sequence[Any], groups: list[list[int]]) -> tuple[int, int]:
-    """Return the same bytes for flat tensors in 32 bits of these sizes, for each parameter group in turn."""
-    left, found = iter(groups), list[tuple[int, int]]()
+def _flat_optimizer_bytes(optimizers: Sequence[Any], groups: list[list[int]]) -> tuple[int, int]:
+    """Return the same bytes for flat 32-bit tensors. `groups`: their sizes, for each parameter group in turn."""
+    remaining, found = iter(groups), list[tuple[int, int]]()
     for optimizer in optimizers:
-        shapes = tuple(tuple(((size,), torch.float32) for size in next(left, [])) for _ in optimizer.param_groups)
-        found.append(_stepped(optimizer, shapes))
+        shapes = tuple(tuple(((size,), torch.float32) for size in next(remaining, [])) for _ in optimizer.param_groups)
+        found.append(_step_bytes(optimizer, shapes))
     return sum(state for state, _ in found), max((more for _, more in found), default=0)
 
 
 @functools.lru_cache(maxsize=32)
-def _stepped(optimizer: Any, shapes: tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]) -> tuple[int, int]:
-    """Return the same bytes for one step of a copy of an optimizer over fake parameters of these shapes."""
-    from deeplightning_plan.counted_step import Answers
+def _step_bytes(optimizer: Any, shapes: tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]) -> tuple[int, int]:
+    """Return the same bytes, counted in one step of a copy of an optimizer over fake parameters of these shapes."""
+    from deeplightning_plan.counted_step import PlaceholderValues
 
     tracker = MemoryTracker()
     tracker.phase = "optimizer"
-    with fake_tensors(), tracker, Answers(tracker):
+    with fake_tensors(), tracker, PlaceholderValues(tracker):
         groups = []
         for group, sizes_of in zip(optimizer.param_groups, shapes, strict=True):
             made = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in sizes_of]
             for parameter in made:
                 parameter.grad = torch.empty_like(parameter)
             groups.append({**group, "params": made})
-        takes = inspect.signature(type(optimizer)).parameters  # torch's AdamW has more defaults than arguments
-        mine = type(optimizer)(groups, **{n: v for n, v in optimizer.defaults.items() if n in takes})
+        accepted = inspect.signature(type(optimizer)).parameters  # torch's AdamW has more defaults than arguments
+        own_optimizer = type(optimizer)(groups, **{n: v for n, v in optimizer.defaults.items() if n in accepted})
         tracker.add("parameters", [p for group in groups for p in group["params"]])
         tracker.add("gradients", [p.grad for group in groups for p in group["params"]])
         before = tracker.total
         tracker.reset()
-        mine.step()
-        state = tracker.add("state", state_of(mine))
-    most = sum(tracker.peaks["optimizer"].values())
-    return state, max(0, most - before - state)
+        own_optimizer.step()
+        state = tracker.add("state", state_of(own_optimizer))
+    peak = sum(tracker.peaks["optimizer"].values())
+    return state, max(0, peak - before - state)

@@ -1,4 +1,4 @@
-"""`deeplightning plan --memory`: what a run takes under each engine, as a table or as JSON."""
+"""`deeplightning plan --memory`: memory and time of a run under each engine, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import Attempt
 from deeplightning.faults import ConfigError, count
 from deeplightning_plan.batch_size import bytes_of
-from deeplightning_plan.gpu_cards import Card, card_of, known
-from deeplightning_plan.memory_plan import USABLE, Plan, Row, Setting, forecast, proposal
+from deeplightning_plan.gpu_cards import Card, card_names, card_of
+from deeplightning_plan.memory_plan import USABLE_SHARE, Plan, Row, Setting, forecast, proposal
 from deeplightning_plan.memory_tracker import KINDS
 
 GIB = 2**30
 
 
 class Gpus(NamedTuple):
-    """The GPUs of `--gpus`: how many on one machine, and of which kind or size."""
+    """The GPUs of one machine, from `--gpus`: their number, and their kind or memory."""
 
     number: int
     memory: int
@@ -35,7 +35,7 @@ def gpus_of(text: str) -> Gpus:
     """Read `8x80GB`, `8xH100`, `80GB` or `H100`.
 
     Raises:
-        ConfigError: it is none of these, or a card that is not in the table.
+        ConfigError: the text has another form, or names a card that is not in the table.
     """
     found = re.fullmatch(r"(?:([1-9]\d*)\s*x\s*)?(.+)", text.strip())
     number, kind = (int(found[1] or 1), found[2]) if found else (0, "")
@@ -45,31 +45,31 @@ def gpus_of(text: str) -> Gpus:
         return Gpus(number, bytes_of(kind, "--gpus"), None)
     if (card := card_of(kind)) is None:
         raise ConfigError(
-            f"--gpus {kind} is not in the table, which has {known()}; name its memory, such as {number}x80GB"
+            f"--gpus {kind} is not in the table, which has {card_names()}; name its memory, such as {number}x80GB"
         )
     return Gpus(number, card.memory, card)
 
 
 def plan_memory(cfg: Config, gpus: Gpus | None, nodes: int | None) -> tuple[Plan, Setting]:
-    """Count a config for a machine.
+    """Plan the memory of a config on a machine.
 
     Raises:
-        UserError: what the config names cannot be built, or the data are not there.
+        UserError: a target of the config cannot be built, or the data are missing.
     """
     import gc
 
-    from deeplightning.dry_run.isolation import drop_weights, offline, on_one_cpu, undisturbed
+    from deeplightning.dry_run.isolation import drop_weights, offline, on_one_cpu, silenced
     from deeplightning.dry_run.one_batch import example
     from deeplightning.faults import error_of
 
     gc.enable()
     setting = setting_of(cfg, gpus, nodes)
-    mine = on_one_cpu(cfg)
-    drop_weights(mine)  # they take no other memory than random ones
-    with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder:
-        attempt = Attempt(mine, cfg, Path(folder))
-        attempt.batch = example(attempt, longest=True)  # which makes the sizes known that are `auto`
-        for _, params, name in [*unfilled(mine)]:
+    local_cfg = on_one_cpu(cfg)
+    drop_weights(local_cfg)  # random ones take the same memory
+    with silenced(), offline(), tempfile.TemporaryDirectory() as folder:
+        attempt = Attempt(local_cfg, cfg, Path(folder))
+        attempt.batch = example(attempt, longest=True)  # also resolves sizes that are `auto`
+        for _, params, name in [*unfilled(local_cfg)]:
             params.pop(name, None)
         if attempt.faults:
             raise error_of(attempt.faults)
@@ -77,24 +77,24 @@ def plan_memory(cfg: Config, gpus: Gpus | None, nodes: int | None) -> tuple[Plan
 
 
 def setting_of(cfg: Config, gpus: Gpus | None, nodes: int | None) -> Setting:
-    """Return where a run is planned for: what `--gpus` names, else what the config has on this machine."""
+    """Return processes and device to plan for: from `--gpus`, else from the config on this machine."""
     from deeplightning.config import devices
 
-    many, engine = nodes or cfg.engine.num_nodes, cfg.engine
+    machines, engine = nodes or cfg.engine.num_nodes, cfg.engine
     tf32 = engine.matmul_precision not in (None, "highest")
     if gpus is not None:
-        return Setting(gpus.number * many, gpus.number, gpus.card, int(USABLE * gpus.memory), True, tf32)
+        return Setting(gpus.number * machines, gpus.number, gpus.card, int(USABLE_SHARE * gpus.memory), True, tf32)
     local = local_size(engine)
     if engine.gpus is None:
-        return Setting(local * many, local, None, psutil.virtual_memory().total // local, False)
+        return Setting(local * machines, local, None, psutil.virtual_memory().total // local, False)
     first = engine.gpus[0] if isinstance(engine.gpus, list) else 0
-    chosen = devices.machine().shown()[first : first + 1]
+    chosen = devices.machine().visible_gpus()[first : first + 1]
     total = chosen[0].total if chosen else None
     card = card_of(chosen[0].name) if chosen else None
-    return Setting(local * many, local, card, None if total is None else int(USABLE * total), True, tf32)
+    return Setting(local * machines, local, card, None if total is None else int(USABLE_SHARE * total), True, tf32)
 
 
-# ---- the answer
+# ---- output
 
 
 def text_of(plan: Plan, setting: Setting, cfg: Config) -> list[str]:
@@ -121,7 +121,7 @@ def text_of(plan: Plan, setting: Setting, cfg: Config) -> list[str]:
 
 
 def _cells(row: Row, plan: Plan, unit: int) -> list[str]:
-    name = f"{row.words} (1 process)" if row.engine == "null" and row.world == 1 else row.words
+    name = f"{row.label} (1 process)" if row.engine == "null" and row.world == 1 else row.label
     known_kinds = KINDS if plan.partial is None else ("parameters", "gradients", "state")
     kinds = [_gib(row.kinds.get(kind, 0), unit) if kind in known_kinds else "" for kind in KINDS]
     fits = "" if row.fits is None else ("?" if plan.partial else "yes") if row.fits else "no"
@@ -139,12 +139,12 @@ def _speed(row: Row, plan: Plan) -> str:
 def _proposal(plan: Plan, setting: Setting, cfg: Config) -> list[str]:
     best = proposal(plan, cfg)
     if setting.limit is None:
-        return ["proposal   none: how much memory the device has is not known; name it by --gpus, such as 8x80GB"]
+        return ["proposal   none: the memory of the device is unknown; name it with --gpus, such as 8x80GB"]
     if best is None:
         least = min(plan.rows, key=lambda row: row.peak)
-        smaller = f"; a batch of {least.largest} would" if least.largest else "; no batch would"
+        smaller = f"; a batch of {least.largest} would fit" if least.largest else "; no batch would fit"
         return [
-            f"proposal   none fits; {least.words} needs least, {_gib(least.peak)} GiB of {_gib(setting.limit)}{smaller}"
+            f"proposal   none fits; {least.label} needs least: {_gib(least.peak)} of {_gib(setting.limit)} GiB{smaller}"
         ]
     keys = [f"engine.backend={best.engine}"]
     keys += [f"'engine.activation_checkpointing=[{','.join(best.recompute)}]'"] if best.recompute else []
@@ -153,7 +153,7 @@ def _proposal(plan: Plan, setting: Setting, cfg: Config) -> list[str]:
     base = next((row for row in plan.rows if row.engine == best.engine and not row.recompute), None)
     if best.recompute and base is not None and base.seconds and best.seconds:
         more = f", takes {best.seconds[1] / base.seconds[1] - 1:.0%} more time than without"
-    fits = f"proposal   {best.words}: {_gib(best.peak)} GiB of {_gib(setting.limit)}, fits{more}"
+    fits = f"proposal   {best.label}: {_gib(best.peak)} GiB of {_gib(setting.limit)}, fits{more}"
     lines = [fits, f"           {' '.join(keys)}"]
     return lines + _time(best, plan, setting, cfg)
 
@@ -164,9 +164,9 @@ def _wrap(units: Any) -> str:
 
 def _time(row: Row, plan: Plan, setting: Setting, cfg: Config) -> list[str]:
     if row.seconds is None:
-        why = "its kind is not known; name a card, such as 8xH100" if setting.on_gpu else "no table has the CPU's peak"
+        why = "the kind of GPU is unknown; name it, such as 8xH100" if setting.on_gpu else "the CPU's peak is unknown"
         return [f"time       not planned: {'offloading was not measured' if row.engine.endswith('offload') else why}"]
-    lines = [f"time       {_speed(row, plan)} samples/s, by the share of the peak that was measured on an H100"]
+    lines = [f"time       {_speed(row, plan)} samples/s, from the share of the peak measured on an H100"]
     if cfg.train.max_steps is not None:
         low, high = (cfg.train.max_steps * seconds / 3600 for seconds in row.seconds)
         lines.append(f"           {cfg.train.max_steps:,} steps in {_round(low)} to {_round(high)} hours")
@@ -174,7 +174,7 @@ def _time(row: Row, plan: Plan, setting: Setting, cfg: Config) -> list[str]:
 
 
 def json_of(plan: Plan, setting: Setting, cfg: Config) -> str:
-    """Return the same for programs, in bytes and seconds."""
+    """Return a plan as JSON, in bytes and seconds."""
     best = proposal(plan, cfg) if setting.limit is not None else None
     rows = []
     for row in plan.rows:
@@ -182,8 +182,8 @@ def json_of(plan: Plan, setting: Setting, cfg: Config) -> str:
         entry |= {"wrap": row.wrap, "kinds": row.kinds, "held": row.held, "peak": row.peak, "fits": row.fits}
         entry |= {"largest_batch": row.largest, "step_seconds": row.seconds, "proposed": row is best}
         rows.append(entry)
-    whole = {"parameters": plan.parameters, "batch_size": plan.batch, "limit": plan.limit, "partial": plan.partial}
-    return json.dumps({**whole, "engines": rows}, indent=2)
+    summary = {"parameters": plan.parameters, "batch_size": plan.batch, "limit": plan.limit, "partial": plan.partial}
+    return json.dumps({**summary, "engines": rows}, indent=2)
 
 
 def _gib(value: float, unit: int = GIB) -> str:

@@ -1,7 +1,7 @@
-"""Count the bytes that tensors hold during a training step, tensor by tensor, real or fake, and by kind.
+"""Count the bytes of tensors, real or fake, during a training step, by kind.
 
 `torch.distributed._tools.mem_tracker.MemTracker` (torch 2.15) counts the same bytes, and tests compare the two. It
-cannot be used here, because it refuses metrics that are called, and a network that a step calls twice, as a GAN does.
+cannot be used here: it supports neither metrics that are called nor a network that a step calls twice, as in a GAN.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from deeplightning_plan.fake_gpu import tensors
 from deeplightning_plan.torch_private import DispatchMode, changes_in_place
 
 KINDS = ("parameters", "gradients", "state", "activations", "communication", "temporary")
-"""Uses of memory. `activations`: what the forward pass allocates and keeps, the batch, the network's buffers."""
+"""Uses of memory. `activations`: tensors that the forward pass keeps, the batch, the network's buffers."""
 
-MOST_BATCHES = 64
-"""After so many batches a task of its own loop that has not stepped its optimizer is taken to step no more."""
+MAX_BATCHES = 64
+"""A task with its own loop that has not stepped its optimizer after this many batches is assumed never to do so."""
 
-_OF_PHASE = {"between": "activations", "forward": "activations"}
+_KIND_OF_PHASE = {"between": "activations", "forward": "activations"}
 
 
 class MemoryTracker(DispatchMode):
-    """Count tensors while the mode is on.
+    """Count tensors while the mode is active.
 
     Attributes:
-        phase: `between`, `forward`, `backward` or `optimizer`, set by the user of the tracker.
-        total: bytes allocated now.
-        kinds: kind → bytes allocated now.
+        phase: `between`, `forward`, `backward` or `optimizer`, set by the caller.
+        total: currently allocated bytes.
+        kinds: kind → currently allocated bytes.
         peaks: phase → `kinds` at the peak of that phase.
         flops: operations of matrix products, convolutions and attentions since `reset`, by torch's formulas. (Its
             `FlopCounterMode` keeps the tensors of recomputed modules alive, torch 2.15.)
-        moved: bytes that operators read and wrote since `reset`, views not counted.
-        launches: number of such operators in forward and backward passes: on a GPU each launches a kernel.
+        moved: bytes that operators read and wrote since `reset`, without views.
+        launches: number of such operators in forward and backward passes; on a GPU each launches a kernel.
     """
 
     def __init__(self) -> None:
@@ -50,19 +50,19 @@ class MemoryTracker(DispatchMode):
         self.total = self.flops = self.moved = self.launches = 0
         self.kinds: Counter[str] = Counter()
         self.peaks: dict[str, Counter[str]] = {}
-        self._most: dict[str, int] = {}
+        self._peak_totals: dict[str, int] = {}
         self._sizes: dict[int, tuple[int, str]] = {}
 
     def __enter__(self) -> MemoryTracker:
         self._resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            made = self._resize(storage, size)
-            self._note(storage)
+            result = self._resize(storage, size)
+            self._count(storage)
             self._update_peaks()
-            return made
+            return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # FSDP calls it; it is no operator
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # FSDP calls it
         super().__enter__()
         return self
 
@@ -71,64 +71,64 @@ class MemoryTracker(DispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def reset(self) -> None:
-        """Forget the peaks so far."""
-        self.peaks, self._most = {}, {}
+        """Reset the peaks and counters."""
+        self.peaks, self._peak_totals = {}, {}
         self.flops = self.moved = self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=made))
+            self.flops += int(formula(*args, **kwargs, out_val=result))
         is_new = False
-        for tensor in tensors(made):
-            is_new = self._note(tensor.untyped_storage()) or is_new
+        for tensor in tensors(result):
+            is_new = self._count(tensor.untyped_storage()) or is_new
         if is_new or changes_in_place(func):
             self.launches += self.phase in ("forward", "backward")
-            self.moved += sum(t.nbytes for t in tensors((args, kwargs, made)) if not t.is_sparse)
+            self.moved += sum(t.nbytes for t in tensors((args, kwargs, result)) if not t.is_sparse)
         self._update_peaks()
-        return made
+        return result
 
-    def add(self, kind: str, known: Iterable[object]) -> int:
-        """Count tensors that were allocated before, or whose kind has become known.
+    def add(self, kind: str, values: Iterable[object]) -> int:
+        """Count tensors that were allocated earlier, or whose kind is now known.
 
         Returns:
             Their bytes; shared memory counts once.
         """
         seen, size = set[int](), 0
-        for tensor in known:
+        for tensor in values:
             if not isinstance(tensor, Tensor):
                 continue
             storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
             if (key := storage_id(storage)) not in seen:
                 seen.add(key)
-                self._note(storage, kind)
+                self._count(storage, kind)
                 size += storage.nbytes()
         self._update_peaks()
         return size
 
-    def _note(self, storage: torch.UntypedStorage, kind: str | None = None) -> bool:
-        """Count a storage under a kind, and return whether it is new."""
+    def _count(self, storage: torch.UntypedStorage, kind: str | None = None) -> bool:
+        """Count a storage under a kind; return whether it is new."""
         key, size = storage_id(storage), storage.nbytes()
         before = self._sizes.get(key)
         if before is None and not size:
             return False
-        wanted = kind or (before[1] if before else _OF_PHASE.get(self.phase, "temporary"))
-        if before == (size, wanted):
+        new_kind = kind or (before[1] if before else _KIND_OF_PHASE.get(self.phase, "temporary"))
+        if before == (size, new_kind):
             return False
         if before is None:
             weakref.finalize(storage, self._free, key)
         else:
             self.kinds[before[1]] -= before[0]
             self.total -= before[0]
-        self._sizes[key] = size, wanted
-        self.kinds[wanted] += size
+        self._sizes[key] = size, new_kind
+        self.kinds[new_kind] += size
         self.total += size
         return before is None
 
     def _update_peaks(self) -> None:
-        if self.total > self._most.get(self.phase, 0):
-            self._most[self.phase] = self.total
+        if self.total > self._peak_totals.get(self.phase, 0):
+            self._peak_totals[self.phase] = self.total
             self.peaks[self.phase] = self.kinds.copy()
 
     def _free(self, key: int) -> None:
@@ -140,15 +140,14 @@ class MemoryTracker(DispatchMode):
 def state_of(optimizer: Any) -> list[Tensor]:
     """Return the tensors in the state of an optimizer, or of the one that DeepSpeed's optimizer wraps."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    return [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
+    return [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 class Phases(pl.Callback):
-    """Tell a tracker the phase of a training step and the kinds of tensors, and end the training after an optimizer
-    step.
+    """Set a tracker's phase and the kinds of tensors during training, and stop after an optimizer step.
 
     Attributes:
-        optimizers: of the training.
+        optimizers: of the trainer.
     """
 
     def __init__(self, tracker: MemoryTracker):
@@ -161,9 +160,9 @@ class Phases(pl.Callback):
         self.tracker.add("activations", pl_module.buffers())
         for parameter in pl_module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                parameter.register_post_accumulate_grad_hook(self._count_gradient)
 
-    def _note_gradient(self, parameter: Tensor) -> None:
+    def _count_gradient(self, parameter: Tensor) -> None:
         self.tracker.add("gradients", [parameter.grad])
 
     def on_train_batch_start(self, trainer: Any, *_: object) -> None:
@@ -185,5 +184,5 @@ class Phases(pl.Callback):
         self.optimizers = trainer.optimizers
         for optimizer in trainer.optimizers:
             self.tracker.add("state", state_of(optimizer))
-        if trainer.global_step or n + 1 >= MOST_BATCHES:
+        if trainer.global_step or n + 1 >= MAX_BATCHES:
             trainer.should_stop = True

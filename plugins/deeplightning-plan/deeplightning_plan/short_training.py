@@ -19,29 +19,29 @@ from deeplightning.dry_run.one_batch import quiet_arguments
 from deeplightning.engine import compute
 from deeplightning.run.assemble import init_module
 
-ALONE = [
+ONE_PROCESS = [
     *("stages=[train]", "engine.backend=null", "engine.params={}", "engine.processes=1", "engine.num_nodes=1"),
     *("engine.launcher=null", "engine.max_restarts=0", "engine.profiler=null", "engine.sync_batchnorm=false"),
     *("train.callbacks=[]", "train.resume_ckpt=null", "train.early_stop=null", "train.limit_batches=null"),
     *("train.overfit=null", "train.fast=false", "train.checkpoint.monitor=null", "train.val_every_n_epoch=1"),
     *("model.scheduler=null", "test.ckpt=null", "tune=null", "logger.pictures=null", "logger.histograms=null"),
 ]
-"""Overrides with which one process trains at a constant rate, and does nothing beside it."""
+"""Overrides for one process that trains at a constant rate, and does nothing else."""
 
 
 def one_gpu(cfg: Config) -> list[str]:
-    """Return the override that leaves a run on GPUs the first of them; none where it runs on the CPU."""
+    """Return the override that limits a run to its first GPU, or [] for a run on the CPU."""
     gpus = cfg.engine.gpus
     first = gpus[0] if isinstance(gpus, list) else 0
     return [] if gpus is None else [f"engine.gpus=[{first}]"]
 
 
-def trained(cfg: Config, *callbacks: pl.Callback) -> pl.Trainer:
-    """Train a config's task with these callbacks, until one of them sets `trainer.should_stop`."""
+def train_until_stopped(cfg: Config, *callbacks: pl.Callback) -> pl.Trainer:
+    """Train a config's task with these callbacks until one of them sets `trainer.should_stop`; return the trainer."""
     assert cfg.seed is not None, "load_config draws one"
     to_terminal(cfg)
     one_line_warnings()
-    warnings.filterwarnings("ignore", message="The `srun` command is available")  # one process measures
+    warnings.filterwarnings("ignore", message="The `srun` command is available")  # one process is enough here
     logging.getLogger("deeplightning").setLevel(logging.WARNING)
     data, task = init_module(cfg, "data"), init_module(cfg, "model")
     compute.prepare(cfg.engine)

@@ -1,4 +1,4 @@
-"""Private names of torch 2.15 by which a training step is counted and a GPU is pretended."""
+"""Private names of torch 2.15 for counting a training step and simulating a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

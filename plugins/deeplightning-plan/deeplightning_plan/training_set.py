@@ -1,6 +1,6 @@
-"""Describe a training set: compute counts, means and deviations from the batches of its data module, as YAML.
+"""Describe a training set as YAML: counts, means and standard deviations, from the batches of its data module.
 
-Each number is exact: pixels and labels are counted as integers, floats are summed in 64 bits. No network is built.
+Values are exact: pixels and labels are counted as integers, floats are summed in 64 bits. No network is built.
 """
 
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.run.assemble import init_module
-from deeplightning.run.class_weights import LABELS, class_weights, counted, positive_weights
+from deeplightning.run.class_weights import LABELS, add_label_counts, class_weights, positive_weights
 
 MAX_COLUMNS = 64
-"""For inputs with more numbers each, one mean and one deviation over all of them are printed."""
+"""Inputs with more columns get one mean and one standard deviation over all of them."""
 
 
 def statistics(cfg: Config) -> str:
     """Return the statistics of a config's training set, as YAML.
 
-    Of pictures, uint8 (B, C, H, W): `mean` and `std` per channel on the scale 0 to 1, as an image folder takes them. Of
-    labels, int64 (B,) or of each pixel (B, H, W): `classes`, how many there are of each, and `class_weights`, N / (K n)
-    for K classes that occur and n of one. Of several labels of a sample, float (B, K) of 0 and 1: `labels`, how many
-    samples have each, and `pos_weight`, (N - n) / n. Of other floats, (B,) or (B, F): mean and std of each column. Stds
-    are those of all numbers (divided by N). Training pictures are taken as they are before `augment`.
+    Pictures, uint8 (B, C, H, W), give `mean` and `std` per channel on the scale 0 to 1, as an image folder takes them.
+    Labels, int64 (B,) or per pixel (B, H, W), give `classes`, the count of each, and `class_weights`, N / (K n) for K
+    classes that occur and n samples of one. Multiple labels, float (B, K) of 0 and 1, give `labels`, the samples that
+    have each, and `pos_weight`, (N - n) / n. Other floats, (B,) or (B, F), give mean and std of each column. Stds are
+    divided by N. Training pictures are not augmented.
 
     Raises:
         DataError: the data are missing or damaged.
@@ -48,7 +48,7 @@ def statistics(cfg: Config) -> str:
             arrays = {name: values[keep] for name, values in arrays.items()}
         samples += len(next(iter(arrays.values()), ()))
         for name, values in arrays.items():
-            if (column := columns.setdefault(name, _kind(name, values))) is not None:
+            if (column := columns.setdefault(name, _column_for(name, values))) is not None:
                 column.add(values)
     names = [str(name) for name in getattr(data, "class_names", None) or getattr(data, "target_names", None) or []]
     lines = [f"# the training set of {cfg.data.module.type}", f"samples: {samples}"]
@@ -57,14 +57,14 @@ def statistics(cfg: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kind(name: str, values: np.ndarray) -> object:
+def _column_for(name: str, values: np.ndarray) -> object:
     if values.dtype == np.uint8 and values.ndim == 4:
         return _Pixels(values.shape[1])
     if values.dtype.kind == "f" and values.ndim <= 2:
-        return _SeveralLabels() if name in LABELS and values.ndim == 2 else _Numbers()
+        return _MultipleLabels() if name in LABELS and values.ndim == 2 else _Numbers()
     if values.dtype.kind in "iu" and name in ("label", "target", "mask"):
         return _Labels()
-    return None  # nothing is printed of the tokens of a text
+    return None  # tokens of a text have no statistics
 
 
 class _Pixels:
@@ -83,9 +83,9 @@ class _Pixels:
         mean = self.counts @ scale / self.counts.sum(1)
         spread = np.sqrt((self.counts * (scale - mean[:, None]) ** 2).sum(1) / self.counts.sum(1))
         return [
-            "# of its pictures, per channel, on the scale 0 to 1: data.module.params of an image folder",
-            f"mean: {line([_short(value) for value in mean])}",
-            f"std: {line([_short(value) for value in spread])}",
+            "# per channel of the pictures, on the scale 0 to 1, for data.module.params of an image folder",
+            f"mean: {line([_rounded(value) for value in mean])}",
+            f"std: {line([_rounded(value) for value in spread])}",
         ]
 
 
@@ -94,32 +94,32 @@ class _Labels:
 
     def __init__(self) -> None:
         self.counts = np.zeros(0, dtype=np.int64)
-        self.ignored = 0  # negative ones, which losses leave out by `ignore_index`
+        self.ignored = 0  # negative labels, which losses skip by `ignore_index`
         self.of_pixels = False
 
     def add(self, values: np.ndarray) -> None:
         """Add a batch of whole numbers, (B,) or (B, H, W)."""
         self.of_pixels = values.ndim > 1
         self.ignored += int((values < 0).sum())
-        self.counts = counted(values, self.counts)
+        self.counts = add_label_counts(values, self.counts)
 
     def lines(self, name: str, class_names: list[str]) -> list[str]:
         names = class_names or [str(label) for label in range(len(self.counts))]
         counts = np.pad(self.counts, (0, max(0, len(names) - len(self.counts))))
-        ignored = self.ignored + int(counts[len(names) :].sum())  # 255 is none of the classes of a mask
+        ignored = self.ignored + int(counts[len(names) :].sum())  # such as 255 in a mask
         counts = counts[: len(names)]
         of = "pixels" if self.of_pixels else "samples"
         return [
-            f"# how many {of} each class has",
+            f"# {of} of each class",
             f"classes: {line({n: int(count) for n, count in zip(names, counts, strict=True)})}",
             *([f"without_class: {ignored}"] if ignored else []),
-            "# of a loss that weighs each class alike, as model.loss.params.weight=balanced has them",
+            "# weights of a loss that balance the classes, as with model.loss.params.weight=balanced",
             f"class_weights: {line(class_weights(counts))}",
         ]
 
 
 class _Numbers:
-    """Compute mean and std of each column, by sums of the differences from the first batch's mean."""
+    """Compute mean and std of each column, from sums of differences to the first batch's mean."""
 
     def __init__(self) -> None:
         self.count, self.offset = 0, np.zeros(())
@@ -132,19 +132,19 @@ class _Numbers:
             values = values.ravel()
         if self.count == 0:
             self.offset = values.mean(0)
-        rest = values - self.offset
-        self.count += len(rest)
-        self.sums, self.squares = self.sums + rest.sum(0), self.squares + (rest**2).sum(0)
+        differences = values - self.offset
+        self.count += len(differences)
+        self.sums, self.squares = self.sums + differences.sum(0), self.squares + (differences**2).sum(0)
 
     def lines(self, name: str, class_names: list[str]) -> list[str]:
-        rest = self.sums / self.count
-        mean, std = self.offset + rest, np.sqrt(np.maximum(0, self.squares / self.count - rest**2))
-        columns = [[_short(value) for value in np.atleast_1d(found)] for found in (mean, std)]
+        shift = self.sums / self.count
+        mean, std = self.offset + shift, np.sqrt(np.maximum(0, self.squares / self.count - shift**2))
+        columns = [[_rounded(value) for value in np.atleast_1d(found)] for found in (mean, std)]
         return [f"{name}: {line(dict(zip(('mean', 'std'), columns, strict=True)))}"]
 
 
-class _SeveralLabels(_Numbers):
-    """Count how many samples have each label; columns with a value other than 0 and 1 are numbers."""
+class _MultipleLabels(_Numbers):
+    """Count the samples that have each label; with a value other than 0 or 1 the columns are numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,13 +163,13 @@ class _SeveralLabels(_Numbers):
         counts = [int(count) for count in self.positives]
         names = class_names or [str(label) for label in range(len(counts))]
         return [
-            "# how many samples have each label",
+            "# samples that have each label",
             f"labels: {line(dict(zip(names, counts, strict=True)))}",
-            "# of a loss that weighs both answers of a label alike, as model.loss.params.pos_weight=balanced has them",
+            "# weights of a loss that balance each label, as with model.loss.params.pos_weight=balanced",
             f"pos_weight: {line(positive_weights(self.positives, self.samples))}",
         ]
 
 
-def _short(value: float) -> float:
-    """Round a number to 8 digits."""
+def _rounded(value: float) -> float:
+    """Round a number to 8 significant digits."""
     return float(f"{value:.8g}")

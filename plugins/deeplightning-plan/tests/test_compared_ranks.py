@@ -15,7 +15,7 @@ LOST = "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.
         ([("collective", "barrier"), ("end",)], [("collective", "barrier")], None),
         ([("log", "a"), ("log", "b"), ("end",)], [("log", "b"), ("log", "a"), ("end",)], ""),
         ([("collective", "barrier"), ("collective", "barrier")], [("collective", "barrier"), ("end",)],
-         "rank 0 enters barrier where rank 1 enters none any more; a run would wait there for ever."),
+         "rank 0 enters barrier where rank 1 enters no further collective; a run would hang there."),
         ([("log", "a"), ("end",)], [("end",)], "rank 0 logs `a` and rank 1 does not"),
         ([("error", "E: x")], [("error", "E: x")], "with two processes it fails: E: x"),
         ([("collective", "barrier")], [("error", "E: x")], "rank 1 fails where rank 0 does not: E: x"),

@@ -62,6 +62,7 @@ def test_a_schedules_peak_is_proposed_too_and_the_second_test_replaces_the_first
     ("words", "code", "said"),
     [
         (["--from", "1e-12", "--to", "1e-11"], 5, "the loss does not fall between the rates"),
+        (["model.loss={type: own.NaN}"], 5, "the first loss is not finite, whatever the rate"),
         (["--from", "1", "--to", "0.1"], 2, "must be above 0, the first below the last"),
         (["model.optimizer.params.rl=1"], 2, "has no param `rl`"),
         (["model.optimizer={a: {type: torch.optim.SGD, params: {lr: 1}}}"], 2, "model.optimizer"),

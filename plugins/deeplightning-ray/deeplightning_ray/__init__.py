@@ -1,4 +1,4 @@
-"""Plug-in of Deep Lightning: train on the workers of a Ray cluster, which may come and go."""
+"""Plug-in of Deep Lightning: train on the workers of a Ray cluster, whose number may change."""
 
 from deeplightning_ray.launcher import Ray
 

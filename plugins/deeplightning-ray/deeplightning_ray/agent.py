@@ -1,6 +1,6 @@
 """Start a process of a run on a worker, and forward its output.
 
-Ray makes an actor of the class. It imports no torch: nothing is trained in its process.
+Ray creates an actor of the class. It does not import torch, because its process does not train.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code
 from deeplightning.version import __version__
 
-DRAIN_SECONDS = 1.0  # for output to arrive after the end of a process, whose own children may keep the pipe open
+DRAIN_SECONDS = 1.0  # for output after the end of a process, whose children may keep the pipe open
 
 WORKER = ("-P", "-m", "deeplightning_ray.worker")
-"""Arguments of Python for a process; with -P its working directory does not come first on `sys.path`."""
+"""Arguments of Python for a process; with -P its working directory is not first on `sys.path`."""
 
-_OF_OTHERS = ("RAY_", "DEEPLIGHTNING_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
-_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_DROPPED_PREFIXES = ("RAY_", "DEEPLIGHTNING_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
+_RANK_VARS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Report:
         code: its exit code, or the negative number of the signal that killed it; None while it runs.
         run: the run's folder, or None before it exists.
         newest: the latest complete checkpoint in that folder, once the process has ended.
-        cause: why the processes of this machine failed, once this one has ended; None: they did not.
+        cause: why the processes of this machine failed, once this one has ended; None if they did not.
         reported: whether one of them has printed the cause.
     """
 
@@ -59,7 +59,7 @@ class Report:
 
 
 class Agent:
-    """Start one process, once, and report on it."""
+    """Start one process, and report on it."""
 
     def __init__(self) -> None:
         self._output: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
@@ -74,14 +74,14 @@ class Agent:
         """Return properties of this worker that the launch needs.
 
         Args:
-            folders: of the launching machine, with their inode numbers.
+            folders: folder on the launching machine → its inode number.
 
         Returns:
-            `host`, `version`, `python`; a free `port`; `shared`: which of the folders are the same here.
+            `host`, `version`, `python`; a free `port`; `shared`: the folders that are the same here.
         """
-        with socket.socket() as made:
-            made.bind(("", 0))
-            port = made.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
         shared = []
         for folder, inode in folders.items():
             with contextlib.suppress(OSError):
@@ -106,24 +106,24 @@ class Agent:
 
         Args:
             job: a packed `WorkerJob`, for its standard input.
-            environment: further variables for it.
+            environment: additional variables for it.
             folder: its working directory, created if it is missing.
-            folder_name: the name of the folder that the processes of a machine share, see `process.shared_folder`.
+            folder_name: name of the folder shared by the processes of a machine, see `process.shared_folder`.
 
         Returns:
-            The reason why it could not be started, or None.
+            The reason why it could not start, or None.
         """
-        kept = {n: v for n, v in os.environ.items() if not n.startswith(_OF_OTHERS) and n not in _PLACES}
+        env = {n: v for n, v in os.environ.items() if not n.startswith(_DROPPED_PREFIXES) and n not in _RANK_VARS}
         self._folder = Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{folder_name}"
         self._rank = int(environment["RANK"])
-        kept |= {**environment, member.AGENT: str(os.getpid()), member.FOLDER: str(self._folder)}
+        env |= {**environment, member.AGENT: str(os.getpid()), member.FOLDER: str(self._folder)}
         command = [sys.executable, *WORKER]
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             Path(folder).mkdir(parents=True, exist_ok=True)
             pipe = subprocess.PIPE
             options: Any = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "start_new_session": True}
-            self._child = subprocess.Popen(command, cwd=folder, env=kept, **options)
+            self._child = subprocess.Popen(command, cwd=folder, env=env, **options)
         except OSError as error:
             return f"{error.filename or folder}: {error.strerror}"
         for number, stream in ((1, self._child.stdout), (2, self._child.stderr)):
@@ -158,9 +158,9 @@ class Agent:
                 if all_read or time.monotonic() > self._ended + DRAIN_SECONDS:
                     return self._final_report(parts, self._child.returncode)
             elif parts or time.monotonic() > until:
-                return Report(parts, run=self._run())
+                return Report(parts, run=self._run_folder())
 
-    def _run(self) -> str | None:
+    def _run_folder(self) -> str | None:
         with contextlib.suppress(OSError):
             return (self._folder / "run").read_text()
         return None
@@ -169,12 +169,12 @@ class Agent:
         assert self._child is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)  # its remaining children
-        if code and failure.first_of(self._folder) is None:
-            failure.record_cause(self._folder, failure.end_of(self._rank, code))
-        run = self._run()
-        newest = failure.newest_of(RunFolder(run) if run else None)
+        if code and failure.first_cause(self._folder) is None:
+            failure.record_cause(self._folder, failure.cause_of_exit(self._rank, code))
+        run = self._run_folder()
+        newest = failure.latest_checkpoint(RunFolder(run) if run else None)
         reported = (self._folder / failure.REPORTED).exists()
-        return Report(parts, code, run, newest, failure.first_of(self._folder), reported)
+        return Report(parts, code, run, newest, failure.first_cause(self._folder), reported)
 
     def clean_up(self) -> None:
         """Remove the files of the process and of this agent."""

@@ -1,4 +1,4 @@
-"""Define the launcher `Ray`: its arguments, and its plan."""
+"""Define the launcher `Ray`: its arguments and its plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from deeplightning.config.machine import world_size
 from deeplightning.launch import Job, ProcessHooks, Start
-from deeplightning.launch.job import pauses
+from deeplightning.launch.job import retry_delays
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning_ray.agent import WORKER
 from deeplightning_ray.cluster import connect
@@ -24,9 +24,9 @@ class Ray:
 
     There are `engine.processes` workers with CPUs, or one for each GPU that `engine.gpus` requests.
 
-    When a worker is lost, all stop. Up to `engine.max_restarts` times, as many as there is room for start again and
-    resume the same run from its latest complete checkpoint. While there are fewer than requested, accumulation keeps
-    the samples of an optimizer step, where the numbers divide.
+    When a worker is lost, all stop. Up to `engine.max_restarts` times, as many as the cluster has room for restart and
+    resume the same run from its latest complete checkpoint. While there are fewer than requested, gradient
+    accumulation keeps the number of samples of an optimizer step, if the numbers divide.
 
     Args:
         address: `HOST:PORT` of a cluster; `ray://HOST:PORT` of its client server; `auto`: the cluster of RAY_ADDRESS or
@@ -35,16 +35,16 @@ class Ray:
         min_workers: fewest workers to run with; null: as many as the config requests.
         max_workers: most workers to run with; null: as many as the config requests.
         cpus_per_worker: CPUs that Ray reserves for a worker.
-        storage_path: where checkpoints are kept for workers that share no folder: an absolute path that all reach, or
-            an address such as s3://BUCKET/FOLDER; null: they share the working directory.
+        storage_path: where checkpoints are stored if the workers share no folder: an absolute path that all can access,
+            or an address such as s3://BUCKET/FOLDER; null: they share the working directory.
         working_dir: working directory of the workers; `{node}` in it becomes the machine's name in the cluster; null:
             that of this command.
         backoff: how to wait for room: `base_s` seconds, each further time `factor` times as long, at most `max_tries`
             times; null: 1 s, doubled, ten tries.
-        resize_cooldown_s: seconds that fewer workers train at least before their number grows again, at the start of an
-            epoch.
+        resize_cooldown_s: minimum seconds of training with fewer workers before their number grows again, at the start
+            of an epoch.
         connect_timeout_s: seconds for an address to answer.
-        init: further keyword arguments of `ray.init`, for a local cluster.
+        init: additional keyword arguments of `ray.init`, for a local cluster.
 
     Raises:
         ValueError: a number is out of its range.
@@ -75,7 +75,7 @@ class Ray:
             raise ValueError(f"connect_timeout_s must be more than 0, not {connect_timeout_s}")
         self.address, self.min_workers, self.max_workers = address, min_workers, max_workers
         self.cpus_per_worker, self.storage_path, self.working_dir = cpus_per_worker, storage_path, working_dir
-        self.backoff, self.resize_cooldown_s = pauses(backoff), resize_cooldown_s
+        self.backoff, self.resize_cooldown_s = retry_delays(backoff), resize_cooldown_s
         self.connect_timeout_s, self.init = connect_timeout_s, dict(init or {})
 
     def bounds(self, wanted: int) -> tuple[int, int]:
@@ -88,8 +88,8 @@ class Ray:
         engine = job.cfg.engine
         lowest, highest = self.bounds(world_size(engine))
         each = f"{self.cpus_per_worker:g} CPUs" + (" and a GPU" if job.cfg.engine.gpus else "")
-        at = {None: "RAY_ADDRESS's, this machine's, or its own", "local": "its own, on this machine"}
-        cluster = at.get(self.address, self.address)
+        clusters = {None: "RAY_ADDRESS's, this machine's, or its own", "local": "its own, on this machine"}
+        cluster = clusters.get(self.address, self.address)
         range_ = f", from {lowest} to {highest}" if lowest != highest else ""
         variables = {"RANK": "*", "WORLD_SIZE": str(highest), "LOCAL_RANK": "*", "LOCAL_WORLD_SIZE": "*"}
         variables |= {"NODE_RANK": "*", "MASTER_ADDR": "*", "MASTER_PORT": "*", LAUNCH: "*", ATTEMPT: "*"}

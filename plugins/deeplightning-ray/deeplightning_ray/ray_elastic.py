@@ -35,15 +35,15 @@ def storage_of(cfg: Config) -> Storage | None:
 
 
 def fetch(cfg: Config) -> None:
-    """Copy the run to resume from the storage to this machine: the run of this launch, or the latest for `auto`."""
-    here = identity()
-    may_resume = here is not None and here.may_resume
+    """Copy the run to resume from the storage to this machine: that of this launch, or the latest for `auto`."""
+    process = identity()
+    may_resume = process is not None and process.may_resume
     if (may_resume or cfg.train.resume_ckpt == "auto") and (storage := storage_of(cfg)) is not None:
         storage.fetch(None if may_resume else "newest")
 
 
 def store_all(cfg: Config, folder: Path) -> None:
-    """Copy all files of a finished run into the storage, on rank 0."""
+    """Copy all files of a finished run to the storage, on rank 0."""
     if own_rank() == 0 and (storage := storage_of(cfg)) is not None:
         storage.put(folder, everything=True)
 
@@ -57,9 +57,9 @@ class GroupGrows(Interrupted):
 
 
 class ElasticWorkers(LightningCheckpoint):
-    """Copy each new checkpoint into the storage, on rank 0, and end all ranks at an epoch boundary when more can start.
+    """Copy each new checkpoint to the storage, on rank 0, and end all ranks at an epoch boundary when more can start.
 
-    Lightning calls callbacks of this base class last, and so after `Checkpoints` if this one comes later.
+    Lightning calls callbacks of this base class last: this one runs after `Checkpoints` if it comes later in the list.
     """
 
     def __init__(self, cfg: Config, record: Record, checkpoints: Checkpoints):
@@ -81,8 +81,8 @@ class ElasticWorkers(LightningCheckpoint):
         self._store(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        asked = trainer.is_global_zero and bool(select.select([_STDIN], [], [], 0)[0])
-        self._group_grows = bool(trainer.strategy.broadcast(asked)) if trainer.world_size > 1 else asked
+        requested = trainer.is_global_zero and bool(select.select([_STDIN], [], [], 0)[0])
+        self._group_grows = bool(trainer.strategy.broadcast(requested)) if trainer.world_size > 1 else requested
         if self._group_grows:
             self.checkpoints.save_now(trainer)
         self._store(trainer)

@@ -1,8 +1,8 @@
-"""Train a run on a Ray cluster, on as many workers as there is room for, and restart them if one is lost.
+"""Train a run on a Ray cluster, on as many workers as it has room for, and restart them if one is lost.
 
-Ray finds room for the workers, starts an agent on each (`deeplightning_ray.agent`), and reports when one is gone. An
-agent starts one process of the run, as on one machine: its rank is in its environment, and its signals, its exit code
-and its main thread are its own.
+Ray finds room for the workers, starts an agent on each (`deeplightning_ray.agent`), and reports when one is lost. An
+agent starts one process of the run, as on one machine: its rank is in its environment, and it has its own signals,
+exit code and main thread.
 
 Ray Train 2.60 does not replace this file. In a prototype, each of its workers started such a process and waited for it
 (two busy CPU cores, November 2026; ours in brackets). Ctrl-C, SIGTERM and a change of size kill the processes by
@@ -39,7 +39,7 @@ from deeplightning.process.streams import INTERRUPTED
 from deeplightning.process.terminal import say, say_path
 from deeplightning.tracking.environment import git_state
 from deeplightning_ray.cluster import Connection
-from deeplightning_ray.resize import sized
+from deeplightning_ray.resize import resize_config
 from deeplightning_ray.storage import POOL, RESIZE_EXIT_CODE
 from deeplightning_ray.worker_stdin import WorkerJob
 from deeplightning_ray.workers import POLL_SECONDS, START_SECONDS, NoRoom, Worker, Workers
@@ -47,9 +47,9 @@ from deeplightning_ray.workers import POLL_SECONDS, START_SECONDS, NoRoom, Worke
 if TYPE_CHECKING:
     from deeplightning_ray.launcher import Ray
 
-GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
+GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the other workers to exit after one has failed
 
-_CARRIED = (
+_PASSED_PREFIXES = (
     *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_DEBUG", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_TRIAL"),
     *("MLFLOW_", "HF_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "GOMP_", "CUBLAS_", "PYTHONHASHSEED"),
     *("AWS_", "GOOGLE_APPLICATION_"),
@@ -78,18 +78,18 @@ class Supervisor:
         bundle = {"CPU": settings.cpus_per_worker, **({"GPU": 1.0} if self.gpus else {})}
         self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted), git_state())
         self.name, self.starts, self.restarts = f"ray-{secrets.token_hex(6)}", 0, 0
-        self.folder: str | None = None  # the run's, on the machine of rank 0
+        self.folder: str | None = None  # of the run, on the machine of rank 0
         self.newest: Path | None = None
         self.node: str | None = None  # the machine of rank 0
-        self.signals: list[int] = []  # that a person has sent
+        self.signals: list[int] = []  # received by this command
 
     def log(self, text: str) -> None:
         say(self.redact(text), err=True)
 
     def run(self) -> int:
-        """Start workers until the run has ended; return its exit code."""
+        """Start workers until the run ends; return its exit code."""
         self._refuse_missing_gpus()
-        of = self.cfg.engine.max_restarts
+        limit = self.cfg.engine.max_restarts
         before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in INTERRUPTED}
         try:
             while True:
@@ -102,10 +102,10 @@ class Supervisor:
                     continue
                 if code == 0 or self.signals or cause is None:
                     return INTERRUPTED[signal.Signals(self.signals[0])] if self.signals and code else code
-                if cause.lost and self.restarts < of:
+                if cause.lost and self.restarts < limit:
                     self.restarts += 1
                     resumes = "resumes from its latest complete checkpoint" if self.folder else "begins again"
-                    self.log(f"restart {self.restarts} of {of}: {cause}; the run {resumes}")
+                    self.log(f"restart {self.restarts} of {limit}: {cause}; the run {resumes}")
                     self.workers.release()
                     continue
                 self._log_cause(cause, reported)
@@ -122,8 +122,8 @@ class Supervisor:
     def _log_cause(self, cause: failure.Cause, reported: bool) -> None:
         word = f"error [{cause.whose}]" if cause.whose else "error"
         if cause.lost:
-            of = self.cfg.engine.max_restarts
-            used = {0: "", 1: "; the restart is used up"}.get(of, f"; the {of} restarts are used up")
+            limit = self.cfg.engine.max_restarts
+            used = {0: "", 1: "; the restart is used up"}.get(limit, f"; the {limit} restarts are used up")
             self.log(f"{word}: {cause.reason}{used}{failure.resume_hint(self.newest)}")
         elif not reported:
             self.log(f"{word}: {cause.reason}")
@@ -131,28 +131,28 @@ class Supervisor:
     def _refuse_missing_gpus(self) -> None:
         if not self.gpus:
             return
-        there = self.ray.cluster_resources()
-        if there.get("GPU", 0) < 1:
-            cpus = f"{there.get('CPU', 0):g} CPUs"
+        resources = self.ray.cluster_resources()
+        if resources.get("GPU", 0) < 1:
+            cpus = f"{resources.get('CPU', 0):g} CPUs"
             message = (
                 f"asks for {self.wanted} GPUs, and the Ray cluster has {cpus} and no GPU; engine.gpus=null runs on them"
             )
             raise SetupError(Fault(message, "engine.gpus"))
 
     def _start_workers(self) -> None:
-        """Start as many workers as there is room for, and wait for room as `backoff` allows.
+        """Start as many workers as the cluster has room for, and wait for room as `backoff` allows.
 
         Raises:
-            SetupError: there are still too few.
+            SetupError: too few workers fit after the last try.
         """
-        pauses = iter(self.settings.backoff)
+        retry_delays = iter(self.settings.backoff)
         while True:
             try:
                 self.workers.start(self.node)
                 return
             except NoRoom as error:
                 self.workers.release()
-                pause = next(pauses, None)
+                pause = next(retry_delays, None)
                 if pause is None or (self.cluster.is_own and self.starts == 0):
                     raise SetupError(Fault(str(error), "engine.launcher")) from None
                 self.log(f"{error}; tries again in {pause:g} s")
@@ -170,7 +170,7 @@ class Supervisor:
         """Train with these workers; return the exit code, the cause, and whether a worker has printed the cause."""
         self._start_processes()
         began = looked = time.monotonic()
-        has_room = False  # rank 0 was notified that more workers can start
+        has_room = False  # whether rank 0 was notified that more workers can start
         until: float | None = None
         sent = 0
         workers = self.workers.all
@@ -183,7 +183,7 @@ class Supervisor:
                 worker = workers[number]
                 try:
                     worker.report = found = self.ray.get(ref)
-                except self.ray.exceptions.RayError:  # any of them: the worker does not answer
+                except self.ray.exceptions.RayError:  # of any kind: the worker does not answer
                     ended[number] = failure.Cause(
                         number, "a worker was lost: its machine or its CPU is gone", 5, lost=True
                     )
@@ -194,9 +194,9 @@ class Supervisor:
                 if found.code is None:
                     asked[worker.agent.report.remote(POLL_SECONDS)] = number
                 else:
-                    ended[number] = found.cause or (failure.end_of(number, found.code) if found.code else None)
+                    ended[number] = found.cause or (failure.cause_of_exit(number, found.code) if found.code else None)
             for signal_number in self.signals[sent:]:
-                self._send(signal_number)
+                self._send_signal(signal_number)
                 sent += 1
                 if sent > 1:
                     until = time.monotonic() + GRACE_SECONDS
@@ -213,26 +213,26 @@ class Supervisor:
                     self.log(f"{room}: the run continues with {total} from the next epoch")
                     has_room = True
                     workers[0].agent.make_room.remote()
-        return self._verdict(ended)
+        return self._outcome(ended)
 
-    def _verdict(self, ended: Mapping[int, failure.Cause | None]) -> tuple[int, failure.Cause | None, bool]:
+    def _outcome(self, ended: Mapping[int, failure.Cause | None]) -> tuple[int, failure.Cause | None, bool]:
         reports = {number: self.workers.all[number].report for number in ended}
         codes = {number: report.code for number, report in reports.items()}
         reported = any(report.reported for report in reports.values())
-        left = set(codes.values())  # a worker that notices the end of the others late ends as if by a signal
+        exit_codes = set(codes.values())  # a worker that notices the end of the others late exits as if by a signal
         if (
             len(ended) == len(self.workers)
-            and {RESIZE_EXIT_CODE} <= left <= {RESIZE_EXIT_CODE, 143}
+            and {RESIZE_EXIT_CODE} <= exit_codes <= {RESIZE_EXIT_CODE, 143}
             and not self.signals
         ):
             return RESIZE_EXIT_CODE, None, False
         causes = {number: cause for number, cause in ended.items() if cause is not None}
-        # If rank 0 has ended well, the run is complete, and a later loss of a worker does not matter.
+        # If rank 0 has succeeded, the run is complete, and a later loss of a worker does not matter.
         if not causes and len(ended) == len(self.workers):
             return 0, None, False
         if codes.get(0) == 0 and all(cause.lost for cause in causes.values()):
             return 0, None, False
-        # An error of the run ranks before losses, which it may have caused; a killed worker before those that lost it.
+        # Errors of the run rank before losses, which they may cause; a killed worker ranks before those that lost it.
         ordered = sorted(causes.values(), key=lambda c: (c.lost, (codes.get(c.rank) or 0) > 0))
         hangs = failure.Cause(0, "a worker was lost: it does not answer", 5, lost=True)
         cause = ordered[0] if ordered else hangs
@@ -244,17 +244,17 @@ class Supervisor:
             counts[worker.node] = counts.get(worker.node, 0) + 1
         # Machines with different numbers of workers: each worker counts as a machine.
         local = next(iter(counts.values())) if len(set(counts.values())) == 1 else 1
-        cfg = sized(self.cfg, self.wanted, local, world // local)
+        cfg = resize_config(self.cfg, self.wanted, local, world // local)
         if self.starts:  # workers show notices only at the first start
             for notice in (cfg.notices or [])[len(self.cfg.notices or []) :]:
                 self.log(f"warning: {notice.text}")
         first, self.node = self.workers.all[0].about, self.workers.all[0].node
         on_one = len({worker.about["host"] for worker in self.workers.all}) == 1
-        common = {n: v for n, v in os.environ.items() if n.startswith(_CARRIED)}
+        common = {n: v for n, v in os.environ.items() if n.startswith(_PASSED_PREFIXES)}
         common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
         common |= {"MASTER_ADDR": "127.0.0.1" if on_one else first["ip"], "MASTER_PORT": str(first["port"])}
         common |= {LAUNCH: self.name, ATTEMPT: str(self.starts)}
-        common |= {POOL: json.dumps({"launch": self.name, "storage": self._storage()})}
+        common |= {POOL: json.dumps({"launch": self.name, "storage": self._storage_address()})}
         common.setdefault("OMP_NUM_THREADS", str(max(1, int(self.settings.cpus_per_worker))))
         here, began = os.getcwd(), []  # noqa: PTH109
         sent = self.workers.send_code()
@@ -273,21 +273,21 @@ class Supervisor:
         try:
             failed = [reason for reason in self.ray.get(began, timeout=START_SECONDS) if reason]
         except self.ray.exceptions.RayError:
-            return  # the worker is gone; its first report shows that
+            return  # the worker is lost; its first report shows that
         if failed:
             message = f"a worker cannot start in its working directory: {failed[0]}"
             raise SetupError(Fault(message, "engine.launcher.params.working_dir"))
 
     def _refuse_sharded_files(self, cfg: Config) -> None:
-        """Refuse a run that needs a shared folder if the workers do not share that of this command."""
+        """Reject a run that needs a shared folder if the workers do not share that of this command."""
         sharded = cfg.engine.backend is not None and cfg.engine.backend != "ddp"
         if self.settings.storage_path is not None and sharded:
             message = (
-                f"{cfg.engine.backend} writes a checkpoint in pieces, on each worker: they need a folder they share"
+                f"{cfg.engine.backend} writes a checkpoint in shards, one per worker: the workers need a shared folder"
             )
             raise ConfigError(Fault(message, "engine.launcher.params.storage_path"))
 
-    def _storage(self) -> str | None:
+    def _storage_address(self) -> str | None:
         path = self.settings.storage_path
         return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
 
@@ -307,7 +307,7 @@ class Supervisor:
         to.write(b"".join(kept).decode(errors="replace"))
         to.flush()
 
-    def _send(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         for worker in self.workers.all:
             worker.agent.signal.remote(number)
 

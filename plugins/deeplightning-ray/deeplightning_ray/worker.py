@@ -13,7 +13,7 @@ from deeplightning_ray.worker_stdin import receive
 @click.command()
 def worker() -> None:
     """Train the config that the launcher sends to standard input."""
-    streams.outlive_reader()
+    streams.ignore_closed_stdout()
     cfg = receive()
     session().redact = cfg.redact_message
     from deeplightning.run.train import launch

@@ -42,36 +42,36 @@ class Worker:
     gpus: list[str] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
-    _rests: dict[int, bytes] = field(init=False, default_factory=dict)
+    _incomplete: dict[int, bytes] = field(init=False, default_factory=dict)
 
     def output(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the output in the latest report in complete lines, each part with 1 (stdout) or 2 (stderr).
+        """Yield the output of the latest report in complete lines, each part with 1 (stdout) or 2 (stderr).
 
-        The beginning of a line waits for its end, or for the end of the process.
+        An incomplete line waits for its rest, or for the end of the process.
         """
         for stream, part in self.report.parts:
-            lines, end, rest = (self._rests.pop(stream, b"") + part).rpartition(b"\n")
+            lines, end, rest = (self._incomplete.pop(stream, b"") + part).rpartition(b"\n")
             if rest:
-                self._rests[stream] = rest
+                self._incomplete[stream] = rest
             yield stream, lines + end
         if self.report.code is not None:
-            yield from self._rests.items()
-            self._rests = {}
+            yield from self._incomplete.items()
+            self._incomplete = {}
 
 
 class NoRoom(Exception):
-    """Raised if the cluster has no room; the message says how much it has."""
+    """Raised if the cluster has too little room; the message has the number of workers that fit."""
 
 
 class Workers:
     """Start as many workers as a cluster has room for, within bounds.
 
     Args:
-        cluster: to which this process is connected.
-        bundle: what Ray reserves for each worker, by the name of the resource.
+        cluster: the connection of this process.
+        bundle: resource → amount that Ray reserves for each worker.
         lowest: fewest workers.
         highest: most workers.
-        git: for the frozen code of each, see `deeplightning.launch.sealed.seal`.
+        git: for the frozen code of each worker, see `deeplightning.launch.sealed.seal`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Workers:
         self.all: list[Worker] = []
         self.code, self.git = own_code_now(), git
         self._group: Any = None
-        self._sent: Any = None
+        self._code_ref: Any = None
 
     def __len__(self) -> int:
         return len(self.all)
@@ -98,11 +98,11 @@ class Workers:
         """Reserve room for as many workers as possible, and start an agent on each.
 
         Args:
-            first: id of the machine whose workers come before those of others, after those of this machine.
+            first: id of the machine whose workers come first, after those of this machine.
 
         Raises:
-            NoRoom: there are too few.
-            SetupError: one lacks Deep Lightning, or has another version.
+            NoRoom: too few workers fit.
+            SetupError: a worker lacks Deep Lightning, or has another version.
         """
         self._reserve()
         self._start_agents()
@@ -117,25 +117,25 @@ class Workers:
             request_resources(bundles=[self.bundle] * self.highest)
 
     def send_code(self) -> list[tuple[list[str], str]]:
-        """Send each worker the code of this launch, as it was when this object was made.
+        """Send each worker the code of this launch, as it was when this object was created.
 
         Returns:
-            For each worker the folders that it imports from, by their paths here, and the folder of its frozen code.
+            For each worker the folders that it imports from, as paths here, and the folder of its frozen code.
         """
-        if self._sent is None:
-            self._sent = self.ray.put(self.code)
+        if self._code_ref is None:
+            self._code_ref = self.ray.put(self.code)
         found = []
         for worker in self.all:
             shared = worker.about["shared"]
             folders = [root for root in _roots() if root in shared or root in self.code.roots]
-            found.append((folders, self.ray.get(worker.agent.unpack.remote(self._sent, shared, self.git))))
+            found.append((folders, self.ray.get(worker.agent.unpack.remote(self._code_ref, shared, self.git))))
         return found
 
     def room_for_more(self) -> int:
         """Return how many more workers could start now."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        free = min(self._fitting(self.ray.available_resources()), self.highest - len(self))
+        free = min(self._workers_that_fit(self.ray.available_resources()), self.highest - len(self))
         if free < 1:
             return 0
         group = placement_group([self.bundle] * free, strategy="PACK")
@@ -145,14 +145,14 @@ class Workers:
             remove_placement_group(group)
 
     def release(self) -> None:
-        """End all workers and give their room back."""
+        """End all workers and release their resources."""
         from ray.util.placement_group import remove_placement_group
 
-        left = [worker.agent.clean_up.remote() for worker in self.all]
-        if left:
+        pending = [worker.agent.clean_up.remote() for worker in self.all]
+        if pending:
             with contextlib.suppress(Exception):
-                self.ray.wait(left, num_returns=len(left), timeout=POLL_SECONDS)
-        # Removing the group ends busy actors too, but Ray 2.60 then leaves the processes that they have started.
+                self.ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+        # Removing the group ends busy actors too, but Ray 2.60 does not end the processes that they have started.
         for worker in self.all:
             with contextlib.suppress(Exception):
                 self.ray.kill(worker.agent)
@@ -161,31 +161,31 @@ class Workers:
                 remove_placement_group(self._group)
         self.all, self._group = [], None
 
-    def _fitting(self, resources: Mapping[str, float]) -> int:
-        needs = [(resources.get(name, 0), much) for name, much in self.bundle.items() if much > 0]
-        return min((int(there // much) for there, much in needs), default=self.highest)
+    def _workers_that_fit(self, resources: Mapping[str, float]) -> int:
+        needs = [(resources.get(name, 0), amount) for name, amount in self.bundle.items() if amount > 0]
+        return min((int(capacity // amount) for capacity, amount in needs), default=self.highest)
 
     def _reserve(self) -> None:
         """Reserve room for all workers at once.
 
         Raises:
-            NoRoom: there is no room for the fewest.
+            NoRoom: fewer than `lowest` workers fit.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        there = sum(self._fitting(node["Resources"]) for node in self.ray.nodes() if node["Alive"])
-        number, waited = min(there, self.highest), False
+        capacity = sum(self._workers_that_fit(node["Resources"]) for node in self.ray.nodes() if node["Alive"])
+        number, waited = min(capacity, self.highest), False
         while number >= self.lowest:
             group = placement_group([self.bundle] * number, strategy="PACK")
             if group.wait(SETTLE_SECONDS):
                 self._group = group
                 return
             remove_placement_group(group)
-            free = self._fitting(self.ray.available_resources())  # others use the rest
+            free = self._workers_that_fit(self.ray.available_resources())  # others use the rest
             number, waited = (number - 1 if waited else min(number - 1, max(free, self.lowest))), True
         each = f"{self.bundle['CPU']:g} CPUs" + (" and a GPU" if "GPU" in self.bundle else "")
-        asks = f"{self.lowest} worker{'s' * (self.lowest > 1)} with {each}" + " each" * (self.lowest > 1)
-        raise NoRoom(f"the Ray cluster ({self.cluster.address}) has room for {there}, and the run needs {asks}")
+        requested = f"{self.lowest} worker{'s' * (self.lowest > 1)} with {each}" + " each" * (self.lowest > 1)
+        raise NoRoom(f"the Ray cluster ({self.cluster.address}) has room for {capacity}, and the run needs {requested}")
 
     def _start_agents(self) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -197,9 +197,9 @@ class Workers:
             options: dict[str, Any] = {"num_cpus": self.bundle["CPU"], "num_gpus": self.bundle.get("GPU", 0)}
             self.all.append(Worker(remote.options(**options, scheduling_strategy=where, max_concurrency=4).remote()))
         folders = {name: os.stat(name).st_ino for name in {os.getcwd(), *_roots()}}  # noqa: PTH109, PTH116
-        asked = [worker.agent.about.remote(folders) for worker in self.all]
+        answers = [worker.agent.about.remote(folders) for worker in self.all]
         try:
-            for worker, about in zip(self.all, self.ray.get(asked, timeout=START_SECONDS), strict=True):
+            for worker, about in zip(self.all, self.ray.get(answers, timeout=START_SECONDS), strict=True):
                 worker.about, worker.node, worker.gpus = about, about["node"], about["gpus"]
         except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
             if NO_MODULE in str(error):
@@ -210,12 +210,12 @@ class Workers:
             raise NoRoom(f"a worker of the Ray cluster did not start: {' '.join(str(error).split())[:200]}") from error
         others = {worker.about["version"] for worker in self.all} - {__version__}
         if others:
-            message = f"workers of the Ray cluster have Deep Lightning {', '.join(others)}, and here is {__version__}"
+            message = f"Ray workers have Deep Lightning {', '.join(others)}, and this machine has {__version__}"
             raise SetupError(Fault(message, "engine.launcher"))
 
 
 class _Actor(Agent):
-    """Agent that also reports what Ray knows of its worker."""
+    """Agent that also reports the node, the address and the GPUs of its worker."""
 
     def about(self, folders: Mapping[str, int]) -> dict[str, Any]:
         """Return the result of `Agent.about`, with `node`, `ip` and `gpus`."""
@@ -227,7 +227,7 @@ class _Actor(Agent):
 
 
 def _roots() -> list[str]:
-    """Return the absolute folders that this process imports from, without those of installed packages."""
+    """Return the absolute folders that this process imports from, except those of installed packages."""
     found: list[str] = []
     for entry in [*roots(), *sys.path]:
         path = original(os.path.abspath(entry))  # noqa: PTH100

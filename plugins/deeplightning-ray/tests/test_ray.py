@@ -38,7 +38,7 @@ from deeplightning_ray import Ray, worker_stdin
 from deeplightning_ray import cluster as ray_cluster
 from deeplightning_ray import workers as ray_workers
 from deeplightning_ray.agent import Agent
-from deeplightning_ray.resize import sized
+from deeplightning_ray.resize import resize_config
 from deeplightning_ray.storage import CARD, POOL, Storage
 from deeplightning_ray.supervise import Supervisor
 
@@ -339,7 +339,7 @@ def three(tiny):
 def test_fewer_workers_keep_the_samples_of_a_step_where_the_numbers_divide(three, factor, workers, accumulates, words):
     """With fewer workers the global batch is kept by accumulation if it divides, else a notice has both numbers."""
     cfg = dataclasses.replace(three, train=dataclasses.replace(three.train, accumulator_factor=factor))
-    made = sized(cfg, 3, workers, 1)
+    made = resize_config(cfg, 3, workers, 1)
     assert (made.engine.processes, made.engine.num_nodes, made.train.accumulator_factor) == (workers, 1, accumulates)
     assert [notice.text for notice in made.notices if "of 3" in notice.text] == ([words] if words else [])
     assert (cfg.engine.processes, cfg.train.accumulator_factor) == (3, factor)
@@ -634,7 +634,7 @@ def test_a_worker_adds_its_callback_and_copies_files(monkeypatch, tmp_path):
     assert callback.storage is None
     file = tmp_path / "last.ckpt"
     file.write_bytes(b"four")
-    named = Resumption(checkpoint=file).named
+    named = Resumption(checkpoint=file).fingerprint
     assert named == f"last.ckpt of 4 bytes, written at {file.stat().st_mtime_ns} ns"
 
 

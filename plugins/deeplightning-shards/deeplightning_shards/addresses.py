@@ -1,4 +1,4 @@
-"""List the files at an address such as `s3://BUCKET/FOLDER`, by fsspec."""
+"""List the files at an address such as `s3://BUCKET/FOLDER`, with fsspec."""
 
 import json
 import posixpath
@@ -7,47 +7,47 @@ from collections.abc import Mapping
 
 from deeplightning.data.data_errors import DataConfigError, DataError
 
-VERSIONS = {
+VERSION_KEYS = {
     *("etag", "md5", "md5hash", "content-md5", "checksum", "crc32c", "digest", "sha256", "blob_id", "generation"),
     *("mtime", "modified", "last_modified", "last-modified", "lastmodified", "created", "updated"),
 }
-"""Lower-case names under which fsspec's file systems give the version of a file."""
+"""Lower-case keys under which fsspec's file systems report the version of a file."""
 
 
-def shown(address: str) -> str:
-    """Return an address for messages, without its query and fragment, which may hold a signature."""
+def without_query(address: str) -> str:
+    """Return an address without its query and fragment, which may contain a signature; for messages."""
     return address.partition("?")[0].partition("#")[0]
 
 
 def files_at(root: str) -> dict[str, tuple[str, int, str]]:
-    """Return the path, bytes and version of each file below an address, by its name relative to it.
+    """Map the name of each file below an address, relative to it, to the file's path, size in bytes and version.
 
     Raises:
-        DataConfigError: the address is wrong.
-        DataError: it does not answer, has no files, or a library is missing.
+        DataConfigError: the address is invalid.
+        DataError: the store does not answer or has no files there, or a library is missing.
     """
     if re.match(r"[^/]+://[^/@]*:[^/@]*@", root):
-        raise DataConfigError("data.root has a password, which a run would keep; give it by the store's own settings.")
+        raise DataConfigError("data.root has a password, which a run would record; put it in the store's own settings.")
     try:
         from fsspec.core import url_to_fs
 
         system, top = url_to_fs(root)
         listing: Mapping[str, Mapping[str, object]] = system.find(top, detail=True)
     except ImportError as error:
-        package = re.match(r"Install (\S+)", str(error))  # as fsspec words it
+        package = re.match(r"Install (\S+)", str(error))  # wording of fsspec
         remedy = f"pip install {package[1]}" if package else str(error)
-        raise DataError(f"data.root: {shown(root)} needs a library that is not installed: {remedy}") from None
-    except ValueError as error:  # no such protocol
-        raise DataConfigError(f"data.root: {shown(root)}: {error}") from None
-    except Exception as error:  # each store has its own
-        words = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"data.root: {shown(root)} does not answer: {words}") from error
+        raise DataError(f"data.root: {without_query(root)} needs a library that is not installed: {remedy}") from None
+    except ValueError as error:  # unknown protocol
+        raise DataConfigError(f"data.root: {without_query(root)}: {error}") from None
+    except Exception as error:  # each store raises its own classes
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"data.root: {without_query(root)} does not answer: {reason}") from error
     found = {}
     for path, info in listing.items():
         name = posixpath.relpath(path, top or ".")
-        if not path.endswith("/"):  # S3's console makes a folder as an empty object whose name ends in a slash
-            version = {key: str(value) for key, value in sorted(info.items()) if key.lower() in VERSIONS}
+        if not path.endswith("/"):  # S3's console creates a folder as an empty object whose name ends in a slash
+            version = {key: str(value) for key, value in sorted(info.items()) if key.lower() in VERSION_KEYS}
             found[name] = (path, int(str(info.get("size") or 0)), json.dumps(version))
     if not found:
-        raise DataError(f"data.root: there are no files below {shown(root)}")
+        raise DataError(f"data.root: there are no files below {without_query(root)}")
     return found

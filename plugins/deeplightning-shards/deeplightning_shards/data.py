@@ -19,10 +19,10 @@ from PIL import Image
 
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.images import ImageFiles
-from deeplightning.data.samplers import BatchIndices, go_on, replicas
+from deeplightning.data.samplers import BatchIndices, replicas, resume_sampler
 from deeplightning.image_spec import ImageError, ImageSpec
 from deeplightning.words import is_address, is_whole
-from deeplightning_shards.addresses import shown
+from deeplightning_shards.addresses import without_query
 from deeplightning_shards.tar_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 
 if TYPE_CHECKING:
@@ -94,16 +94,15 @@ class ShardSamples:
 
 
 class ShardBatches(BatchIndices):
-    """Draw training batches whose samples lie near each other.
+    """Draw training batches of nearby samples.
 
-    In each epoch the shards are in another order, each process has a part of it in which all samples follow each other,
-    and every `window` of these are shuffled. The order follows from (seed, epoch, R) alone, whatever the number of
-    loader workers. The parts differ by one sample at most, so a shard at a border is read by two processes. Each sample
-    occurs once.
+    Each epoch permutes the shards and gives each process a contiguous part of their samples, shuffled in windows of
+    `window` samples. The order depends only on (seed, epoch, R), not on the number of loader workers. The sizes of the
+    parts differ by at most one, so a shard at a border is read by two processes. Each sample occurs once.
 
     Args:
-        dataset: of `ShardSamples`.
-        window: samples that are shuffled among each other.
+        dataset: a dataset of `ShardSamples`.
+        window: number of consecutive samples that are shuffled together.
         batch_size, num_replicas, rank, seed, drop_last: as for `BatchIndices`.
     """
 
@@ -115,39 +114,39 @@ class ShardBatches(BatchIndices):
         shards = self.dataset.samples.shards  # type: ignore[attr-defined]
         bits = np.random.MT19937(np.random.SeedSequence([self.seed, self.epoch], spawn_key=(4,)))
         random = np.random.RandomState(bits)
-        place = random.permutation(int(shards.max()) + 1)  # of each shard in this epoch
-        order = np.argsort(place[shards], kind="stable")
-        found = np.empty(len(order), np.int64)
+        position = random.permutation(int(shards.max()) + 1)  # of each shard in this epoch
+        order = np.argsort(position[shards], kind="stable")
+        interleaved = np.empty(len(order), np.int64)
         start = 0
-        for rank in range(self.num_replicas):  # rank r takes every R-th position from the r-th on
+        for rank in range(self.num_replicas):  # rank r takes positions r, r + R, r + 2 R, …
             size = len(range(rank, len(order), self.num_replicas))
             part = order[start : start + size]
-            for at in range(0, size, self.window):
-                part[at : at + self.window] = random.permutation(part[at : at + self.window])
-            found[rank :: self.num_replicas] = part
+            for first in range(0, size, self.window):
+                part[first : first + self.window] = random.permutation(part[first : first + self.window])
+            interleaved[rank :: self.num_replicas] = part
             start += size
-        return found
+        return interleaved
 
 
 class Shards(ImageFiles):
     """Pictures of one class each in tar shards below `data.root`, a folder or an address such as `s3://BUCKET/FOLDER`.
 
-    Without shards for validation or tests, samples of the training shards take their place, as with every `ImageData`.
-    Pictures are decoded for each batch; `data.num_workers` does that in parallel.
+    Without shards for validation or test, samples of the training shards are held out, as in every `ImageData`.
+    Pictures are decoded when a batch is loaded, in parallel with `data.num_workers`.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
-        train: names of shards below `data.root`: `train-{000000..000099}.tar`, `train-*.tar`, or a list of such.
-        validation, test: likewise; None: samples of the training shards.
-        class_names: the name of each class, in the order of the numbers; None: the labels themselves, sorted.
+        train: names of shards below `data.root`: `train-{000000..000099}.tar`, `train-*.tar`, or a list of these.
+        validation, test: the same; None: samples held out from the training shards.
+        class_names: names of the classes, in the order of their numbers; None: the labels, sorted.
         label: the key of the label in `KEY.json`; `KEY.cls` needs none.
-        window: samples that are shuffled among each other, of consecutive shards.
-        on_bad_sample: "error": a sample without a label, or whose picture cannot be decoded, ends the run, which names
-            shard and member. "skip": it is left out and counted; to find such, all pictures are decoded once.
+        window: number of consecutive samples that are shuffled together.
+        on_bad_sample: "error": a sample without a label, or whose picture cannot be decoded, ends the run and names
+            shard and member. "skip": such samples are skipped and counted; this decodes all pictures once.
         options: see `deeplightning.data.images.ImageFiles`, such as image_size, augment and limit.
 
     Raises:
-        DataConfigError: a value of the config is impossible. It is a ValueError.
+        DataConfigError: a config value is invalid. It is a ValueError.
     """
 
     def __init__(
@@ -172,24 +171,24 @@ class Shards(ImageFiles):
         if on_bad_sample not in ("error", "skip"):
             raise DataConfigError(f"data.module.params.on_bad_sample must be error or skip, not {on_bad_sample!r}.")
         self.window, self.label, self.on_bad_sample = window, label, on_bad_sample
-        self._given = None if class_names is None else [str(name) for name in class_names]
-        if self._given is not None and (not self._given or len(set(self._given)) != len(self._given)):
+        self._names = None if class_names is None else [str(name) for name in class_names]
+        if self._names is not None and (not self._names or len(set(self._names)) != len(self._names)):
             raise DataConfigError(f"data.module.params.class_names must be different names, not {class_names!r}.")
-        self.class_names = list(self._given or [])
+        self.class_names = list(self._names or [])
         named = {"train": train, "val": validation, "test": test}
         self._patterns = {
-            split: self._expanded("validation" if split == "val" else split, patterns)
+            split: self._expand("validation" if split == "val" else split, patterns)
             for split, patterns in named.items()
             if patterns is not None
         }
         self._shards: dict[str, list[Shard]] = {}
 
-    def _expanded(self, key: str, patterns: str | Sequence[str]) -> list[str]:
+    def _expand(self, key: str, patterns: str | Sequence[str]) -> list[str]:
         given = [patterns] if isinstance(patterns, str) else list(patterns)
         where = f"data.module.params.{key}"
         if not given or not all(isinstance(pattern, str) and pattern for pattern in given):
             raise DataConfigError(
-                f"{where} must be the name of a shard, a pattern or a list of such, not {patterns!r}."
+                f"{where} must be the name of a shard, a pattern or a list of these, not {patterns!r}."
             )
         try:
             names = [name for pattern in given for name in expand(pattern)]
@@ -204,30 +203,30 @@ class Shards(ImageFiles):
             raise DataConfigError(f"{where}: {twice[0]} is named twice.")
         return names
 
-    # ---- finding
+    # ---- discovery and index
 
     def check(self) -> None:
         """Find the shards.
 
         Raises:
-            DataError: one is missing, or a pattern matches none.
+            DataError: a shard is missing, or a pattern matches none.
         """
         if self._shards:
             return
         root = self._root
         found = at_address(root) if is_address(root) else in_folder(Path(root).expanduser().absolute())
-        there = sorted(found)
+        names = sorted(found)
         shards: dict[str, list[Shard]] = {}
         for split, some in self._patterns.items():
             shards[split] = []
             for name in some:
-                matching = fnmatch.filter(there, name) if _is_glob(name) else [name] * (name in found)
+                matching = fnmatch.filter(names, name) if _is_glob(name) else [name] * (name in found)
                 if not matching:
-                    near = f" It has {', '.join(there[:3])}{' …' if len(there) > 3 else ''}." if there else ""
+                    near = f" It has {', '.join(names[:3])}{' …' if len(names) > 3 else ''}." if names else ""
                     raise DataError(
-                        f"{_place(str(root))} has no shard {name} (data.module.params."
+                        f"{_readable_root(str(root))} has no shard {name} (data.module.params."
                         f"{'validation' if split == 'val' else split}; {sum(one in found for one in some)} of its "
-                        f"{len(some)} names are there).{near}"
+                        f"{len(some)} names exist).{near}"
                     )
                 shards[split] += [found[one] for one in matching]
         owner = dict[str, str]()
@@ -235,7 +234,7 @@ class Shards(ImageFiles):
             for shard in listed:
                 if owner.setdefault(shard.name, split) != split:
                     raise DataConfigError(
-                        f"{shard.name} is of {owner[shard.name]} and of {split}: a shard belongs to one set."
+                        f"{shard.name} is in both {owner[shard.name]} and {split}: a shard belongs to one set."
                     )
         self._shards = shards
 
@@ -252,21 +251,21 @@ class Shards(ImageFiles):
         for split, shards in self._shards.items():
             parts[split] = ([next(indices) for _ in shards], first)
             first += len(shards)
-        self._say_skipped([words for some, _ in parts.values() for index in some for words in index.skipped])
-        if self._given is None:
+        self._log_skipped([words for some, _ in parts.values() for index in some for words in index.skipped])
+        if self._names is None:
             words = {word for index in parts["train"][0] for word in index.words}
-            self.class_names = sorted(words, key=_by_number)
-        found = {split: self._joined(source, split, *part) for split, part in parts.items()}
+            self.class_names = sorted(words, key=_label_sort_key)
+        found = {split: self._join(source, split, *part) for split, part in parts.items()}
         return found if len(found) > 1 else {"all": found["train"]}
 
-    def _joined(self, source: Source, split: str, indices: list[Index], first: int) -> ShardSamples:
+    def _join(self, source: Source, split: str, indices: list[Index], first: int) -> ShardSamples:
         numbers = {name: number for number, name in enumerate(self.class_names)}
-        if self._given is not None:  # labels may be their numbers
-            numbers |= {str(number): number for number in range(len(self._given)) if str(number) not in numbers}
+        if self._names is not None:  # a label may also be the number of its class
+            numbers |= {str(number): number for number in range(len(self._names)) if str(number) not in numbers}
         labels = [np.array([numbers.get(word, -1) for word in index.words], np.int64)[index.codes] for index in indices]
         of_shard = [np.full(len(index.codes), shard, np.int32) for shard, index in enumerate(indices, first)]
         if not sum(map(len, of_shard)):
-            raise DataError(f"{self._describe()}: the shards of {split} hold no sample.")
+            raise DataError(f"{self._describe()}: the shards of {split} contain no samples.")
         samples = ShardSamples(
             source,
             np.concatenate(of_shard),
@@ -277,15 +276,15 @@ class Shards(ImageFiles):
         if (samples.labels < 0).any():
             unknown = next(word for index in indices for word in index.words if word not in numbers)
             raise DataError(
-                f"{samples.named(int((samples.labels < 0).argmax()))}: its label {unknown!r:.60} is not a class; there "
-                f"are {', '.join(self.class_names):.200}."
+                f"{samples.named(int((samples.labels < 0).argmax()))}: its label {unknown!r:.60} is not a class; the "
+                f"classes are {', '.join(self.class_names):.200}."
             )
         return samples
 
-    def _say_skipped(self, skipped: list[str]) -> None:
+    def _log_skipped(self, skipped: list[str]) -> None:
         if skipped and (self.trainer is None or self.trainer.is_global_zero):
             more = f" and {len(skipped) - 20} more" if len(skipped) > 20 else ""
-            log.warning("Skipped %d samples, which cannot be used: %s%s", len(skipped), ", ".join(skipped[:20]), more)
+            log.warning("Skipped %d unusable samples: %s%s", len(skipped), ", ".join(skipped[:20]), more)
 
     # ---- batches
 
@@ -298,26 +297,26 @@ class Shards(ImageFiles):
             self._sampler = ShardBatches(self.dataset("train"), self.cfg.data.batch_size, self.window, **place)
             if len(self._shards["train"]) < world and rank == 0 and getattr(self.trainer, "is_global_zero", True):
                 log.warning(
-                    "There are %d shards to learn from and %d processes: each shard is read by several of them. More, "
+                    "There are %d training shards for %d processes, so several processes read each shard. More, "
                     "smaller shards avoid that.",
                     *(len(self._shards["train"]), world),
                 )
         if self.trainer:
-            go_on(self._sampler, self.trainer)
+            resume_sampler(self._sampler, self.trainer)
         return self._sampler
 
     def _describe(self) -> str:
-        return f"Shards in {_place(str(self.cfg.data.root))}"
+        return f"Shards in {_readable_root(str(self.cfg.data.root))}"
 
 
-def _by_number(word: str) -> tuple[bool, int, str]:
+def _label_sort_key(word: str) -> tuple[bool, int, str]:
     """Return the sort key of a label: numbers by value come before words."""
     is_number = word.isdecimal() and len(word) < 20
     return (not is_number, int(word) if is_number else 0, word)
 
 
-def _place(root: str) -> str:
-    return shown(root) if is_address(root) else root
+def _readable_root(root: str) -> str:
+    return without_query(root) if is_address(root) else root
 
 
 def _is_glob(name: str) -> bool:

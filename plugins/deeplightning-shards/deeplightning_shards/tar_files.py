@@ -2,7 +2,7 @@
 
 One pass over the headers finds the position of each sample, and the result is cached.
 
-A sample is the members of one KEY that follow each other: `KEY.jpg` (or another picture) and its label, `KEY.cls` (a
+A sample consists of consecutive members with one KEY: `KEY.jpg` (or another picture) and its label, `KEY.cls` (a
 number or a word) or `KEY.json`. Python's `tarfile` reads the headers; nothing is extracted, and shards with members
 that only pickle could read are refused. The package `webdataset` would bring its own loops over processes, workers and
 epochs, whose position a resumed run could not restore.
@@ -31,13 +31,13 @@ from deeplightning.data.cache_files import limit_in_bytes, refuse_foreign, stat_
 from deeplightning.data.data_errors import DataError
 from deeplightning.image_spec import EXTENSIONS, ImageError, ImageSpec
 from deeplightning.runfolder import write_whole
-from deeplightning_shards.addresses import files_at, shown
+from deeplightning_shards.addresses import files_at, without_query
 
-PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
-"""Extensions of members that only pickle, which can run code, could read."""
+PICKLE_EXTENSIONS = ("pyd", "pkl", "pickle", "pth", "pt")
+"""Extensions of members that need pickle, which can run code."""
 
 MAX_SHARDS = 1_000_000
-"""Most names that a pattern may expand to."""
+"""Maximum number of names that a pattern may expand to."""
 
 _MAX_LABEL_BYTES = 2**20  # of a .cls or .json
 _MAX_OPEN_SHARDS = 64  # in a process
@@ -99,7 +99,7 @@ class Index:
 
     Attributes:
         offsets, sizes: of the pictures in the file, int64 (n,).
-        words: the labels that occur.
+        words: the different labels.
         codes: the position of each sample's label in `words`, int64 (n,).
         skipped: descriptions of samples that were left out.
     """
@@ -112,7 +112,7 @@ class Index:
 
 
 class Source:
-    """Open and read the shards of all sets; a copy in a loader worker opens them again.
+    """Reader of the shards of all sets. A copy in a loader worker opens its own files.
 
     Args:
         root: `data.root`.
@@ -134,7 +134,7 @@ class Source:
         """Read bytes of a shard.
 
         Raises:
-            OSError: the shard is gone, or shorter than it was.
+            OSError: the shard was removed or truncated.
             DataError: it cannot be copied.
         """
         file = self._files.pop(shard, -1)
@@ -183,11 +183,11 @@ class Source:
 
                     url_to_fs(self.root)[0].get_file(shard.remote, partial)
                     if (found := Path(partial).stat().st_size) != shard.size:
-                        raise OSError(f"{found:,} bytes came, and the store said {shard.size:,}")
+                        raise OSError(f"{found:,} bytes received, but the store reported {shard.size:,}")
                     Path(partial).rename(shard.path)
-                except Exception as error:  # each store has its own
-                    words = " ".join(str(error).split())[:200]
-                    raise DataError(f"{shown(self.root)}: {shard.name} cannot be copied: {words}") from error
+                except Exception as error:  # each store raises its own classes
+                    reason = " ".join(str(error).split())[:200]
+                    raise DataError(f"{without_query(self.root)}: {shard.name} cannot be copied: {reason}") from error
                 finally:
                     Path(partial).unlink(missing_ok=True)
         return shard.path
@@ -195,31 +195,31 @@ class Source:
 
 def _make_room(folder: Path, shard: Shard) -> None:
     """Remove the least recently used copies until a shard fits. The caller holds the lock."""
-    for left in folder.glob(".partial-*"):  # of a process that was killed
-        left.unlink(missing_ok=True)
+    for partial in folder.glob(".partial-*"):  # left by a killed process
+        partial.unlink(missing_ok=True)
     limit = limit_in_bytes()
     if shard.size > limit:
         raise DataError(f"{shard.name} has {shard.size / 2**30:.3g} GiB, more than DEEPLIGHTNING_CACHE_LIMIT allows.")
     files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in folder.glob("*.tar"))
-    taken = sum(size for _, size, _ in files)
-    while files and taken + shard.size > limit:
+    total = sum(size for _, size, _ in files)
+    while files and total + shard.size > limit:
         _, size, path = files.pop(0)
-        path.unlink(missing_ok=True)  # processes that have opened it can still read it
-        taken -= size
+        path.unlink(missing_ok=True)  # processes that have it open can still read it
+        total -= size
 
 
 def index_of(source: Source, shard: Shard, label: str, check: ImageSpec | None, max_pixels: int) -> Index:
     """Read the headers and labels of a shard.
 
     Args:
-        source: opens it.
+        source: reads the shard.
         label: the key of the label in `KEY.json`.
-        check: None: an invalid sample is an error; else samples without a label, or whose picture this spec cannot
-            decode, are left out.
-        max_pixels: of a picture.
+        check: skip samples without a label, or whose picture this spec cannot decode; None: an invalid sample is an
+            error.
+        max_pixels: largest picture that is decoded.
 
     Raises:
-        DataError: the shard cannot be read as tar, has members that only pickle reads, or a sample is incomplete.
+        DataError: the shard cannot be read as tar, has members that need pickle, or a sample is incomplete.
     """
     name, offsets, sizes, codes = shard.name, list[int](), list[int](), list[int]()
     known, skipped = dict[str, int](), list[str]()
@@ -255,21 +255,20 @@ def _samples(archive: tarfile.TarFile, file: int, name: str) -> Iterator[tuple[s
         if not member.isreg() or not stem or not ending:
             continue  # folders, links and hidden files
         ending = ending.lower()
-        if ending.rpartition(".")[2] in PICKLES:
+        if ending.rpartition(".")[2] in PICKLE_EXTENSIONS:
             raise DataError(
-                f"{name}, member {member.name}: it could only be read by pickle, which can run code; make "
-                "the shard without it."
+                f"{name}, member {member.name}: it needs pickle, which can run code; write the shard without it."
             )
-        own = f"{folder}/{stem}" if folder else stem
-        if own != key:
+        current = f"{folder}/{stem}" if folder else stem
+        if current != key:
             if key is not None:
                 yield key, members
-            key, members = own, {}
+            key, members = current, {}
         if ending in members:
-            raise DataError(f"{name}, member {member.name}: it comes twice in its sample.")
+            raise DataError(f"{name}, member {member.name}: it occurs twice in its sample.")
         members[ending] = member
     if any(os.pread(file, 512, archive.offset)):  # tarfile treats a damaged header as the end
-        raise DataError(f"{name} is damaged at byte {archive.offset}: there is no header of a member.")
+        raise DataError(f"{name} is damaged: no member header at byte {archive.offset}.")
     if key is not None:
         yield key, members
 
@@ -282,13 +281,13 @@ def _sample(
     Raises:
         ValueError: the picture or the label is missing, or occurs more than once; the message names it.
     """
-    there = ", ".join(f".{ending}" for ending in members)
+    extensions = ", ".join(f".{ending}" for ending in members)
     pictures = [member for ending, member in members.items() if f".{ending}" in EXTENSIONS]
     if len(pictures) != 1:
-        raise ValueError(f"{len(pictures) or 'no'} pictures ({', '.join(EXTENSIONS)}); it has {there}")
+        raise ValueError(f"{len(pictures) or 'no'} pictures ({', '.join(EXTENSIONS)}); it has {extensions}")
     found = members.get("cls") or members.get("json")
     if found is None:
-        raise ValueError(f"the label is missing: .cls or .json; it has {there}")
+        raise ValueError(f"the label is missing: .cls or .json; it has {extensions}")
     if found.size > _MAX_LABEL_BYTES:
         raise ValueError(f"{found.name} has {found.size:,} bytes, too many for a label")
     stream = archive.extractfile(found)
@@ -301,7 +300,7 @@ def _sample(
             raise ValueError(f"{found.name} is not JSON") from None
         word = value.get(label) if isinstance(value, dict) else None
         if isinstance(word, bool) or not isinstance(word, int | str):
-            raise ValueError(f"{found.name} has no number or word under {label!r} (data.module.params.label)")
+            raise ValueError(f"{found.name} has no integer or text under {label!r} (data.module.params.label)")
         text = str(word).strip()
     if not text:
         raise ValueError(f"{found.name} is empty")
@@ -309,7 +308,7 @@ def _sample(
 
 
 def indices_of(source: Source, label: str, check: ImageSpec | None, max_pixels: int) -> list[Index]:
-    """Return the index of each shard, from the cache if it is there. Arguments and errors are those of `index_of`."""
+    """Return the index of each shard, from the cache if possible. Arguments and errors are those of `index_of`."""
     from filelock import FileLock
 
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -319,21 +318,21 @@ def indices_of(source: Source, label: str, check: ImageSpec | None, max_pixels: 
     found, read = [], 0
     with FileLock(folder / "lock"):  # only one process reads the headers
         for shard in source.shards:
-            rule = (code, shard.name, shard.version, label, spec, max_pixels)
-            path = folder / f"{hashlib.sha256(repr(rule).encode()).hexdigest()[:32]}.json"
-            if (index := _kept(path)) is None:
+            cache_key = (code, shard.name, shard.version, label, spec, max_pixels)
+            path = folder / f"{hashlib.sha256(repr(cache_key).encode()).hexdigest()[:32]}.json"
+            if (index := _load_index(path)) is None:
                 if read % 100 == 0:
                     log.info("Reading the headers of %s, one of %d shards", shard.name, len(source.shards))
                 read += 1
                 index = index_of(source, shard, label, check, max_pixels)
-                _keep(path, index)
+                _save_index(path, index)
             found.append(index)
     return found
 
 
 def in_folder(root: Path) -> dict[str, Shard]:
     if not root.is_dir():
-        raise DataError(f"Shards: {root} is not a folder. Set data.root to the one that holds the shards.")
+        raise DataError(f"Shards: {root} is not a folder. Set data.root to the folder with the shards.")
     found = {}
     for path in sorted(root.rglob("*.tar")):
         status = path.stat()
@@ -357,7 +356,7 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "shards"
 
 
-def _kept(path: Path) -> Index | None:
+def _load_index(path: Path) -> Index | None:
     """Return a cached index, or None if there is no usable one."""
     try:
         refuse_foreign(path.parent)
@@ -368,8 +367,8 @@ def _kept(path: Path) -> Index | None:
         return None
 
 
-def _keep(path: Path, index: Index) -> None:
+def _save_index(path: Path, index: Index) -> None:
     values = {name: getattr(index, name).tolist() for name in ("offsets", "sizes", "codes")}
     values |= {"words": index.words, "skipped": index.skipped}
-    with contextlib.suppress(OSError):  # the index is made again next time
+    with contextlib.suppress(OSError):  # the index is rebuilt next time
         write_whole(path, json.dumps(values))

@@ -110,7 +110,7 @@ def test_a_pattern_stands_for_names(pattern, names):
         ({"train": "train-{000..009}.tar"}, r"no shard train-008.tar \(data.module.params.train; 8 of its 10 names"),
         ({"train": "x-*.tar"}, r"no shard x-\*.tar .* It has test.tar, train-000.tar, train-001.tar …"),
         ({"validation": "valid.tar"}, r"no shard valid.tar \(data.module.params.validation"),
-        ({"validation": "train-000.tar"}, "train-000.tar is of train and of val: a shard belongs to one set"),
+        ({"validation": "train-000.tar"}, "train-000.tar is in both train and val: a shard belongs to one set"),
         ({"train": "train-{5..2}.tar"}, "data.module.params.train: {5..2} runs backwards"),
         ({"train": "train-{0..9999999}.tar"}, "is more than 1,000,000 names"),
         ({"train": "train-000.tar.gz"}, "must end in .tar: shards are plain tar files"),
@@ -120,7 +120,7 @@ def test_a_pattern_stands_for_names(pattern, names):
         ({"window": 0}, "window must be a number of at least 1, not 0"),
         ({"on_bad_sample": "ignore"}, "on_bad_sample must be error or skip, not 'ignore'"),
         ({"class_names": ["a", "a"]}, "class_names must be different names"),
-        ({"class_names": ["nought", "one"]}, "its label '2' is not a class; there are nought, one"),
+        ({"class_names": ["nought", "one"]}, "its label '2' is not a class; the classes are nought, one"),
     ],
 )
 def test_what_is_typed_wrong_is_named(params, words, tars):
@@ -189,7 +189,7 @@ def test_fewer_shards_than_processes(tars, caplog):
         ),
     )  # fmt: skip
     assert len(seen(found.train_dataloader())) == 13
-    assert "There are 1 shards to learn from and 2 processes" in caplog.text
+    assert "There are 1 training shards for 2 processes" in caplog.text
 
 
 # Damage
@@ -207,7 +207,7 @@ def good(n):
         ([("b.png", b""), ("b.jpg", b""), ("b.cls", b"cat")], "sample b: 2 pictures"),
         ([("b.png", b""), ("b.cls", b" ")], "b.cls is empty"),
         ([("b.png", b""), ("b.json", b"{")], "b.json is not JSON"),
-        ([("b.png", b""), ("b.json", b'{"class": 3}')], "b.json has no number or word under 'label'"),
+        ([("b.png", b""), ("b.json", b'{"class": 3}')], "b.json has no integer or text under 'label'"),
         ([("b.png", b""), ("b.json", b"[" * 100_000)], "b.json is not JSON"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_sample_that_is_not_whole(member, words, tmp_path, caplog):
     assert caught.value.exit_code == 3
     with caplog.at_level(logging.WARNING):
         found = ready(tmp_path, "bad.tar", on_bad_sample="skip")
-    assert "Skipped 1 samples, which cannot be used: bad.tar, sample b (" in caplog.text
+    assert "Skipped 1 unusable samples: bad.tar, sample b (" in caplog.text
     assert sum(len(found.dataset(split)) for split in ("train", "val", "test")) == 15
 
 
@@ -237,12 +237,12 @@ def test_a_picture_that_cannot_be_decoded(tmp_path, caplog):
     assert "bad.tar, sample b" in caplog.text
 
 
-@pytest.mark.parametrize("ending", module.PICKLES)
+@pytest.mark.parametrize("ending", module.PICKLE_EXTENSIONS)
 def test_pickles_are_refused(ending, tmp_path):
     """A member that only pickle reads ends the run before anything is decoded."""
     members = [*good(1), (f"1.meta.{ending.upper()}", pickle.dumps({"a": 1}))]
     write(tmp_path / "bad.tar", members)
-    with pytest.raises(DataError, match=rf"bad.tar, member 1.meta.{ending.upper()}: it could only be read by pickle"):
+    with pytest.raises(DataError, match=rf"bad.tar, member 1.meta.{ending.upper()}: it needs pickle, which can run"):
         ready(tmp_path, "bad.tar", on_bad_sample="skip")
 
 
@@ -261,8 +261,8 @@ def cut(path):
     [
         (lambda path: path.write_bytes(b"no tar" * 500), "cannot be read as a plain tar file"),
         (cut, "bad.tar"),
-        (flip_a_header, "bad.tar is damaged at byte"),
-        (lambda path: path.write_bytes(b"\0" * 10240), "hold no sample"),
+        (flip_a_header, "bad.tar is damaged: no member header at byte"),
+        (lambda path: path.write_bytes(b"\0" * 10240), "contain no samples"),
     ],
     ids=["no tar", "cut", "header", "empty"],
 )

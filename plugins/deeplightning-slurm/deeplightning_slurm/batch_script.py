@@ -1,4 +1,4 @@
-"""Write the lines of a batch script that follow its tasks, and read times in the notation of sbatch."""
+"""Generate the end of a batch script, which requeues the job, and parse times in the notation of sbatch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 import shlex
 
 REQUEUE_FILE = "DEEPLIGHTNING_REQUEUE"
-"""Variable with the path of a file. If a task has written it, the batch script requeues the job: a task in a container
-cannot call Slurm. The file holds the number of batches since this start, or `preempted`; empty means unknown."""
+"""Environment variable with the path of a file. If a task wrote it, the batch script requeues the job, because a task
+in a container cannot call Slurm. It contains the number of batches since this start, or `preempted`, or nothing."""
 
 FOLDER, NUMBER = "deeplightning_folder", "deeplightning_job"
-"""Variables of the script: the folder of this job, or of this task of an array, and its number in Slurm.
+"""Shell variables of the script: the folder of this job, or of this task of an array, and its number in Slurm.
 `SLURM_JOB_ID` of an array's last task is the number of the whole array."""
 
 VARIABLES = "variables.sh"
-"""File in the folder of an array's task: lines of shell that set the environment of its trial."""
+"""File in the folder of an array task: shell lines that set the environment of its trial."""
 
 IDLE_STARTS = 3
 """Consecutive starts without a trained batch after which a job is not requeued."""
@@ -34,15 +34,15 @@ def seconds_of(time: str | int | None) -> int | None:
 
 
 def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
-    """Return the lines of shell after the tasks, which requeue the job or end it with their exit code."""
+    """Return the shell lines after the tasks, which requeue the job or end it with the exit code of the tasks."""
     counter, idle, requeues = (f'"${FOLDER}/{name}"' for name in ("restarts", "idle", "requeues"))
-    in_vain = (
-        f"error: the job was started {IDLE_STARTS} times in a row, and no batch was trained before it had to end: its "
-        "time is shorter than a start takes. Give engine.launcher.params.time more, or a smaller warning"
+    idle_message = (
+        f"error: the job started {IDLE_STARTS} times in a row without training a batch: its time is shorter than a "
+        "start takes. Increase engine.launcher.params.time, or reduce engine.launcher.params.warning"
     )
-    used_up = (
-        f"error: the job has returned to the queue {max_requeues} times, as often as "
-        "engine.launcher.params.max_requeues allows; train.resume_ckpt=auto resumes from its latest checkpoint"
+    limit_message = (
+        f"error: the job was requeued {max_requeues} times, the limit set by "
+        "engine.launcher.params.max_requeues; train.resume_ckpt=auto resumes from its latest checkpoint"
     )
     lines = [
         "code=$?",
@@ -55,7 +55,7 @@ def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
         '  [ "$batches" = 0 ] || idle=0',
         f"  echo $idle >{idle}",
         f"  if [ $idle -ge {IDLE_STARTS} ]; then",
-        f"    echo {shlex.quote(in_vain)} >&2",
+        f"    echo {shlex.quote(idle_message)} >&2",
         "    exit 5",
         "  fi",
     ]
@@ -64,7 +64,7 @@ def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
             f"  requeues=$(($(cat {requeues} 2>/dev/null || echo 0) + 1))",
             f"  echo $requeues >{requeues}",
             f"  if [ $requeues -gt {max_requeues} ]; then",
-            f"    echo {shlex.quote(used_up)} >&2",
+            f"    echo {shlex.quote(limit_message)} >&2",
             "    exit 5",
             "  fi",
         ]
@@ -72,7 +72,7 @@ def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
     if restarts:
         lines += [
             "case $code in",
-            "130|143) ;;  # somebody ended them",
+            "130|143) ;;  # interrupted or terminated",
             f"5|13[0-9]|14[0-9])  # a worker was lost; engine.max_restarts: {restarts}",
             f"  lost=$(($(cat {counter} 2>/dev/null || echo 0) + 1))",
             f"  if [ $lost -le {restarts} ]; then",

@@ -12,31 +12,31 @@ from pathlib import Path
 from deeplightning.faults import Fault, SetupError
 from deeplightning.process.identity import DECIDED
 
-ANSWER_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 def check_slurm() -> None:
-    """Check that Slurm answers.
+    """Check that Slurm is installed and answers.
 
     Raises:
         SetupError: Slurm's commands are missing, or it does not answer.
     """
     if missing := [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]:
         message = (
-            f"there is no command {missing[0]} here: submit where Slurm is installed, a login node mostly; "
+            f"`{missing[0]}` is not installed here: submit from a machine with Slurm, usually a login node; "
             "`engine.launcher=null` runs on this machine"
         )
         raise SetupError(Fault(message, "engine.launcher"))
-    code, words = ask("scontrol", "ping")
+    code, output = run_command("scontrol", "ping")
     if code != 0:
-        raise SetupError(Fault(f"Slurm does not answer: {words or 'no word'}", "engine.launcher"))
+        raise SetupError(Fault(f"Slurm does not answer: {output or 'no output'}", "engine.launcher"))
 
 
-def ask(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+def run_command(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run a command of Slurm; return its exit code, 124 after a timeout, and its output in one line.
 
     Args:
-        environment: of the command; None: that of this process.
+        environment: environment of the command; None: that of this process.
     """
     try:
         done = subprocess.run(
@@ -44,12 +44,12 @@ def ask(*command: str, environment: Mapping[str, str] | None = None) -> tuple[in
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ANSWER_SECONDS,
+            timeout=TIMEOUT_SECONDS,
             start_new_session=True,
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return 124, f"{command[0]} gave no answer in {ANSWER_SECONDS:.0f} s"
+        return 124, f"{command[0]} did not answer within {TIMEOUT_SECONDS:.0f} s"
     except OSError as error:
         return 127, f"{command[0]}: {error.strerror}"
     return done.returncode, " ".join((done.stdout if done.returncode == 0 else done.stderr or done.stdout).split())
@@ -58,7 +58,7 @@ def ask(*command: str, environment: Mapping[str, str] | None = None) -> tuple[in
 def submit(script: str, folder: Path) -> str:
     """Write a batch script into a folder and submit it; return the number of its job.
 
-    The job starts with the environment of this process, without the variables of a job that this process is in.
+    The job gets the environment of this process, without the variables of a job that this process runs in.
 
     Raises:
         SetupError: Slurm refuses the job, or the script cannot be written.
@@ -70,11 +70,11 @@ def submit(script: str, folder: Path) -> str:
         raise SetupError(Fault(f"{file}: {error.strerror}", "engine.launcher.params.folder")) from error
     environment = {name: value for name, value in os.environ.items() if name != DECIDED}
     if "SLURM_JOB_ID" in environment:
-        of_a_job = re.compile(r"(SLURMD?|SRUN|SBATCH)_(?!CONF$)|(MASTER_(ADDR|PORT)|(LOCAL_)?(RANK|WORLD_SIZE))$")
-        environment = {name: value for name, value in environment.items() if not of_a_job.match(name)}
-    code, words = ask("sbatch", str(file), environment=environment)
-    if (found := re.search(r"job (\d+)", words)) is None or code != 0:
-        reason = "; ".join(part.strip() for part in words.split("sbatch: error:") if part.strip())
+        job_variables = re.compile(r"(SLURMD?|SRUN|SBATCH)_(?!CONF$)|(MASTER_(ADDR|PORT)|(LOCAL_)?(RANK|WORLD_SIZE))$")
+        environment = {name: value for name, value in environment.items() if not job_variables.match(name)}
+    code, output = run_command("sbatch", str(file), environment=environment)
+    if (found := re.search(r"job (\d+)", output)) is None or code != 0:
+        reason = "; ".join(part.strip() for part in output.split("sbatch: error:") if part.strip())
         raise SetupError(Fault(f"Slurm refuses the job: {reason or f'exit code {code}'}", "engine.launcher"))
     return found[1]
 
@@ -85,17 +85,17 @@ def state_of(number: str) -> dict[str, str] | None:
     Raises:
         TimeoutError: Slurm does not answer.
     """
-    code, words = ask("scontrol", "show", "job", "-o", number)
+    code, output = run_command("scontrol", "show", "job", "-o", number)
     if code == 0:
-        return dict(re.findall(r"(\w+)=(\S*)", words))
-    if "Invalid job id" not in words:
-        raise TimeoutError(words)
-    code, words = ask("sacct", "-j", number, "-X", "-n", "-P", "-o", "State,ExitCode")
-    found = re.match(r"(\w+)[^|]*\|(\d+:\d+)", words) if code == 0 else None
+        return dict(re.findall(r"(\w+)=(\S*)", output))
+    if "Invalid job id" not in output:
+        raise TimeoutError(output)
+    code, output = run_command("sacct", "-j", number, "-X", "-n", "-P", "-o", "State,ExitCode")
+    found = re.match(r"(\w+)[^|]*\|(\d+:\d+)", output) if code == 0 else None
     return {"JobState": found[1], "ExitCode": found[2]} if found else None
 
 
-def largest_array() -> int:
-    """Return the most tasks that an array may have, or 0 if this Slurm has no arrays or does not say."""
-    found = re.search(r"\bMaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config")[1])
+def max_array_size() -> int:
+    """Return the maximum number of tasks of an array, or 0 if Slurm has no arrays or does not report it."""
+    found = re.search(r"\bMaxArraySize\s*=\s*(\d+)", run_command("scontrol", "show", "config")[1])
     return int(found[1]) if found and int(found[1]) > 1 else 0

@@ -30,7 +30,7 @@ from deeplightning_slurm.follow import Follower, log_of
 from deeplightning_slurm.requeue import JobHooks, job_here
 from deeplightning_slurm.trial_array import TrialArray, task_here
 
-WARNING_SECONDS = 120  # before the end of its time a job saves a checkpoint and goes back into the queue
+WARNING_SECONDS = 120  # before the end of its time, a job saves a checkpoint and is requeued
 
 _CODE_FOLDER = ".sealed"  # holds a job's frozen code, see `deeplightning.sweep.frozen_code.FOLDER`
 
@@ -38,27 +38,27 @@ _CODE_FOLDER = ".sealed"  # holds a job's frozen code, see `deeplightning.sweep.
 class Slurm:
     """Submit `deeplightning train` as a job, and print what its first process writes until it ends.
 
-    The job continues after Ctrl-C, and when the shell is closed. Its machines see the working directory and
+    The job continues after Ctrl-C, and when the shell is closed. Its machines must see the working directory and
     `folder`. The job has as many nodes as `engine.num_nodes`, and on each a task per GPU, or `engine.processes`.
 
     Args:
         partition, account, qos, constraint: as for sbatch.
         time: how long the job may run, in minutes or in Slurm's notation (`2-12:00:00`); None: the partition's limit.
-            Shortly before, it saves a checkpoint, goes back into the queue, and continues in the same run.
-        mem: of each node, as for sbatch: `16G`.
-        cpus_per_task: cores for each process and its loader's workers; None: Slurm's default, mostly one.
-        gpus_per_node: None: one for each task if `engine.gpus` is set.
-        tasks_per_node: required if `engine.gpus` is auto.
+            Shortly before that, it saves a checkpoint, is requeued, and resumes the same run.
+        mem: memory of each node, as for sbatch: `16G`.
+        cpus_per_task: cores for each process and its loader's workers; None: Slurm's default, usually one.
+        gpus_per_node: GPUs of each node; None: one for each task if `engine.gpus` is set.
+        tasks_per_node: tasks on each node; required if `engine.gpus` is auto.
         sbatch: further options of sbatch without their dashes; true for those without a value.
         srun: further arguments of srun.
-        setup: lines of shell that the job runs before its tasks: modules, a virtual environment, variables.
-        python: how a task starts Python, as a line of shell; None: as this command was. In a container:
+        setup: shell lines that the job runs before its tasks: modules, a virtual environment, variables.
+        python: the command that starts Python in a task; None: the Python of this process. In a container:
             `apptainer exec image.sif python`.
         master_addr, master_port: where rank 0 listens; None: the job's first node, at a port derived from its number.
-        warning: seconds before the end of `time` in which a checkpoint is saved.
-        max_requeues: how often at most the job goes back into the queue; None: no limit. It ends if it has trained no
-            batch in three starts in a row: `time` is too short.
-        name: of the job.
+        warning: seconds before the end of `time` at which a checkpoint is saved.
+        max_requeues: maximum number of requeues; None: no limit. The job ends after three starts in a row without a
+            trained batch, because `time` is too short.
+        name: name of the job.
         folder: contains a folder for each job, with frozen config and code, the batch script and the tasks' output.
     """
 
@@ -91,12 +91,12 @@ class Slurm:
         if master_port is not None and not 0 < master_port < 2**16:
             raise ValueError(f"master_port is {master_port}; a port is a number from 1 to 65535")
         if max_requeues is not None and max_requeues < 0:
-            raise ValueError(f"max_requeues is {max_requeues}; it is a number of times, from 0 on, or null")
+            raise ValueError(f"max_requeues is {max_requeues}; it must be at least 0, or null")
         seconds = None if "signal" in (sbatch or {}) else seconds_of((sbatch or {}).get("time", time))
         if seconds is not None and seconds <= warning:
             raise ValueError(
-                f"time is {time}, {seconds} s, and {warning} s before its end the job saves and returns to the queue: "
-                "it would never train. Give more time, or a smaller warning"
+                f"time is {time} ({seconds} s), but the job saves and is requeued {warning} s before its end, so it "
+                "would never train. Increase time, or reduce warning"
             )
         self.max_requeues = max_requeues
         self.partition, self.time, self.mem, self.name, self.folder = partition, time, mem, name, Path(folder)
@@ -108,7 +108,7 @@ class Slurm:
     def plan(self, job: Job) -> list[Start]:
         """Return the tasks of the job, and the batch script that starts them."""
         folder, nodes = self.new_folder(), job.cfg.engine.num_nodes
-        where = "a node that Slurm gives" if nodes == 1 else f"each of {nodes} nodes that Slurm gives"
+        where = "a node allocated by Slurm" if nodes == 1 else f"each of {nodes} nodes allocated by Slurm"
         command = [*self._python(), "-m", "deeplightning", "train", str(folder / "config.yaml")]
         return [Start(command, self._tasks(job), where, script=self.script(job, folder))]
 
@@ -116,15 +116,15 @@ class Slurm:
         """Submit the job and follow it; see `deeplightning.launch.Launcher`.
 
         Raises:
-            SetupError: there are no commands of Slurm here, or Slurm does not answer or refuses the job.
+            SetupError: Slurm is not installed here, does not answer or refuses the job.
             RunError: the job was cancelled, lost its node, or ran out of time or memory.
         """
         check_slurm()
-        inside = os.environ.get("SLURM_JOB_ID")
-        if inside and not sys.stdin.isatty():
+        outer_job = os.environ.get("SLURM_JOB_ID")
+        if outer_job and not sys.stdin.isatty():
             message = (
-                f"this is job {inside} of Slurm already, and would submit another: `srun deeplightning train …` starts "
-                "a process in each of its tasks, `engine.launcher=null` one process, here"
+                f"this command runs in Slurm job {outer_job} and would submit another: `srun deeplightning train …` "
+                "starts a process in each task, `engine.launcher=null` one process here"
             )
             raise SetupError(Fault(message, "engine.launcher"))
         task = task_here()
@@ -132,7 +132,7 @@ class Slurm:
         script = self.script(job, folder)
         try:
             make_private(folder, folder.parent)
-            (folder / "config.yaml").write_text(_frozen(job))
+            (folder / "config.yaml").write_text(_frozen_config(job))
             seal(folder / _CODE_FOLDER, git=git_state())
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
@@ -157,17 +157,17 @@ class Slurm:
     # ---- the submitted script
 
     def trial_jobs(self, job: Job, trials: int, note: Path) -> TrialArray:
-        """Return the array of a search, whose trials have the sizes of a job; see `TrialArray`."""
+        """Return the array of a search whose trials have the size of `job`; see `TrialArray`."""
         return TrialArray(self.new_folder(), trials, note, lambda folder, tasks: self.script(job, folder, tasks))
 
     @staticmethod
     def hooks_here() -> JobHooks | None:
-        """Return the role of this process in its Slurm job, or None outside a job."""
+        """Return the hooks of this process in its Slurm job, or None outside a job."""
         number = job_here()
         return None if number is None else JobHooks(number)
 
     def new_folder(self) -> Path:
-        """Return a new folder, named after the time."""
+        """Return the path of a new folder, named by the current time."""
         base = self.folder.expanduser().absolute() / clock.strftime("%Y-%m-%d_%H-%M-%S")
         number, folder = 1, base
         while folder.exists():
@@ -176,11 +176,11 @@ class Slurm:
         return folder
 
     def _tasks(self, job: Job) -> int:
-        """Return the number of tasks of each node."""
+        """Return the number of tasks on each node."""
         if self.tasks_per_node is not None:
             return self.tasks_per_node
         if job.cfg.engine.gpus == "auto":
-            message = "auto: a job asks for a number of GPUs; give it here, or as tasks_per_node of engine.launcher"
+            message = "auto: a job needs a number of GPUs; set it here, or set tasks_per_node of engine.launcher"
             raise ConfigError(Fault(message, "engine.gpus"))
         return local_size(job.cfg.engine)
 
@@ -191,8 +191,8 @@ class Slurm:
         """Return the batch script that submitit generates.
 
         Args:
-            folder: of the job, or of all tasks of the array.
-            array: tasks of the array, which wait until they are released; None: one job.
+            folder: folder of the job, or of all tasks of the array.
+            array: number of tasks of the array, which are held until they are released; None: one job.
 
         Raises:
             SetupError: submitit is not installed.
@@ -203,19 +203,19 @@ class Slurm:
             message = f"submitting a job needs the package submitit: pip install 'deeplightning[slurm]' ({error})"
             raise SetupError(Fault(message, "engine.launcher")) from error
 
-        words = " ".join(word if word.isidentifier() else _quoted(word) for word in self._python())
-        command = f'{words} -m deeplightning train "${FOLDER}/config.yaml"'
+        python = " ".join(word if word.isidentifier() else _quoted(word) for word in self._python())
+        command = f'{python} -m deeplightning train "${FOLDER}/config.yaml"'
 
         class Executor(SlurmExecutor):
-            """Write the script of a command, where submitit would run a pickled function.
+            """Generate the script of a command; submitit itself would run a pickled function.
 
-            It uses a private method of submitit 1.5: no public one returns the script, or the output of a command that
-            has not ended. Where the method has moved, a job fails before it is submitted.
+            Uses a private method of submitit 1.5, since no public one returns the script, or the output of a running
+            command. If a release moves the method, submission fails.
             """
 
             @classmethod
             def affinity(cls) -> int:
-                return 2  # a script can also be planned without Slurm
+                return 2  # `plan` generates a script without Slurm, too
 
             @property
             def script(self) -> str:
@@ -224,9 +224,9 @@ class Slurm:
         executor = Executor(folder if array is None else folder / "%a")
         engine, tasks = job.cfg.engine, self._tasks(job)
         gpus = tasks if self.gpus_per_node is None and engine.gpus is not None else self.gpus_per_node
-        more: dict[str, object] = {"signal": f"USR1@{self.warning}", "requeue": True}
-        more |= {option.replace("_", "-"): value for option, value in self.sbatch.items()}
-        more |= {"hold": True} if array is not None else {}
+        options: dict[str, object] = {"signal": f"USR1@{self.warning}", "requeue": True}
+        options |= {option.replace("_", "-"): value for option, value in self.sbatch.items()}
+        options |= {"hold": True} if array is not None else {}
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun does not inherit sbatch's
         executor.update_parameters(
             job_name=self.name,
@@ -244,15 +244,15 @@ class Slurm:
             srun_args=["--open-mode=append", *cpus, *self.srun],
             setup=[*self._variables(folder, is_array=array is not None), *self.setup],
             teardown=after_tasks(engine.max_restarts, self.max_requeues),
-            additional_parameters={option: value for option, value in more.items() if value not in (None, False)},
+            additional_parameters={option: value for option, value in options.items() if value not in (None, False)},
         )
         if array is not None:
             executor.parameters |= {"map_count": array, "array_parallelism": array}
         return executor.script
 
     def _variables(self, folder: Path, is_array: bool) -> list[str]:
-        """Return lines of shell with settings that the frozen config does not contain."""
-        lines = ["trap : TERM  # the tasks get it too; the lines after them must run"]
+        """Return shell lines that set what the frozen config does not contain."""
+        lines = ["trap : TERM  # the tasks get it too; the lines after them must still run"]
         if is_array:
             lines += [f"{NUMBER}=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"]
             lines += [f"{FOLDER}={_quoted(folder)}/$SLURM_ARRAY_TASK_ID", f'. "${FOLDER}/{VARIABLES}"']
@@ -268,7 +268,7 @@ class Slurm:
         return [*lines, f'export {SEALED}="${FOLDER}/{_CODE_FOLDER}"']
 
 
-def _frozen(job: Job) -> str:
+def _frozen_config(job: Job) -> str:
     """Return the config for tasks that may start hours later, without values from the environment."""
     settings = job.cfg.public()
     if isinstance(job.cfg.engine.gpus, list):

@@ -313,9 +313,9 @@ def test_plan_prints_the_script(command, tiny, place, tmp_path):
 @pytest.mark.parametrize(
     ("words", "variables", "code", "told"),
     [
-        ([], {"PATH": "/nowhere"}, 3, "error: .*engine.launcher: there is no command sbatch here"),
-        ([], {"SLURM_JOB_ID": "7"}, 3, "this is job 7 of Slurm already.*srun deeplightning train"),
-        (["engine.gpus=auto"], {}, 2, "engine.gpus: auto: a job asks for a number of GPUs"),
+        ([], {"PATH": "/nowhere"}, 3, "error: .*engine.launcher: `sbatch` is not installed here"),
+        ([], {"SLURM_JOB_ID": "7"}, 3, "this command runs in Slurm job 7 and would.*srun deeplightning train"),
+        (["engine.gpus=auto"], {}, 2, "engine.gpus: auto: a job needs a number of GPUs"),
     ],
 )
 def test_a_job_that_cannot_be_is_not_submitted(command, tiny, place, tmp_path, words, variables, code, told):
@@ -344,8 +344,8 @@ def test_a_missing_submitit_is_named_with_its_remedy(tiny, monkeypatch):
         ({"cpus_per_task": 0}, "cpus_per_task is 0"),
         ({"master_port": 70000}, "master_port is 70000"),
         ({"max_requeues": -1}, "max_requeues is -1"),
-        ({"time": 2}, "time is 2, 120 s, and 120 s before its end .* it would never train"),
-        ({"time": "0:30", "warning": 40}, "time is 0:30, 30 s"),
+        ({"time": 2}, r"time is 2 \(120 s\), but .* 120 s before its end, so it would never train"),
+        ({"time": "0:30", "warning": 40}, r"time is 0:30 \(30 s\)"),
     ],
 )
 def test_impossible_arguments_are_refused(params, words):
@@ -399,7 +399,7 @@ def test_a_job_that_never_trains_is_not_started_for_ever(script):
     assert script(None, 138) == again
     code, told, asked = script(None, 138)
     assert (code, asked) == (5, "")
-    assert "error: the job was started 3 times in a row, and no batch was trained" in told
+    assert "error: the job started 3 times in a row without training a batch" in told
     assert "engine.launcher.params.time" in told
 
 
@@ -411,7 +411,7 @@ def test_requeues_have_a_limit(script):
     assert script(None, 4, 2) == (4, "", "")
     code, told, asked = script("12", 143, 2)
     assert (code, asked) == (5, "")
-    assert "returned to the queue 2 times, as often as engine.launcher.params.max_requeues allows" in told
+    assert "requeued 2 times, the limit set by engine.launcher.params.max_requeues" in told
 
 
 def test_a_lost_worker_sends_the_job_back_as_often_as_asked(script):
@@ -560,7 +560,7 @@ def test_sizes_that_contradict_are_told_with_both_numbers(cluster, work):
     """Three processes are asked for, and Slurm has started two: exit code 3."""
     done = srun(cluster, work, "-n2", "engine.processes=3")
     assert done.code == 3
-    assert "3 processes are asked for, and Slurm has started 2" in done.err
+    assert "requests 3 processes, but Slurm started 2" in done.err
 
 
 @pytest.mark.slow
@@ -636,7 +636,7 @@ def test_a_job_whose_time_is_shorter_than_a_start_ends(submit, cluster):
     outcome = end_of(running)
     assert outcome.code == 5, outcome
     assert cluster.about(job_of(running))["Restarts"] == "2"
-    assert "error: the job was started 3 times in a row, and no batch was trained" in outcome.err
+    assert "error: the job started 3 times in a row without training a batch" in outcome.err
 
 
 @pytest.mark.slow

@@ -24,12 +24,12 @@ STATE_NAMES = {
     TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
     TrialState.RUNNING: "interrupted",
-    TrialState.WAITING: "to come",
+    TrialState.WAITING: "waiting",
 }
 
 
 def rows(study: Study) -> list[list[str]]:
-    """Return a head and a row for each trial, the best first."""
+    """Return a header row, then a row for each trial, the best first."""
     table = [["rank", "trial", "state", study.tune.metric, "epochs", *(d.key for d in study.space)]]
     for rank, trial in enumerate(study.ranked(), start=1):
         value, point = study.value(trial), study.point(trial)
@@ -42,27 +42,27 @@ def rows(study: Study) -> list[list[str]]:
 
 
 def as_csv(study: Study) -> str:
-    """Return the trials as CSV, with the values of the space in full."""
+    """Return the trials as CSV, with untruncated values."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["trial", "state", study.tune.metric, "epochs", *(d.key for d in study.space), "failure", "run"])
     for trial in study.trials():
-        point, noted = study.point(trial), trial.user_attrs
+        point, attrs = study.point(trial), trial.user_attrs
         values = [
             study.value(trial),
             max(trial.intermediate_values, default=0),
             *(line(point[d.key]) for d in study.space),
         ]
         writer.writerow(
-            [trial.number, STATE_NAMES[trial.state], *values, noted.get("failure", ""), noted.get("run") or ""]
+            [trial.number, STATE_NAMES[trial.state], *values, attrs.get("failure", ""), attrs.get("run") or ""]
         )
     return out.getvalue()
 
 
 def draw(study: Study, folder: Path) -> None:
-    """Draw each finished trial as a line through its values, and the importance of each key if the trials show it.
+    """Draw the finished trials as parallel coordinates and, if there are enough, the importance of each key.
 
-    The importances are those of Hutter, Hoos, Leyton-Brown: An Efficient Approach for Assessing Hyperparameter
+    The importances follow Hutter, Hoos, Leyton-Brown: An Efficient Approach for Assessing Hyperparameter
     Importance. ICML 2014.
     """
     done = [trial for trial in study.trials() if trial.state == TrialState.COMPLETE]
@@ -77,7 +77,7 @@ def draw(study: Study, folder: Path) -> None:
     from deeplightning.runfolder import write_whole
     from deeplightning.tracking import picture
 
-    shown, metric = _labelled(study, done), study.tune.metric
+    shown, metric = _with_short_labels(study, done), study.tune.metric
     plots: dict[str, Callable[[], Any]] = {
         "parallel_coordinates.png": lambda: plot_parallel_coordinate(shown, target_name=metric)
     }
@@ -89,17 +89,17 @@ def draw(study: Study, folder: Path) -> None:
             warnings.simplefilter("ignore")
             try:
                 figure = plot().figure
-            except (ValueError, RuntimeError) as error:  # too few different values
+            except (ValueError, RuntimeError) as error:  # too few distinct values
                 log.info("%-10s %s not drawn: %s", "pictures", name, error)
                 continue
             write_whole(folder / name, picture.to_png(figure))
             pyplot.close(figure)
 
 
-def _labelled(study: Study, done: Sequence[FrozenTrial]) -> optuna.Study:
+def _with_short_labels(study: Study, done: Sequence[FrozenTrial]) -> optuna.Study:
     """Return a study of the finished trials with short keys, since Optuna cuts labels, and with escaped texts.
 
-    matplotlib would take dollar signs for mathematics.
+    matplotlib would parse text between dollar signs as mathematics.
     """
     labels = {d.key: ".".join([part for part in d.key.split(".") if part != "params"][-2:]) for d in study.space}
     if len({*labels.values()}) < len(labels):

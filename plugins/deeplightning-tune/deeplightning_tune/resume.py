@@ -1,4 +1,4 @@
-"""Check whether a search can resume with the config and the code that it began with."""
+"""Check whether a search can resume with the config and the code that it started with."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from deeplightning.tracking.parent import Parent
 from deeplightning_tune.section import search_of
 
 CHANGEABLE_KEYS = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")
-"""Sections and keys in which a resumed search may differ from its start."""
+"""Sections and keys that may change between the start of a search and its resumption."""
 MAX_NAMED = 5
-"""Most edited files and changed settings that a message names."""
+"""Maximum number of edited files and changed settings that a message names."""
 
-_NONE = object()
+_ABSENT = object()
 
 
 def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
-    """Let this process import user code from the frozen copy of a search, which is created for a new search.
+    """Make this process import user code from the frozen copy of a search; create the copy for a new search.
 
     Raises:
-        ConfigError: the search has no usable copy and its code has changed, or other code hides the copy.
+        ConfigError: the search has no usable copy and its code has changed, or other code shadows the copy.
         SetupError: the copy cannot be written.
     """
     report = examine(path, list(overrides))
@@ -45,19 +45,19 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
     name = search.name or path.stem
     parent = Parent(cfg, name)
     notes = _notes(parent)
-    if known := notes.get("sealed"):
-        folder = parent.home / FOLDER / known
+    if sealed := notes.get("sealed"):
+        folder = parent.home / FOLDER / sealed
         if is_intact(folder):
             _add_roots(folder, name)
             use_seal(folder)
-            return SearchCode(folder, _edits(folder, notes["code"], name), kept=True)
+            return SearchCode(folder, _edit_notices(folder, notes["code"], name), kept=True)
     if faults := _changed_code(notes.get("code", {}), name):
         raise ConfigError(faults)
     return freeze(parent, path, overrides)
 
 
 def _notes(parent: Parent) -> Mapping[str, Any]:
-    """Return the notes of the search file, or {} if it is missing or its run was deleted, so that the search is new."""
+    """Return the notes of a search's file, or {} if the file is missing or its run was deleted: the search is new."""
     database = parent.home / "study.db"
     if not database.exists():
         return {}
@@ -68,14 +68,14 @@ def _notes(parent: Parent) -> Mapping[str, Any]:
     except Exception:  # Optuna's, SQLAlchemy's: reported where the file is opened
         return {}
     run_id = notes.get("run")
-    is_there = run_id is None or parent.is_there(run_id)
-    return notes if is_there else {}
+    is_current = run_id is None or parent.run_exists(run_id)
+    return notes if is_current else {}
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether this user made a seal on this machine (`note_own`) and none of its files has changed since.
+    """Return whether this user created a seal on this machine (`note_own`) and no file of it has changed.
 
-    Bytecode caches in it, which have no digest, are removed.
+    Bytecode caches in it, which have no digest, are deleted.
     """
     try:
         if not is_noted(folder / SEAL):
@@ -89,7 +89,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def edited(folder: Path) -> dict[str, str]:
-    """Return the own-code files that changed since a seal was made, with what happened to each."""
+    """Return the user-code files that changed since a seal was created, each with the kind of change."""
     content = json.loads((folder / SEAL).read_text())
     found = {}
     for copy, digest in content["digests"].items():
@@ -104,7 +104,7 @@ def _add_roots(folder: Path, name: str) -> None:
     """Add all folders of a frozen copy to the import path, whatever the working directory.
 
     Raises:
-        ConfigError: a folder of this command, which would come first, has other code of the same name.
+        ConfigError: an import folder of this command, which would come first, has other code of the same name.
     """
     content = json.loads((folder / SEAL).read_text())
     known, missing, tops = {*original_roots(), *map(os.path.abspath, sys.path)}, list[str](), set[str]()
@@ -116,15 +116,15 @@ def _add_roots(folder: Path, name: str) -> None:
     for root in original_roots():
         if found := sorted(top for top in tops if (Path(root) / top).exists()):
             message = (
-                f"{root} has {', '.join(found)}, and the search {name} began with own code of that name in "
-                f"{', '.join(missing)}: give the command where the search began. For another search: tune.name=NEW"
+                f"{root} has {', '.join(found)}, but the search {name} started with own code of that name in "
+                f"{', '.join(missing)}: run the command where the search started. For another search: tune.name=NEW"
             )
             raise ConfigError(Fault(message))
     add_import_roots(*map(Path, missing))
 
 
-def _edits(folder: Path, imported: Iterable[str], name: str) -> list[str]:
-    """Return a note on the files that a search imported and that were edited since."""
+def _edit_notices(folder: Path, imported: Iterable[str], name: str) -> list[str]:
+    """Return a notice that names the files that a search imported and that were edited since, or []."""
     changed = [f"{short(file)} {what}" for file, what in edited(folder).items() if file in imported]
     if not changed:
         return []
@@ -136,11 +136,11 @@ def _edits(folder: Path, imported: Iterable[str], name: str) -> list[str]:
 
 
 def _changed_code(before: Mapping[str, str], name: str) -> list[Fault]:
-    """Return a fault for each file of user code that has changed since a search began whose frozen copy is gone.
+    """Return a fault for each file of user code that has changed since the start of a search without a frozen copy.
 
     Args:
         before: digests by path.
-        name: that of the search.
+        name: name of the search.
     """
     faults = []
     for file, digest in before.items():
@@ -155,33 +155,33 @@ def _changed_code(before: Mapping[str, str], name: str) -> list[Fault]:
 
 
 def changed_settings(before: Mapping[str, object], now: Mapping[str, object], name: str, config: Path) -> list[Fault]:
-    """Return a fault for each setting whose change makes trials of before and after incomparable; at most five.
+    """Return a fault for each changed setting that makes earlier and later trials incomparable; at most `MAX_NAMED`.
 
     Args:
-        before: the complete config with which the search began.
-        now: the complete config.
-        name: that of the search.
-        config: the file with which it can be resumed.
+        before: the complete config at the start of the search.
+        now: the complete config of this command.
+        name: name of the search.
+        config: the file that resumes the search.
     """
-    began, found = dict(_flat(before)), dict(_flat(now))
+    former, current = dict(_flat(before)), dict(_flat(now))
     changed = [
         key
-        for key in sorted(began | found)
+        for key in sorted(former | current)
         if not f"{key}.".startswith(tuple(f"{free}." for free in CHANGEABLE_KEYS))
-        and began.get(key, _NONE) != found.get(key, _NONE)
-        and (key in began or key.startswith("tune.space."))
+        and former.get(key, _ABSENT) != current.get(key, _ABSENT)
+        and (key in former or key.startswith("tune.space."))
     ]
-    remedy = f"Put it back, or give `deeplightning tune {quote(str(config))}`; for another search: tune.name=NEW"
+    remedy = f"Put it back, or run `deeplightning tune {quote(str(config))}`; for another search: tune.name=NEW"
     faults = []
     for key in changed[:MAX_NAMED]:
-        old, new = ("absent" if (v := values.get(key, _NONE)) is _NONE else line(v) for values in (began, found))
+        old, new = ("absent" if (v := values.get(key, _ABSENT)) is _ABSENT else line(v) for values in (former, current))
         message = f"was {old} when the search {name} began, and is {new}; trials of both cannot be compared. {remedy}"
         faults.append(Fault(message, key, found=new, allowed=old))
     return faults
 
 
 def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the leaves of a config by their keys; a distribution of the space is one."""
+    """Yield (key, value) of each leaf of a config; a distribution of the space is a leaf."""
     if isinstance(value, dict) and value and not name.startswith("tune.space."):
         for key, item in value.items():
             yield from _flat(item, f"{name}.{key}".lstrip("."))

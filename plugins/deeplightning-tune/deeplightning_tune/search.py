@@ -1,6 +1,6 @@
 """Run the loop of a search: draw trials, train them, stop bad ones early, and write the result.
 
-The same command resumes a search from its study's file and its frozen code.
+The same command resumes a search from its Optuna file and its frozen code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import deeplightning.run.train  # noqa: F401  (with all its imports, now: the files may change later)
+import deeplightning.run.train  # noqa: F401  (imports everything now, because the files may change later)
 from deeplightning.callbacks import TRIAL
 from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Config
@@ -26,11 +26,11 @@ from deeplightning.config.target import import_again
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, apply_environment, array_of
-from deeplightning.process.identity import DECIDED, refuse_several
+from deeplightning.process.identity import DECIDED, require_single_process
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, write_whole
 from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
-from deeplightning.sweep.multirun import to_resume
+from deeplightning.sweep.multirun import resume_override
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning_tune.resume import changed_settings, code_of_search, is_intact
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-GRACE_SECONDS = 10.0  # for the process of an earlier trial to end
-_STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fail too
+GRACE_SECONDS = 10.0  # for the process of an earlier command to end
+_FATAL_CODES = {3: SetupError, 4: CheckpointError}  # that end the search: other trials would fail too
 
 
 def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
     """Run the search of a config to its end, or resume it.
 
     Args:
-        train: runs `deeplightning train` in this process; called in processes forked from it.
+        train: runs `deeplightning train` in the calling process; called in forked processes.
 
     Returns:
         The folder of the result: `best.yaml`, `trials.csv`, pictures.
 
     Raises:
-        ConfigError: the config is wrong, has no search, or is not that of the search to resume; or that search's frozen
-            code is gone and the code has changed.
-        SetupError: another process runs this search, or a trial could not be run here.
+        ConfigError: the config is invalid, has no search, or differs from that of the search to resume; or the frozen
+            code of that search is gone and the code has changed.
+        SetupError: another process runs this search, or a trial cannot run here.
         RunError: no trial finished.
-        Stopped: a signal asked for the end.
+        Stopped: a signal ended the search.
     """
-    refuse_several("a search")
+    require_single_process("a search")
     with contextlib.closing(code_of_search(path, overrides)) as code:
         cfg = load_config(path, list(overrides))
         apply_environment(cfg)
@@ -71,12 +71,12 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
                 "for example tune: {metric: val_acc, mode: max, space: {model.optimizer.params.lr: {log_uniform: …}}}"
             )
             raise ConfigError(Fault(f"there is no search in this config: {hint}", "tune", str(path)))
-        with _Search(cfg, path, overrides, train, code) as found:
-            return found.run()
+        with _Search(cfg, path, overrides, train, code) as new_or_resumed:
+            return new_or_resumed.run()
 
 
 class _Search:
-    """Search in this process, new or resumed."""
+    """A new or resumed search, run by this process."""
 
     def __init__(self, cfg: Config, path: Path, overrides: Sequence[str], train: Train, code: SearchCode):
         from deeplightning.callbacks.log_lines import one_line_warnings, to_terminal
@@ -84,9 +84,9 @@ class _Search:
         to_terminal(cfg)
         one_line_warnings()
         self.cfg, self.path, self.overrides, self.code = cfg, path, overrides, code
-        found = search_of(cfg)
-        assert found is not None, "`search` refuses others"
-        self.tune = found
+        tune = search_of(cfg)
+        assert tune is not None, "`search` checked it"
+        self.tune = tune
         self.name = self.tune.name or path.stem
         self.space = space_of(self.tune.space)
         self.parent = Parent(cfg, self.name)
@@ -98,10 +98,10 @@ class _Search:
         self.sign = ""
         self._lock: FolderLock | None = None
         self._pruned: dict[int, str] = {}
-        self._absent: dict[int, list[str]] = {}
-        self._began: dict[int, float] = {}
-        self._to_import: list[str] | None = None  # modules that the first trial has imported; None: unknown
-        self._stopping: UserError | None = None
+        self._logged_names: dict[int, list[str]] = {}
+        self._start_times: dict[int, float] = {}
+        self._imports: list[str] | None = None  # modules that the first trial imported; None: unknown
+        self._error: UserError | None = None
 
     def __enter__(self) -> _Search:
         return self
@@ -116,24 +116,24 @@ class _Search:
         try:
             return self._run()
         except Exception as error:
-            if (reported := self._reported(error)) is error:
+            if (reported := self._as_reported(error)) is error:
                 raise
             raise reported from error
 
     def _run(self) -> Path:
         self._open()
-        log.info("%-10s %s", "search", self._words())
+        log.info("%-10s %s", "search", self._summary())
         for notice in self.code.notices:
             log.warning("%-10s %s", "code", notice)
         job = Job(self.cfg, self.path, tuple(self.overrides))
-        left = self.study.total() - self.study.over()
-        self.workers.array = array_of(job, left, [d.key for d in self.space], self.home / "slurm-array")
-        with self.workers.passing_signals_on():
+        remaining = self.study.total() - self.study.num_ended()
+        self.workers.array = array_of(job, remaining, [d.key for d in self.space], self.home / "slurm-array")
+        with self.workers.forward_signals():
             try:
                 self._loop()
                 self._conclude()
             except BaseException as error:
-                self._give_up(self._reported(error))
+                self._abort(self._as_reported(error))
                 raise
             finally:
                 say_path(self.parent.folder, "Artifact storage path: ")
@@ -146,9 +146,9 @@ class _Search:
 
         Raises:
             SetupError: another process runs it, or its files cannot be written.
-            ConfigError: it began with another config.
+            ConfigError: it started with another config.
         """
-        from deeplightning_tune import outcome, study  # noqa: F401  (all imports now: the files may change later)
+        from deeplightning_tune import outcome, study  # noqa: F401  (imported now, because the files may change later)
 
         try:
             make_private(self.home / "trials", self.home.parents[2])  # STORE/searches/EXPERIMENT/NAME
@@ -156,47 +156,47 @@ class _Search:
         except OSError as error:
             raise SetupError(f"{self.home}: the search's folder cannot be written: {error.strerror}") from error
         if self._lock is None:
-            raise SetupError(f"another process is at the search {self.name}, in {self.home}; wait for it, or end it")
+            raise SetupError(f"another process runs the search {self.name}, in {self.home}; wait for it, or end it")
         self._drop_if_deleted()
         is_new = not self.database.exists()
         if is_new:
             notes = {
                 "sign": uuid.uuid4().hex,
-                "config": self._frozen(),
+                "config": self._frozen_config(),
                 "settings": dump(self.cfg.public()),
                 "code": own_code(),
                 "sealed": self.code.name,
             }
-            assert self.tune.mode is not None, "load_config decides it"
+            assert self.tune.mode is not None, "set by load_config"
             study.begin(self.database, self.tune.mode, notes)
         self.study = self._study()
         notes = self.study.notes
         try:
             self.sign, config, settings = notes["sign"], notes["config"], yaml.safe_load(notes["settings"])
             seed = settings["seed"]
-        except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # another type than was written
-            raise self._unreadable(error) from error
+        except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # not what was written
+            raise self._file_error(error) from error
         self.config = self.home / "search.yaml"
         write_whole(self.config, config)
-        self._take_seed(seed)
+        self._restore_seed(seed)
         if faults := changed_settings(settings, self.cfg.public(), self.name, self.config):
             raise ConfigError(faults)
-        self._take_code(notes.get("sealed"))
-        run_id = notes.get("run") or (None if is_new else self.parent.known(self.sign).get(None))
+        self._record_code(notes.get("sealed"))
+        run_id = notes.get("run") or (None if is_new else self.parent.find_runs(self.sign).get(None))
         opened = self.parent.open(run_id, self.sign)
         if opened != notes.get("run"):
             self.study.note("run", opened)
         if self.parent.folder != self.home:
             write_whole(self.parent.folder / "search.yaml", notes["config"])
 
-    def _take_code(self, noted: str | None) -> None:
+    def _record_code(self, noted: str | None) -> None:
         """Record the frozen code of the search.
 
         Raises:
-            SetupError: another process began the search meanwhile, with code that it froze itself.
+            SetupError: another process started the search in the meantime, with its own frozen code.
         """
         if noted not in (None, self.code.name) and is_intact(self.home / FOLDER / str(noted)):
-            raise SetupError(f"another process has begun the search {self.name} meanwhile; give the command again")
+            raise SetupError(f"another process started the search {self.name} in the meantime; run the command again")
         if noted != self.code.name:
             self.study.note("sealed", self.code.name)
         self.code.kept = True
@@ -208,17 +208,17 @@ class _Search:
         assert self.cfg.seed is not None
         return Study(self.database, self.tune, self.space, self.cfg.seed)
 
-    def _reported(self, error: BaseException) -> BaseException:
+    def _as_reported(self, error: BaseException) -> BaseException:
         """Return the error to report: an error of the search's file is a SetupError."""
-        from deeplightning_tune.study import is_of_storage
+        from deeplightning_tune.study import is_storage_error
 
-        return self._unreadable(error) if isinstance(error, Exception) and is_of_storage(error) else error
+        return self._file_error(error) if isinstance(error, Exception) and is_storage_error(error) else error
 
-    def _unreadable(self, error: Exception) -> SetupError:
-        words = " ".join(str(error.__cause__ or error).split("\n[SQL")[0].split())[:200]
+    def _file_error(self, error: Exception) -> SetupError:
+        reason = " ".join(str(error.__cause__ or error).split("\n[SQL")[0].split())[:200]
         return SetupError(
-            f"{self.database}: this file of a search cannot be read or written ({words}). Once that is fixed, the same "
-            f"command continues; to begin another search: tune.name=NEW, or remove {self.home}"
+            f"{self.database}: the file of this search cannot be read or written ({reason}). Once that is fixed, the "
+            f"same command continues; to start another search: tune.name=NEW, or remove {self.home}"
         )
 
     def _drop_if_deleted(self) -> None:
@@ -227,34 +227,34 @@ class _Search:
             return
         former = self._study()
         run_id = former.notes.get("run")
-        former.let_go()
-        if run_id is not None and not self.parent.is_there(run_id):
+        former.disconnect()
+        if run_id is not None and not self.parent.run_exists(run_id):
             kept = RunFolder(self.home).former(self.database)
             self.database.rename(kept)
             log.warning(
                 "The run %s of this search was deleted: it starts over. Its trials are kept in %s.", run_id, kept
             )
 
-    def _frozen(self) -> str:
-        """Return the config from which all trials start: files and overrides merged, references unresolved."""
+    def _frozen_config(self) -> str:
+        """Return the config of all trials as YAML: files and overrides merged, references unresolved."""
         tree = plain(read(self.path, list(self.overrides)).root, written=True)
         tree["seed"] = self.cfg.seed
         tree["tune"] = {**tree["tune"], "name": self.name}
         return dump(tree)
 
-    def _take_seed(self, began: int) -> None:
-        """Use the seed with which the search began."""
-        if began != self.cfg.seed:
-            asked, self.cfg.seed, self.study.seed = self.cfg.seed, began, began
-            log.info("%-10s %s, with which the search began, not %s: its trials are compared", "seed", began, asked)
+    def _restore_seed(self, original: int) -> None:
+        """Use the original seed of the search."""
+        if original != self.cfg.seed:
+            requested, self.cfg.seed, self.study.seed = self.cfg.seed, original, original
+            log.info("%-10s %s as in earlier trials, not %s, to keep trials comparable", "seed", original, requested)
 
-    def _words(self) -> str:
-        over, total = self.study.over(), self.study.total()
-        begun = f", {over} of them ended," if over else ""
+    def _summary(self) -> str:
+        ended, total = self.study.num_ended(), self.study.total()
+        done = f", {ended} of them ended," if ended else ""
         keys = ", ".join(d.key for d in self.space)
-        fewer = f" (there are no more points than that; tune.num_trials is {self.tune.num_trials})"
+        fewer = f" (the space has no more points; tune.num_trials is {self.tune.num_trials})"
         return (
-            f"{self.name}: {count(total, 'trial')}{begun}{fewer if total < self.tune.num_trials else ''} over {keys}; "
+            f"{self.name}: {count(total, 'trial')}{done}{fewer if total < self.tune.num_trials else ''} over {keys}; "
             f"{self.tune.metric}, {self.tune.mode}; {self.database}"
         )
 
@@ -262,11 +262,11 @@ class _Search:
 
     def _loop(self) -> None:
         waiting = [trial.number for trial in self.study.unfinished()]
-        # Only the tracker knows the run of a trial that was killed before it could record the run's id.
+        # If a trial was killed before it recorded the id of its run, only the tracker has it.
         is_unknown = self.parent.is_tracked and any(self._run_of(number)[0] is None for number in waiting)
-        children = self.parent.known(self.sign) if is_unknown else {}
+        children = self.parent.find_runs(self.sign) if is_unknown else {}
         while True:
-            while self.workers.signal is None and self._stopping is None and len(self.workers) < self.tune.parallel:
+            while self.workers.signal is None and self._error is None and len(self.workers) < self.tune.parallel:
                 if waiting:
                     self._start(waiting.pop(0), children)
                 elif len(self.study.trials()) < self.study.total():
@@ -275,26 +275,26 @@ class _Search:
                     break
             if not len(self.workers):
                 break
-            self.server.listen(self._answer)
+            self.server.listen(self._handle_message)
             for number, code in self.workers.ended().items():
-                self._ended(number, code)
-        if self._stopping is not None:
-            raise self._stopping
+                self._record_end(number, code)
+        if self._error is not None:
+            raise self._error
         if self.workers.signal is not None:
             number = signal.Signals(self.workers.signal)
-            over = self.study.over()
+            ended = self.study.num_ended()
             again = shlex.join(["deeplightning", "tune", str(self.path), *self.overrides])
-            message = f"interrupted by {number.name} after {over} of {self.study.total()} trials; to continue: {again}"
+            message = f"interrupted by {number.name} after {ended} of {self.study.total()} trials; to continue: {again}"
             raise Stopped(message, 128 + number)
 
     def _run_of(self, number: int) -> tuple[str | None, Path | None]:
-        noted = self.study.trials()[number].user_attrs
-        return noted.get("run"), Path(noted["folder"]) if noted.get("folder") else None
+        attrs = self.study.trials()[number].user_attrs
+        return attrs.get("run"), Path(attrs["folder"]) if attrs.get("folder") else None
 
     def _start(self, number: int, children: Mapping[int | None, str]) -> None:
         """Start a trial, or resume an unfinished one."""
         point = self.study.point(self.study.trials()[number])
-        more = self._resuming(number, children)
+        more = self._resume_overrides(number, children)
         file = self.home / "trials" / f"trial-{number}.yaml"
         write_whole(file, self._trial_config(point, self.parent.overrides(f"trial-{number}"), is_trial=True))
         environment: dict[str, str | None] = {
@@ -303,19 +303,19 @@ class _Search:
             "MLFLOW_RUN_ID": None,
             **self.parent.environment(number, self.sign),
         }
-        import_again(self._to_import or ())
-        self._to_import = self._to_import and []
-        self._began[number] = time.monotonic()
+        import_again(self._imports or ())
+        self._imports = self._imports and []
+        self._start_times[number] = time.monotonic()
         from deeplightning_tune.study import plain_text
 
         log.info("%-10s %s%s", f"trial {number}", plain_text(point), "  (continues)" if more else "")
-        self.study.let_go()
+        self.study.disconnect()
         self.workers.start(number, [str(file), *more], file.with_suffix(".log"), environment)
 
-    def _resuming(self, number: int, children: Mapping[int | None, str]) -> list[str]:
-        """Return the overrides with which an unfinished trial resumes in its run.
+    def _resume_overrides(self, number: int, children: Mapping[int | None, str]) -> list[str]:
+        """Return the overrides that resume an unfinished trial in its run.
 
-        The run of a trial that has no checkpoint, and starts over, is removed.
+        A trial without a checkpoint starts over; its former run is deleted.
         """
         run_id, place = self._run_of(number)
         run_id = run_id or children.get(number)
@@ -328,7 +328,7 @@ class _Search:
                 time.sleep(0.1)
             if lock is not None:
                 lock.release()
-            if more := to_resume(folder):
+            if more := resume_override(folder):
                 return more
         if run_id is not None:
             self.parent.delete(run_id, place)
@@ -339,35 +339,35 @@ class _Search:
     def _trial_config(self, point: Mapping[str, object], more: Sequence[str], is_trial: bool) -> str:
         """Return the search's config with the values of a point, for `deeplightning train`."""
         values = [d.override(point[d.key]) for d in self.space]
-        # An export can take longer than a trial; `deeplightning export` makes the bundle of the chosen run.
+        # An export can take longer than a trial; `deeplightning export` creates the bundle of the chosen run.
         own = ["train.export=false", "train.seeds=null", *more] if is_trial else []
-        # A reference to the environment in a choice is written as it was.
+        # References to the environment in choices stay references.
         return self.cfg.redact(dump(plain(read(self.config, ["~tune", *values, *own]).root, written=True)))
 
-    def _answer(self, message: dict[str, Any]) -> dict[str, object]:
-        """Answer a message of a trial: the folder of its run, its metric, or that there is no such metric."""
+    def _handle_message(self, message: dict[str, Any]) -> dict[str, object]:
+        """Handle a message of a trial: the folder of its run, its metric, or other metrics' names."""
         number = int(message["trial"])
         if "folder" in message:
             self.study.attribute(number, run=message.get("run"), folder=message["folder"])
         elif "absent" in message:
-            self._absent[number] = message["absent"]
+            self._logged_names[number] = message["absent"]
         elif "value" in message:
             step, value = int(message["step"]), float(message["value"])
             if self.study.report(number, step, value):
                 self._pruned[number] = f"after epoch {step}: {self.tune.metric} {value:.6g}"
                 return {"prune": True}
-            # Imports here are shared by all forked trials. Not with GPUs: a library that initializes CUDA on import
-            # would make it unusable in every process forked later. A launcher's processes import by themselves.
-            is_wanted = self._to_import is None and self.cfg.engine.gpus is None and self.cfg.engine.launcher is None
-            return {"tell": "modules"} if is_wanted else {}
+            # Modules imported here are shared by all forked trials. Not with GPUs: a library that initializes CUDA on
+            # import would make CUDA unusable in all processes forked later. Launched processes import by themselves.
+            is_needed = self._imports is None and self.cfg.engine.gpus is None and self.cfg.engine.launcher is None
+            return {"tell": "modules"} if is_needed else {}
         elif "modules" in message:
-            self._to_import = [str(name) for name in message["modules"]]
+            self._imports = [str(name) for name in message["modules"]]
         return {}
 
-    def _ended(self, number: int, code: int) -> None:
+    def _record_end(self, number: int, code: int) -> None:
         """Record the end of a trial whose process has ended."""
         reason = failure_in(self.home / "trials" / f"trial-{number}.log", code)
-        seconds = time.monotonic() - self._began.pop(number)
+        seconds = time.monotonic() - self._start_times.pop(number)
         name = f"trial {number}"
         if number in self._pruned:
             self.study.prune(number)
@@ -376,7 +376,7 @@ class _Search:
             checkpoint = self.cfg.train.checkpoint
             value = self.study.finish(number, is_best_kept=checkpoint.monitor == self.tune.metric)
             if value is None:
-                self._fail(number, self._why_without_value(number))
+                self._fail(number, self._missing_value_reason(number))
                 return
             best = self.study.best()
             log.info(
@@ -386,11 +386,11 @@ class _Search:
                 if best.number == number
                 else f"; the best is trial {best.number}, {best.value:.6g}",
             )
-        elif self.workers.signal is not None or (self._stopping is not None and code in (130, 143)):
+        elif self.workers.signal is not None or (self._error is not None and code in (130, 143)):
             self._remove_if_empty(number)
-            log.info("%-10s interrupted; it continues where it stopped", name)
-        elif code in _STOPS:
-            self._stopping = self._stopping or _STOPS[code](f"{reason} (trial {number}; the same command continues)")
+            log.info("%-10s interrupted; the same command continues it", name)
+        elif code in _FATAL_CODES:
+            self._error = self._error or _FATAL_CODES[code](f"{reason} (trial {number}; the same command continues)")
             self.workers.interrupt()
         else:
             if code < 0:
@@ -407,12 +407,12 @@ class _Search:
         self.parent.delete(run_id, place)
         self.study.attribute(number, run=None, folder=None)
 
-    def _why_without_value(self, number: int) -> str:
+    def _missing_value_reason(self, number: int) -> str:
         values = self.study.trials()[number].intermediate_values
         if values:
             return f"{self.tune.metric} is {values[max(values)]}"
-        known = ", ".join(self._absent.get(number, ())) or "nothing"
-        return f"{self.tune.metric} was not logged; there was {known}"
+        logged = ", ".join(self._logged_names.get(number, ())) or "none"
+        return f"{self.tune.metric} was not logged; logged metrics: {logged}"
 
     def _fail(self, number: int, reason: str) -> None:
         self.study.fail(number, self.cfg.redact(reason))
@@ -421,7 +421,7 @@ class _Search:
     # ---- the end
 
     def _conclude(self) -> None:
-        """Write the result, and end the parent run.
+        """Write the result, and close the parent run.
 
         Raises:
             RunError: no trial finished.
@@ -460,8 +460,8 @@ class _Search:
         return f"{head}{self.tune.metric} {best.value:.6g}.\n{self._trial_config(point, (), is_trial=False)}"
 
     def _points(self) -> list[Any]:
-        """Return the best value so far, under the metric's own name, and the value of each finished trial, by trial
-        number.
+        """Return the points of the best value so far, under the metric's own name, and of the value of each finished
+        trial; the step is the number of the trial.
 
         Lists of runs show the last point of a metric.
         """
@@ -473,15 +473,15 @@ class _Search:
             if trial.value is None or trial.datetime_complete is None:
                 continue
             best = trial.value if best is None else pick(best, trial.value)
-            moment = int(trial.datetime_complete.timestamp() * 1000)
+            time_ms = int(trial.datetime_complete.timestamp() * 1000)
             points += [
-                Point(metric, best, moment, trial.number),
-                Point(f"trial_{metric}", trial.value, moment, trial.number),
+                Point(metric, best, time_ms, trial.number),
+                Point(f"trial_{metric}", trial.value, time_ms, trial.number),
             ]
         return points
 
-    def _give_up(self, error: BaseException) -> None:
-        """Stop the trials and close the parent run after an error or an interruption."""
+    def _abort(self, error: BaseException) -> None:
+        """Kill the trials and close the parent run after an error or an interruption."""
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
         self.workers.interrupt(signal.SIGKILL)
         with contextlib.suppress(Exception):  # the store may have caused the error

@@ -1,6 +1,6 @@
 """Define the section `tune` of a config: its keys, and the check of its space. Optuna is not imported here."""
 
-# ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
+# ruff: noqa: RUF009 (`key` returns a dataclass field, which the rule cannot see)
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,12 @@ from deeplightning.config.schema import BETTER, Config, Mode, PluginSection, Tar
 from deeplightning.config.section_kinds import KINDS, Kind
 from deeplightning.config.target_check import GIVEN_BY_NAME
 from deeplightning.faults import Fault
-from deeplightning_tune.space import faults, misfits, space_of
+from deeplightning_tune.space import faults, space_of, value_faults
 
 GRID = "optuna.samplers.GridSampler"
-KINDS["tune.sampler"] = Kind("optuna.samplers.BaseSampler", "a sampler of Optuna's")
-KINDS["tune.pruner"] = Kind("optuna.pruners.BasePruner", "a pruner of Optuna's")
-GIVEN_BY_NAME[GRID] = {"search_space": {}}  # made from `tune.space`
+KINDS["tune.sampler"] = Kind("optuna.samplers.BaseSampler", "an Optuna sampler")
+KINDS["tune.pruner"] = Kind("optuna.pruners.BasePruner", "an Optuna pruner")
+GIVEN_BY_NAME[GRID] = {"search_space": {}}  # derived from `tune.space`
 
 
 @dataclass
@@ -24,39 +24,39 @@ class Tune(PluginSection):
 
     metric: str = key("logged metric that is optimized", example="val_acc")
     space: dict[str, Any] = key(
-        "dotted config key to the values it may have: {uniform: [0, 0.5]}, {log_uniform: [1e-4, 0.1]}, {int: [1, 9]}, "
-        "{log_int: [8, 256]} or {choice: [relu, gelu]}; the first and the third take a `step` as well",
+        "values that each dotted config key may have: {uniform: [0, 0.5]}, {log_uniform: [1e-4, 0.1]}, {int: [1, 9]}, "
+        "{log_int: [8, 256]} or {choice: [relu, gelu]}; `uniform` and `int` also take a `step`",
         example="{model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}",
     )
     mode: Mode | None = key(BETTER, None)
-    num_trials: int = key("trials in all, those of an interrupted search included", 20, low=1)
+    num_trials: int = key("total number of trials, including those of an interrupted search", 20, low=1)
     sampler: Target | None = key(
-        "how values are drawn, a sampler of Optuna's; null: optuna.samplers.TPESampler. Seeded from `seed`; "
+        "Optuna sampler that draws the values; null: optuna.samplers.TPESampler. Seeded from `seed`; "
         "optuna.samplers.GridSampler gets its grid from `space`",
         None,
     )
     pruner: Target | None = key(
-        "when a hopeless trial ends early, a pruner of Optuna's, such as optuna.pruners.MedianPruner; null: never", None
+        "Optuna pruner that ends hopeless trials early, such as optuna.pruners.MedianPruner; null: none", None
     )
-    parallel: int = key("trials at the same time", 1, low=1)
+    parallel: int = key("number of trials at the same time", 1, low=1)
     name: str | None = key(
-        "the search's name: the same name in the same experiment continues it; null: the config file's", None
+        "name of the search; the same name in the same experiment continues it; null: name of the config file", None
     )
 
     @property
     def makes_grid(self) -> bool:
-        """Whether the sampler goes through a grid that is made from the space."""
+        """Whether the sampler iterates over a grid derived from the space."""
         return self.sampler is not None and self.sampler.type == GRID and "search_space" not in self.sampler.params
 
     def check(self, report: Report, examine: Callable[[list[str]], Report]) -> None:
         """Check the space by itself, then the ends of each range and each choice with the whole config."""
         config = report.config
-        assert config is not None, "the section is in it"
+        assert config is not None, "the config contains this section"
         known = {fault.key for fault in report.faults}
         report.add(*(fault for fault in self._faults(config) if fault.key not in known))
         if any(str(fault.key).startswith("tune.") for fault in report.faults):
             return
-        report.add(*misfits(space_of(self.space), examine, report))
+        report.add(*value_faults(space_of(self.space), examine, report))
 
     def _faults(self, config: Config) -> Iterator[Fault]:
         if isinstance(self.space, dict):
@@ -65,7 +65,7 @@ class Tune(PluginSection):
         if "train" not in config.stages:
             yield Fault("a search trains: add `train` to the stages", "stages")
         if config.train.resume_ckpt is not None:
-            message = "the trials of a search begin each by itself; for weights to start from take `model.init_from`"
+            message = "each trial of a search starts from scratch; to start from given weights, use `model.init_from`"
             yield Fault(message, "train.resume_ckpt")
 
 

@@ -1,7 +1,7 @@
 """Define and check the space of a search: the values that each key may have.
 
 A value is valid if the whole config is valid with it: both ends of each range, and each choice, go through the check of
-a config before the first trial. Nothing heavy is imported, Optuna neither.
+a config before the first trial. Optuna is not imported here.
 """
 
 import math
@@ -17,7 +17,7 @@ KINDS = ("uniform", "log_uniform", "int", "log_int", "choice")
 STEPPED = ("uniform", "int")
 
 # Names in other tools → our names.
-_RENAMED = {
+_ALIASES = {
     "loguniform": "log_uniform",
     "quniform": "uniform with a step",
     "float": "uniform",
@@ -26,21 +26,21 @@ _RENAMED = {
     "values": "choice",
     "grid_search": "choice",
 }
-_FIXED = {
+_NOT_SEARCHABLE = {
     "tune": "it is the search itself",
-    "logger": "learning does not depend on where trials are tracked",
+    "logger": "where trials are tracked does not affect training",
     "stages": "every trial trains",
     "serve": "a trial is not served",
-    "train.resume_ckpt": "each trial begins by itself",
-    "_base_": "give the keys themselves",
+    "train.resume_ckpt": "each trial starts from scratch",
+    "_base_": "search over the keys themselves",
 }
 MAX_GRID = 1_000_000
-MAX_TRIED = 1000
-"""Most dimensions of a space, and most choices of one: each is checked with the whole config, which takes a moment."""
+MAX_CHECKED = 1000
+"""Maximum number of dimensions of a space, and of choices of one: each is checked with the whole config."""
 
 
-class Misfit(ValueError):
-    """Raised for an invalid distribution; the message says why."""
+class SpaceError(ValueError):
+    """Raised for an invalid distribution."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Dimension:
     Attributes:
         key: dotted.
         kind: one of KINDS.
-        low, high: the ends of a range, both included.
-        step: between neighbouring values; None: any value between the ends.
+        low, high: ends of a range, both included.
+        step: distance of neighbouring values; None: any value between the ends.
         choices: plain values of any kind.
     """
 
@@ -78,7 +78,7 @@ class Dimension:
         return None if step is None else 1 + math.floor((self.high - self.low) / step + 1e-9)
 
     def values(self) -> list[object]:
-        """Return all values of a dimension whose values can be counted."""
+        """Return all values of a dimension with a finite number of them."""
         if self.kind == "choice":
             return list(self.choices)
         step, count = self.step or 1, self.number_of_values()
@@ -88,16 +88,16 @@ class Dimension:
         return [round(self.low + number * step, 12) for number in range(count)]
 
     def samples(self) -> list[object]:
-        """Return the values that must pass the check: the ends of a range, every choice."""
+        """Return the values to check: both ends of a range, or every choice."""
         ends = self.choices if self.kind == "choice" else dict.fromkeys((self.low, self.high))
         return list(ends)
 
     def override(self, value: object) -> str:
-        """Return the override that gives the key a value."""
+        """Return the override that sets the key to a value."""
         return f"{self.key}={line(value)}"
 
     def same(self, one: Any, other: Any) -> bool:
-        """Return whether two values are the same setting, numbers within rounding."""
+        """Return whether two values are the same setting, up to rounding of numbers."""
         if self.kind == "choice":
             return line(one) == line(other)
         return math.isclose(one, other, rel_tol=1e-12)
@@ -114,7 +114,7 @@ def size(space: Sequence[Dimension]) -> int | None:
     return product
 
 
-def dimensions(space: Mapping[str, object]) -> Iterator[tuple[str, Dimension | Misfit]]:
+def dimensions(space: Mapping[str, object]) -> Iterator[tuple[str, Dimension | SpaceError]]:
     """Yield each key of a space with its dimension, or with the error in it. Keys may be nested or dotted."""
     for name, given in space.items():
         if isinstance(given, Mapping) and given and all(isinstance(item, Mapping) for item in given.values()):
@@ -126,12 +126,12 @@ def dimensions(space: Mapping[str, object]) -> Iterator[tuple[str, Dimension | M
             continue
         try:
             yield name, _dimension(name, given)
-        except Misfit as misfit:
-            yield name, misfit
+        except SpaceError as error:
+            yield name, error
 
 
 def space_of(space: Mapping[str, object]) -> list[Dimension]:
-    """Return the dimensions of a space that was checked."""
+    """Return the dimensions of a checked space."""
     return [found for _, found in dimensions(space) if isinstance(found, Dimension)]
 
 
@@ -139,26 +139,26 @@ def faults(space: Mapping[str, object], needs_grid: bool) -> Iterator[tuple[str,
     """Yield the errors of a space by itself: (key of the space, message).
 
     Args:
-        needs_grid: every dimension must have values that can be counted.
+        needs_grid: every dimension must have a finite number of values.
     """
     if not space:
         yield "", "there is nothing to search over; for example {model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}"
-    if len(space) > MAX_TRIED:
-        yield "", f"{len(space)} keys to search over are more than {MAX_TRIED}"
+    if len(space) > MAX_CHECKED:
+        yield "", f"{len(space)} keys to search over are more than {MAX_CHECKED}"
         return
     found = list(dimensions(space))
     names = {name for name, _ in found}
-    for name, what in found:
-        fixed = next((key for key in _FIXED if f"{name}.".startswith(f"{key}.")), None)
+    for name, dimension in found:
+        excluded = next((key for key in _NOT_SEARCHABLE if f"{name}.".startswith(f"{key}.")), None)
         above = next((other for at, sign in enumerate(name) if sign == "." and (other := name[:at]) in names), None)
-        if fixed is not None:
-            yield name, f"`{fixed}` cannot be searched over: {_FIXED[fixed]}"
+        if excluded is not None:
+            yield name, f"`{excluded}` cannot be searched over: {_NOT_SEARCHABLE[excluded]}"
         elif above is not None:
-            yield name, f"`{above}`, which is searched over too, sets this whole section; keep one of them"
-        elif isinstance(what, Misfit):
-            yield name, str(what)
-        elif needs_grid and what.number_of_values() is None:
-            yield name, "a grid needs values that can be counted: give a `step`, or {choice: [0.01, 0.1]}"
+            yield name, f"`{above}`, which is also searched over, sets this whole section; keep one of them"
+        elif isinstance(dimension, SpaceError):
+            yield name, str(dimension)
+        elif needs_grid and dimension.number_of_values() is None:
+            yield name, "a grid needs a finite number of values: add a `step`, or use {choice: [0.01, 0.1]}"
     dims = [what for _, what in found if isinstance(what, Dimension)]
     if needs_grid and len(dims) == len(found) and (size(dims) or 0) > MAX_GRID:
         yield "", f"this grid has {size(dims)} points; optuna.samplers.TPESampler draws some of them"
@@ -168,17 +168,17 @@ def _dimension(key: str, given: object) -> Dimension:
     known = f"one of {', '.join(KINDS)}"
     if not isinstance(given, Mapping):
         words = f"{{choice: {line(given)}}}" if isinstance(given, list) else f"{{choice: [{line(given)}]}}"
-        raise Misfit(f"must be a mapping of {known} to its values, not {line(given):.60}; perhaps {words:.60}")
+        raise SpaceError(f"must be a mapping of {known} to its values, not {line(given):.60}; perhaps {words:.60}")
     kinds = [word for word in given if word in KINDS]
     for word in given:
         if word not in KINDS and word != "step":
-            hint = f" Did you mean {_RENAMED[word]}?" if word in _RENAMED else nearest(word, [*KINDS, "step"])
-            raise Misfit(f"there is no distribution `{word}`.{hint} Known here: {', '.join(KINDS)}, and step")
+            hint = f" Did you mean {_ALIASES[word]}?" if word in _ALIASES else nearest(word, [*KINDS, "step"])
+            raise SpaceError(f"there is no distribution `{word}`.{hint} Known here: {', '.join(KINDS)}, and step")
     if len(kinds) != 1:
-        raise Misfit(f"must be {known}, not {' and '.join(kinds) or 'none'}; for example {{uniform: [0, 0.5]}}")
+        raise SpaceError(f"must be {known}, not {' and '.join(kinds) or 'none'}; for example {{uniform: [0, 0.5]}}")
     kind, step = kinds[0], given.get("step")
     if "step" in given and kind not in STEPPED:
-        raise Misfit(f"`step` goes with {' and '.join(STEPPED)}, not with {kind}")
+        raise SpaceError(f"`step` goes with {' and '.join(STEPPED)}, not with {kind}")
     if kind == "choice":
         return Dimension(key, kind, choices=_choices(given[kind]))
     return _range(key, kind, given[kind], step)
@@ -186,13 +186,13 @@ def _dimension(key: str, given: object) -> Dimension:
 
 def _choices(given: object) -> tuple[object, ...]:
     if not isinstance(given, list) or not given:
-        raise Misfit(f"choice must be a list of values, such as [16, 32], not {line(given):.60}")
-    if len(given) > MAX_TRIED:
-        raise Misfit(f"{len(given)} choices are more than {MAX_TRIED}; {{int: [1, 100000]}} is a range")
+        raise SpaceError(f"choice must be a list of values, such as [16, 32], not {line(given):.60}")
+    if len(given) > MAX_CHECKED:
+        raise SpaceError(f"{len(given)} choices are more than {MAX_CHECKED}; {{int: [1, 100000]}} is a range")
     written = set[str]()
     for text in map(line, given):
         if text in written:
-            raise Misfit(f"the choice {text:.60} occurs twice; remove one")
+            raise SpaceError(f"the choice {text:.60} occurs twice; remove one")
         written.add(text)
     return tuple(given)
 
@@ -201,15 +201,15 @@ def _range(key: str, kind: str, given: object, step: float | None) -> Dimension:
     whole = kind in ("int", "log_int")
     allowed = f"{kind} must be its two ends, {'whole ' * whole}numbers, such as {'[1, 9]' if whole else '[0.1, 0.5]'}"
     if not isinstance(given, list) or len(given) != 2 or not all(_is_number(end, whole) for end in given):
-        raise Misfit(f"{allowed}, not {line(given):.60}")
+        raise SpaceError(f"{allowed}, not {line(given):.60}")
     low, high = (given[0], given[1]) if whole else (float(given[0]), float(given[1]))
     if low > high:
-        raise Misfit(f"the ends are in the wrong order: {line([low, high])}; write {line([high, low])}")
+        raise SpaceError(f"the ends are in the wrong order: {line([low, high])}; write {line([high, low])}")
     if kind.startswith("log_") and low <= 0:
-        raise Misfit(f"{kind} needs ends above 0, not {line(low)}; for a range with 0 take {kind.removeprefix('log_')}")
+        raise SpaceError(f"{kind} needs ends above 0, not {line(low)}; to include 0, use {kind.removeprefix('log_')}")
     if step is not None:
         if not _is_number(step, whole) or step <= 0:
-            raise Misfit(f"step must be a {'whole ' * whole}number above 0, not {line(step):.60}")
+            raise SpaceError(f"step must be a {'whole ' * whole}number above 0, not {line(step):.60}")
         high = low + math.floor((high - low) / step + 1e-9) * step
         high = high if whole else round(high, 12)
     return Dimension(key, kind, low, high, step)
@@ -218,47 +218,47 @@ def _range(key: str, kind: str, given: object, step: float | None) -> Dimension:
 def _is_number(value: object, whole: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return False
-    return math.isfinite(value) and abs(value) < 2**53  # beyond it floats are not exact integers
+    return math.isfinite(value) and abs(value) < 2**53  # larger floats are not exact integers
 
 
-def misfits(space: Sequence[Dimension], examine: Callable[[list[str]], Report], tried: Report) -> Iterator[Fault]:
+def value_faults(space: Sequence[Dimension], examine: Callable[[list[str]], Report], before: Report) -> Iterator[Fault]:
     """Yield the faults that the check of the whole config finds with the values of a space.
 
-    Values of different dimensions are checked together, so that there are as many checks as the longest has values.
+    Each check combines values of all dimensions, so there are as many checks as the longest dimension has values.
 
     Args:
-        examine: checks the config with further overrides.
-        tried: the check of the config as it is; its faults are left out.
+        examine: checks the config with additional overrides.
+        before: the check of the config without them; its faults are skipped.
     """
     seen: set[tuple[str, str]] = set()
     columns = [dimension.samples() for dimension in space]
-    known = {(fault.key, fault.message) for fault in tried.faults}
+    known = {(fault.key, fault.message) for fault in before.faults}
     for row in range(max(map(len, columns), default=0)):
         point = {d: values[row % len(values)] for d, values in zip(space, columns, strict=True)}
         report = examine([d.override(value) for d, value in point.items()])
         for fault in report.faults:
             if (fault.key, fault.message) in known:
                 continue
-            about = next((d for d in space if _speaks_of(fault, d, point[d])), None)
+            about = next((d for d in space if _concerns(fault, d, point[d])), None)
             if about is None:
                 words, key = ", ".join(f"{d.key}={line(value):.60}" for d, value in point.items()), "tune.space"
             else:
                 words, key = line(point[about]), f"tune.space.{about.key}"
             if about is not None and about.kind != "choice" and any(where == key for where, _ in seen):
-                continue  # the other end is wrong in the same way
+                continue  # the other end has the same fault
             if (key, fault.message) in seen:
                 continue
             seen.add((key, fault.message))
             below = (fault.key or "").removeprefix(about.key if about else "").strip(".")
             if about is not None and "uniform" in about.kind and "a whole number" in fault.message:
-                message = f"{fault.message}; take {about.kind.replace('uniform', 'int')}"
+                message = f"{fault.message}; use {about.kind.replace('uniform', 'int')}"
                 fault = replace(fault, message=message)
             inside = f"{below}: " if below and about is not None and fault.key != about.key else ""
             message = f"{words:.60}: {inside}{fault.message}"
             yield replace(fault, key=key, message=message, place=None)
 
 
-def _speaks_of(fault: Fault, dimension: Dimension, value: object) -> bool:
+def _concerns(fault: Fault, dimension: Dimension, value: object) -> bool:
     key = fault.key or ""
     return (
         f"{key}.".startswith(f"{dimension.key}.")

@@ -1,7 +1,7 @@
-"""Keep the trials of a search in an SQLite file of Optuna's.
+"""Store the trials of a search in an SQLite file of Optuna's.
 
 A trial is written with all of its values when it is drawn. The draw depends on the seed, the trial's number and the
-earlier trials, and not on interruptions of the search.
+earlier trials, but not on interruptions of the search.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from deeplightning_tune.section import Tune
 from deeplightning_tune.space import Dimension, size
 
 NAME = "search"
-MAX_REDRAWS = 100  # of a point that was already tried
-MAX_POINTS = 100_000  # in a space whose points are listed to find the untried ones
+MAX_REDRAWS = 100  # for a point that was already tried
+MAX_POINTS = 100_000  # largest space whose points are listed to find untried ones
 
 Point = dict[str, Any]
 """Value for each key of the space."""
 
 
 def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
-    """Create the file of a new search, complete or not at all."""
-    beside = database.with_name(f".{database.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    storage = _storage(beside)
+    """Create the file of a new search atomically."""
+    partial = database.with_name(f".{database.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    storage = _storage(partial)
     study = optuna.create_study(storage=storage, study_name=NAME, direction="maximize" if mode == "max" else "minimize")
     for name, value in notes.items():
         study.set_user_attr(name, value)
     storage.engine.dispose()
-    beside.replace(database)
+    partial.replace(database)
 
 
 def notes_of(database: Path) -> dict[str, Any]:
-    """Return the notes that `begin` and `Study.note` have written to a file."""
+    """Return the notes that `begin` and `Study.note` wrote to a file."""
     storage = _storage(database)
     try:
         notes: dict[str, Any] = optuna.load_study(study_name=NAME, storage=storage).user_attrs
@@ -59,12 +59,12 @@ def notes_of(database: Path) -> dict[str, Any]:
 
 def _storage(database: Path) -> Any:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    # Another search's driver never writes here; somebody who looks at the file with Optuna's dashboard may lock it.
+    # No other search writes here, but a user who opens the file in Optuna's dashboard may lock it.
     return optuna.storages.RDBStorage(f"sqlite:///{database}", engine_kwargs={"connect_args": {"timeout": 60}})
 
 
-def is_of_storage(error: Exception) -> bool:
-    """Return whether an error comes from the file of a study, which is damaged or whose disk is full.
+def is_storage_error(error: Exception) -> bool:
+    """Return whether an error comes from the file of a study, for example because it is damaged or the disk is full.
 
     Optuna does not report damaged texts itself: reading them raises exceptions of any class.
     """
@@ -78,8 +78,8 @@ class Study:
     """Trials of a search.
 
     Args:
-        database: its file, made by `begin`.
-        tune: the config's section.
+        database: its file, created by `begin`.
+        tune: the section `tune` of the config.
         space: the dimensions of `tune.space`.
         seed: seed of all draws.
     """
@@ -94,9 +94,9 @@ class Study:
         self._id = self._storage.get_study_id_from_name(NAME)
         self.study.pruner = build(tune.pruner) if tune.pruner is not None else optuna.pruners.NopPruner()
         self._distributions = {d.key: _distribution(d) for d in space}
-        self._sampler_for(0)  # reports wrong arguments at once
+        self._sampler_for(0)  # reports invalid arguments now
 
-    # ---- what is known
+    # ---- queries
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class Study:
         return self.study.get_trials(deepcopy=False)
 
     def unfinished(self) -> list[FrozenTrial]:
-        """Return the trials that were under way, by number."""
+        """Return the trials that have not ended, by number."""
         return [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
 
     def total(self) -> int:
-        """Return the final number of trials, at most the number of points."""
+        """Return the number of trials at the end, at most the number of points."""
         points = size(self.space)
         if self.tune.sampler is not None and "search_space" in self.tune.sampler.params:
             points = None
@@ -124,9 +124,9 @@ class Study:
 
     def point(self, trial: FrozenTrial) -> Point:
         """Return the values of a trial, as the config has them."""
-        return {d.key: _meant(d, trial.params[d.key]) for d in self.space}
+        return {d.key: _from_optuna(d, trial.params[d.key]) for d in self.space}
 
-    def over(self) -> int:
+    def num_ended(self) -> int:
         """Return the number of trials that have ended."""
         return sum(trial.state.is_finished() for trial in self.trials())
 
@@ -136,7 +136,7 @@ class Study:
         return min(done, key=self._rank) if done else None
 
     def ranked(self) -> list[FrozenTrial]:
-        """Return all trials: the best first, then those that were pruned, that failed, and that are not over."""
+        """Return all trials: finished ones from the best, then pruned, failed and unfinished ones."""
         order = [TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING, TrialState.WAITING]
         return sorted(self.trials(), key=lambda trial: (order.index(trial.state), self._rank(trial), trial.number))
 
@@ -147,54 +147,54 @@ class Study:
         return -value if self.tune.mode == "max" else value
 
     def value(self, trial: FrozenTrial) -> float | None:
-        """Return the value of a trial, else the last value that it reported, else None."""
+        """Return the value of a trial, or the last value that it reported, or None."""
         reported = trial.intermediate_values
         return reported[max(reported)] if trial.value is None and reported else trial.value
 
-    # ---- what happens
+    # ---- updates
 
     def draw(self) -> FrozenTrial:
         """Add a trial, at an untried point if there is one."""
         known = self.trials()
         tried = [self.point(trial) for trial in known]
         number = len(known)
-        # Drawn in memory, so that the file holds only trials that run.
+        # Drawn in memory, so that the file contains only trials that run.
         memory = optuna.storages.InMemoryStorage()
-        apart = optuna.create_study(storage=memory, study_name=NAME, direction=self.study.direction)
-        here, there = (self._storage, self._id), (memory, memory.get_study_id_from_name(NAME))
-        self._copy_attributes(here, there)
+        draft = optuna.create_study(storage=memory, study_name=NAME, direction=self.study.direction)
+        stored, drafted = (self._storage, self._id), (memory, memory.get_study_id_from_name(NAME))
+        self._copy_attributes(stored, drafted)
         trial: Any = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            apart.add_trials(known)
+            draft.add_trials(known)
             for attempt in range(MAX_REDRAWS):
-                apart.sampler = self._sampler_for(number, attempt)
-                apart.ask(self._distributions)
-                trial = apart.get_trials(deepcopy=False)[-1]
+                draft.sampler = self._sampler_for(number, attempt)
+                draft.ask(self._distributions)
+                trial = draft.get_trials(deepcopy=False)[-1]
                 if not any(self._same(self.point(trial), other) for other in tried):
                     break
             else:
-                trial = self._any_other(trial, tried, number)
-        self._copy_attributes(there, here)
-        made = create_trial(
+                trial = self._move_to_untried(trial, tried, number)
+        self._copy_attributes(drafted, stored)
+        drawn = create_trial(
             state=TrialState.RUNNING,
             params=trial.params,
             distributions=trial.distributions,
             system_attrs=trial.system_attrs,
         )
-        self.study.add_trial(made)
+        self.study.add_trial(drawn)
         return self.study.get_trials(deepcopy=False)[number]
 
     @staticmethod
-    def _copy_attributes(here: tuple[Any, int], there: tuple[Any, int]) -> None:
-        """Copy a sampler's notes on the whole study, such as its position in a sequence."""
-        known = there[0].get_study_system_attrs(there[1])
-        for name, value in here[0].get_study_system_attrs(here[1]).items():
+    def _copy_attributes(source: tuple[Any, int], target: tuple[Any, int]) -> None:
+        """Copy a sampler's attributes of the whole study, such as its position in a sequence."""
+        known = target[0].get_study_system_attrs(target[1])
+        for name, value in source[0].get_study_system_attrs(source[1]).items():
             if known.get(name) != value:
-                there[0].set_study_system_attr(there[1], name, value)
+                target[0].set_study_system_attr(target[1], name, value)
 
-    def _any_other(self, trial: FrozenTrial, tried: list[Point], number: int) -> FrozenTrial:
-        """Return a trial at an untried point, for a sampler that keeps drawing tried ones."""
+    def _move_to_untried(self, trial: FrozenTrial, tried: list[Point], number: int) -> FrozenTrial:
+        """Move a trial to a random untried point, for a sampler that keeps drawing tried ones."""
         count = size(self.space)
         if count is None or count > MAX_POINTS:
             return trial
@@ -202,10 +202,10 @@ class Study:
             dict(zip((d.key for d in self.space), values, strict=True))
             for values in itertools.product(*(d.values() for d in self.space))
         ]
-        left = [point for point in points if not any(self._same(point, other) for other in tried)]
-        if left:
-            point = random.Random(f"{self.seed} {number}").choice(left)
-            trial.params = {d.key: _written(d, point[d.key]) for d in self.space}
+        untried = [point for point in points if not any(self._same(point, other) for other in tried)]
+        if untried:
+            point = random.Random(f"{self.seed} {number}").choice(untried)
+            trial.params = {d.key: _to_optuna(d, point[d.key]) for d in self.space}
         return trial
 
     def report(self, number: int, step: int, value: float) -> bool:
@@ -225,7 +225,7 @@ class Study:
         """End a trial.
 
         Args:
-            is_best_kept: whether the run keeps the best weights by this metric, else the last.
+            is_best_kept: whether the run keeps the best weights by this metric, rather than the last.
 
         Returns:
             The trial's value for the weights that its run keeps; None if that is not a number.
@@ -249,12 +249,12 @@ class Study:
         self.attribute(number, failure=reason[:1000])
         self.study.tell(number, state=TrialState.FAIL)
 
-    def let_go(self) -> None:
+    def disconnect(self) -> None:
         """Close the file until its next use: a forked process must not share the connection."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
-    # ---- how
+    # ---- helpers
 
     def _trial(self, number: int) -> FrozenTrial:
         return self.trials()[number]
@@ -266,17 +266,17 @@ class Study:
         return all(d.same(one[d.key], other[d.key]) for d in self.space)
 
     def _sampler_for(self, number: int, attempt: int = 0) -> object:
-        """Return the sampler that draws the trial with this number."""
+        """Return the sampler for a trial and an attempt to draw it."""
         target = self.tune.sampler
         name, params = (target.type, dict(target.params)) if target else ("optuna.samplers.TPESampler", {})
         if self.tune.makes_grid:
-            grid = {d.key: [_written(d, value) for value in d.values()] for d in self.space}
+            grid = {d.key: [_to_optuna(d, value) for value in d.values()] for d in self.space}
             params["search_space"] = grid
-        # After a kill a new sampler with the same seed would draw the same points again, so the seed depends on the
-        # trial. The order of a grid and the scrambling of a sequence must be the same for all trials.
+        # After a kill, a new sampler with the same seed would repeat its draws, so the seed depends on the trial.
+        # The order of a grid and the scrambling of a sequence must be the same for all trials.
         seed = params.get("seed", self.seed)
-        steady = name.endswith((".GridSampler", ".QMCSampler"))
-        drawn = seed if steady or number == attempt == 0 else _mixed(seed, number, attempt)
+        is_fixed = name.endswith((".GridSampler", ".QMCSampler"))
+        drawn = seed if is_fixed or number == attempt == 0 else _mixed_seed(seed, number, attempt)
         if "seed" in params or name.startswith("optuna."):
             params["seed"] = drawn
         named = Target(type=name, params=params, place=target.place if target else None, name="tune.sampler")
@@ -285,25 +285,25 @@ class Study:
             return build(named)
 
 
-def _mixed(*numbers: int | None) -> int:
+def _mixed_seed(*numbers: int | None) -> int:
     return random.Random(" ".join(map(str, numbers))).randrange(2**32)
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
     d = dimension
     if d.kind == "choice":
-        return CategoricalDistribution([_written(d, value) for value in d.choices])
+        return CategoricalDistribution([_to_optuna(d, value) for value in d.choices])
     if d.is_whole:
         return IntDistribution(int(d.low), int(d.high), log=d.is_log, step=int(d.step or 1))
     return FloatDistribution(d.low, d.high, log=d.is_log, step=d.step)
 
 
-def _written(dimension: Dimension, value: object) -> Any:
-    """Convert a value to Optuna's form: choices as text, since Optuna has no lists and takes 1 for true."""
+def _to_optuna(dimension: Dimension, value: object) -> Any:
+    """Convert a value to Optuna's form: choices as text, since Optuna has no lists and treats 1 as true."""
     return line(value) if dimension.kind == "choice" else value
 
 
-def _meant(dimension: Dimension, written: Any) -> object:
+def _from_optuna(dimension: Dimension, written: Any) -> object:
     if dimension.kind == "choice":
         return next(value for value in dimension.choices if line(value) == written)
     return int(written) if dimension.is_whole else float(written)

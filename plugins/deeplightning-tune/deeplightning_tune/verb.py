@@ -12,7 +12,7 @@ from deeplightning.process import streams
 @click.command(context_settings=LOOSE, epilog=OVERRIDES)
 @with_config()
 def tune(config: Path, overrides: tuple[str, ...]) -> None:
-    """Search for the best values of what CONFIG's `tune.space` names.
+    """Search for the best values of the keys in CONFIG's `tune.space`.
 
     Each trial is a run. The same command resumes a search that was interrupted. The last line on stdout is the
     folder with best.yaml, the table of trials and pictures.
@@ -20,5 +20,5 @@ def tune(config: Path, overrides: tuple[str, ...]) -> None:
     from deeplightning.config.source import located
     from deeplightning_tune.search import search
 
-    streams.outlive_reader()
+    streams.ignore_closed_stdout()
     search(located(config), overrides, train_here)

@@ -275,12 +275,12 @@ def test_a_failing_trial_does_not_win(command, config, store, place):
     space = "tune.space={model.module.type: {choice: [broken.Raises, broken.Silent, broken.NoNumber, broken.Learns]}}"
     outcome = patiently(command.start("tune", config, "tune.name=failing", "tune.num_trials=9", grid, space, cwd=place))
     assert outcome.code == 0, outcome
-    assert "there are no more points than that; tune.num_trials is 9" in outcome.out
+    assert "the space has no more points; tune.num_trials is 9" in outcome.out
     found = {row["model.module.type"].removeprefix("broken."): row for row in table(outcome)}
     states = {name: row["state"] for name, row in found.items()}
     assert states == {"Raises": "failed", "Silent": "failed", "NoNumber": "failed", "Learns": "finished"}
     assert found["Raises"]["failure"].endswith("broken.py:10: KeyError: 'a fault of the user'")
-    assert found["Silent"]["failure"].startswith("val_acc was not logged; there was ")
+    assert found["Silent"]["failure"].startswith("val_acc was not logged; logged metrics: ")
     assert found["NoNumber"]["failure"] == "val_acc is nan"
     assert run(store, found["Raises"]["run"]).status == "FAILED"
     assert re.search(rf"^best +trial {found['Learns']['trial']}, ", outcome.out, re.MULTILINE)
@@ -320,7 +320,7 @@ def test_a_damaged_file_of_a_search_is_named(damage, searched, command, config, 
     finally:
         file.write_bytes(whole)
     assert outcome.code == 3, outcome
-    assert f"{file}: this file of a search cannot be read or written" in outcome.err
+    assert f"{file}: the file of this search cannot be read or written" in outcome.err
     assert "Traceback" not in outcome.err
     again = patiently(command.start("tune", config, "tune.name=three", cwd=place))
     assert (again.code, table(again)) == (0, table(searched))
@@ -430,7 +430,7 @@ WRONG = {
     "unknown param": ("{model.optimizer.params.lrr: {uniform: [0, 1]}}", "has no param `lrr`. Did you mean lr?"),
     "type": (
         "{data.batch_size: {uniform: [8, 16]}}",
-        "8.0: must be a whole number or null, not the number 8.0; take int",
+        "8.0: must be a whole number or null, not the number 8.0; use int",
     ),
     "low end": ("{train.num_epochs: {int: [-1, 3]}}", "-1: must be at least 0, not -1"),
     "param's type": ("{model.network.params.num_classes: {choice: [10, many]}}", "many: deeplightning.model.cnn"),
@@ -456,7 +456,7 @@ IMPOSSIBLE = {
     "itself": ("{tune.num_trials: {int: [1, 9]}}", "`tune` cannot be searched over"),
     "section and key": (
         "{model.optimizer: {choice: [{type: a.B}]}, model.optimizer.params.lr: {uniform: [0, 1]}}",
-        "`model.optimizer`, which is searched over too",
+        "`model.optimizer`, which is also searched over",
     ),
 }
 
@@ -498,13 +498,13 @@ def test_the_place_of_a_dimension_is_told(tmp_path, config):
     [
         ("tune.metric=val_ac", "Did you mean val_acc?"),
         ("tune.sampler={type: optuna.samplers.TPESamplerr}", "Did you mean optuna.samplers.TPESampler?"),
-        ("tune.sampler={type: optuna.pruners.MedianPruner}", "is not a sampler of Optuna's"),
+        ("tune.sampler={type: optuna.pruners.MedianPruner}", "is not an Optuna sampler"),
         ("tune.pruner={type: optuna.pruners.MedianPruner, params: {n_warmup: 1}}", "has no param `n_warmup`"),
-        ("tune.sampler={type: optuna.samplers.GridSampler}", "a grid needs values that can be counted"),
-        ("train.resume_ckpt=auto", "the trials of a search begin each by itself"),
+        ("tune.sampler={type: optuna.samplers.GridSampler}", "a grid needs a finite number of values"),
+        ("train.resume_ckpt=auto", "each trial of a search starts from scratch"),
         ("stages=[test]", "a search trains"),
         ("tune.space={model.optimizer.params.lr: {uniform: [2, 1]}}", "tune.space.model.optimizer.params.lr: the ends"),
-        ("tune={metric: lr, mode: null}", "tune.mode: missing: its name does not show whether less or more of lr"),
+        ("tune={metric: lr, mode: null}", "tune.mode: missing: its name does not show whether a lower or a higher lr"),
         ("tune.num_trials=0", "at least 1"),
         ("tune.mode=maximum", "one of min, max"),
     ],
@@ -547,9 +547,9 @@ def test_a_key_that_could_be_set_is_explained(config):
     assert told.splitlines() == [
         "tune.num_trials: not set",
         "  type        a whole number, at least 1",
-        "  meaning     trials in all, those of an interrupted search included",
+        "  meaning     total number of trials, including those of an interrupted search",
         "  default     20",
-        "  set by      nothing; the default counts",
+        "  set by      nothing; the default applies",
     ]
 
 
@@ -558,7 +558,7 @@ def test_one_process_is_at_a_search(tmp_path, config, store):
     home = store / "searches" / "Default" / "held"
     home.mkdir(parents=True)
     hold = RunFolder(home).lock()
-    with pytest.raises(SetupError, match="another process is at the search held"):
+    with pytest.raises(SetupError, match="another process runs the search held"):
         search(config, ["tune.name=held"], lambda words: 0)
     hold.release()
 
@@ -588,7 +588,7 @@ def drawn(path: Path, sampler: str, space: dict, number: int, reopened: bool) ->
     study = Study(path, tune, space_of(space), seed=3)
     for _ in range(number):
         if reopened:
-            study.let_go()
+            study.disconnect()
             study = Study(path, tune, space_of(space), seed=3)
         trial = study.draw()
         study.report(
@@ -596,7 +596,7 @@ def drawn(path: Path, sampler: str, space: dict, number: int, reopened: bool) ->
         )
         study.finish(trial.number, is_best_kept=False)
     points = [study.point(trial) for trial in study.trials()]
-    study.let_go()
+    study.disconnect()
     return points
 
 
@@ -630,4 +630,4 @@ def test_what_matters_is_pictured(tmp_path):
         with Image.open(path) as picture:
             assert len(picture.getcolors(1 << 20)) > 9
             assert min(picture.size) > 100
-    study.let_go()
+    study.disconnect()

@@ -106,7 +106,7 @@ def _metrics(draw: random.Random, whole: Path, copy: Path) -> bool:
     """A line that is damaged costs no other line. The lines have no check sums: a number may be another one."""
     from deeplightning.tracking.metrics_file import read_points
     from deeplightning.tracking.store import locate
-    from deeplightning.tracking.unsent import SILENT_SECONDS, settle
+    from deeplightning.tracking.unsent import SILENT_SECONDS, send_leftovers
 
     shutil.copytree(whole / "killed", copy)
     (path,) = copy.glob("*/*/artifacts/metrics.jsonl")
@@ -118,7 +118,7 @@ def _metrics(draw: random.Random, whole: Path, copy: Path) -> bool:
     intact.write_bytes(b"\n".join([line for line in path.read_bytes().split(b"\n")[:-1] if line in original] + [b""]))
     expected = {(point.name, point.step, point.value) for point in read_points(intact)}
     try:
-        told = list(settle(locate(copy), silent=SILENT_SECONDS))
+        told = list(send_leftovers(locate(copy), silent=SILENT_SECONDS))
     except Exception as error:
         return bool(_code_of(error, what, 3))
     points = []

@@ -207,7 +207,7 @@ def _init(draw: random.Random, place: Place) -> str:
     half = {name for name, text in files(torn).items() if expected.get(name) != text}
     expect(not {name for name in half if not Path(name).name.startswith(".")}, f"{what}: half a file is there", half)
     again = place.run("init", "project", "--kind", kind, cwd=torn.parent)
-    is_refused = again.code == 3 and "already there and not overwritten; remove it" in again.err
+    is_refused = again.code == 3 and "already exists and is not overwritten; remove it" in again.err
     expect(again.code == 0 or is_refused, f"{what}: started again it ends with {again.code}", again)
     shutil.rmtree(torn)
     _good(place.run("init", "project", "--kind", kind, cwd=torn.parent), what)

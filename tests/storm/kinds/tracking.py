@@ -78,10 +78,10 @@ def _one(place: Place, proxy: Proxy, weather: list[tuple[str, float]], points: i
 
 def _synced(address: str) -> bool:
     from deeplightning.tracking.store import locate
-    from deeplightning.tracking.unsent import SILENT_SECONDS, settle
+    from deeplightning.tracking.unsent import SILENT_SECONDS, send_leftovers
 
     try:
-        list(settle(locate(address), silent=SILENT_SECONDS))
+        list(send_leftovers(locate(address), silent=SILENT_SECONDS))
     except Exception as error:
         expect(getattr(error, "exit_code", None) == 3, f"--sync fails with {type(error).__name__}: {error}")
         return False
