@@ -74,8 +74,8 @@ class Limits:
         """Return the refusal of a body of more than `max_bytes`."""
         return Refusal(
             413,
-            f"The request is too large: at most {self.max_upload_mb} MB, {self.max_images} images and few other form "
-            "fields are accepted. Send smaller images, or fewer at a time.",
+            f"The request is too large: at most {self.max_upload_mb} MB, {self.max_images} inputs and few other form "
+            "fields are accepted. Send smaller inputs, or fewer at a time.",
         )
 
 

@@ -72,7 +72,7 @@ def worst_rows(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
     elif {"labels", "predicted_labels"} <= columns:
         shown = {"true": "labels", "predicted": "predicted_labels"}
         rows = [row for row in rows if row["labels"] != row["predicted_labels"]]
-        rows.sort(key=lambda r: -len({*r["labels"].split("|")} ^ {*r["predicted_labels"].split("|")} - {""}))
+        rows.sort(key=lambda r: -len(({*r["labels"].split("|")} ^ {*r["predicted_labels"].split("|")}) - {""}))
     else:
         return []
     return [{"index": row["index"], **{name: row[of] for name, of in shown.items()}} for row in rows[:NUM_WORST]]

@@ -32,7 +32,10 @@ def text(data: Path, wanted: Columns) -> Guess:
     if found.read.file.kind != "csv" or found.path.suffix.lower() in (".gz", ".bz2", ".zst"):
         raise SetupError(f"{found.path}: a project of texts reads plain CSV; convert the file, for example with pandas")
     found.check_names(wanted)
-    text = max((n for n in found.columns if n != wanted.target), key=lambda name: found.columns[name].letters)
+    texts = [name for name in found.columns if name != wanted.target]
+    if not texts:
+        raise SetupError(f"{found.path}: {wanted.target} is its only column; a column of texts must be beside it")
+    text = max(texts, key=lambda name: found.columns[name].letters)
     sets = [name for name, each in found.columns.items() if each.names_sets()]
     others = [name for name in found.columns if name not in (text, *sets)]
     classes = [name for name in others if 2 <= found.columns[name].different <= min(MAX_CLASSES, found.read.size // 2)]

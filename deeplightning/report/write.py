@@ -113,10 +113,10 @@ def _other_pictures(run: Facts, drawn_names: set[str]) -> tuple[list[page.Pictur
     size = 0
     for name, (path, number) in latest.items():
         content = path.read_bytes()
-        size += len(content)
-        if len(cards) >= MAX_PICTURES or size > MAX_PICTURES_BYTES:
+        if len(cards) >= MAX_PICTURES or size + len(content) > MAX_PICTURES_BYTES:
             left_out.append(path.name)
             continue
+        size += len(content)
         caption = f"{path.stem}, the last of {number}" if number > 1 else path.stem
         cards += page.picture(name, content, caption=caption)
     return cards, left_out

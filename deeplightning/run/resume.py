@@ -139,11 +139,7 @@ def _resume_launch(cfg: Config) -> Resumption | None:
         return None  # a new job reuses the id of a finished one
     if (found := _newest_checkpoint(folder)) is not None:
         return replace(_resume_from(*found, cfg), complete="")  # the stages after training remain
-    if refusal(cfg.logger.type, cfg.logger.params, folder.path.parent.name, folder.path):
-        return None
-    lock = folder.lock() if own_rank() == 0 else None
-    notes = [f"resumes    {folder.path}, from the start"]
-    return Resumption(run_id=folder.path.parent.name, folder=folder.path, lock=lock, notes=notes)
+    return _from_the_start(cfg, folder)
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:

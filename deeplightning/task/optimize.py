@@ -207,7 +207,9 @@ def _auto_numbers(params: dict[str, object], trainer: pl.Trainer, key: str) -> d
             "training data have no length, or the training has no end; set train.max_steps, or a number"
         )
     total = int(length)
-    known = {"total_steps": total, "epochs": epochs, "steps_per_epoch": -(-total // epochs), "T_max": total}
+    known = {"total_steps": total, "T_max": total}
+    if epochs > 0:  # -1: only max_steps limits the training
+        known |= {"epochs": epochs, "steps_per_epoch": -(-total // epochs)}
     if requested - set(known):
         raise MisfitError(f"{key}.params: `auto` works for {', '.join(known)}, not {requested - set(known)}")
     return {name: known[name] for name in requested}

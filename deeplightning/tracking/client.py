@@ -1,7 +1,7 @@
 """Read and write a tracking store with MLflow's own client. Creating a `Client` imports MLflow."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,16 @@ class Client:
 
     def listing(self) -> list[Run]:
         """Return all runs that were not deleted, newest first."""
-        experiments = {e.experiment_id: e.name for e in self._client.search_experiments()}
+        return self._search({e.experiment_id: e.name for e in self._client.search_experiments()})
+
+    def _search(self, experiments: Mapping[str, str], condition: str = "") -> list[Run]:
+        """Return the runs of experiments, given as names by id, that meet a condition, newest first."""
         runs: list[Run] = []
         token: str | None = ""
-        while experiments and token is not None:
-            page = self._client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token or None)
+        while experiments and token is not None:  # MLflow returns at most 1,000 at once
+            page = self._client.search_runs(
+                list(experiments), condition, order_by=["start_time DESC"], page_token=token or None
+            )
             runs += [_to_run(run, experiments[run.info.experiment_id]) for run in page]
             token = page.token or None
         return runs
@@ -81,8 +86,7 @@ class Client:
     def runs_with_tag(self, experiment: str, tag: str, value: str) -> list[Run]:
         """Return the runs of an experiment whose tag has this value."""
         found = self._client.get_experiment_by_name(experiment)
-        runs = self._client.search_runs([found.experiment_id], f"tags.`{tag}` = '{value}'") if found else ()
-        return [_to_run(run) for run in runs]
+        return self._search({found.experiment_id: found.name}, f"tags.`{tag}` = '{value}'") if found else []
 
     def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
         """Yield the points of these metrics of a run; None: of all but system metrics."""

@@ -264,10 +264,10 @@ def test_a_run_is_continued(store, logger, caplog):
     assert "keeps the first values of 1 parameter of the continued run: epochs." in caplog.text
 
 
-def test_all_pages_of_a_search_are_read(store, monkeypatch):
+def test_all_pages_of_a_search_are_read(tmp_path, monkeypatch):
     """MLflow returns at most 1,000 runs at once."""
-    ids = {finished(store, tags={"search": "s"}).run_id for _ in range(3)}
-    client = Client(locate(store))
+    ids = {finished(tmp_path, tags={"search": "s"}).run_id for _ in range(3)}
+    client = Client(locate(tmp_path))
     monkeypatch.setattr(client._client, "search_runs", partial(client._client.search_runs, max_results=1))
     assert {run.id for run in client.runs_with_tag("Default", "search", "s")} == ids
     assert len(client.listing()) == 3

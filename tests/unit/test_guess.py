@@ -14,7 +14,7 @@ from PIL import Image
 
 from deeplightning.array_spec import read_signal
 from deeplightning.cli import guess_columns
-from deeplightning.cli.guess import MAX_EXAMINED_FILES
+from deeplightning.cli.guess import MAX_EXAMINED_FILES, Columns
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
@@ -430,6 +430,9 @@ def test_words_that_are_wrong_are_notes():
         init(Path("new"), "image", None)
     with pytest.raises(SetupError, match=r"--data no\.csv: there is no such file or folder"):
         init(Path("new"), "text", Path("no.csv"))
+    table("one.csv", ["label"], *([["a"], ["b"]] * 5))
+    with pytest.raises(SetupError, match=r"one.csv: label is its only column"):
+        init(Path("new"), "text", Path("one.csv"), Columns("label"))
     with pytest.raises(ConfigError, match="the kind own takes no data"):
         init(Path("new"), "own", Path())
 

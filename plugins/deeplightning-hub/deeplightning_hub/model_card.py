@@ -94,7 +94,9 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
         front["pipeline_tag"] = PIPELINES[kind]
     config = public_config(folder)
     tree = plain(read(run_config(folder)).root, written=True)
-    dataset = str(tree["data"]["module"]["type"]).rpartition(".")[2]
+    network = _types(tree["model"].get("network")) or _types(tree["model"]["module"])
+    data = _types((tree.get("data") or {}).get("module"))
+    dataset = data.strip("`").rpartition(".")[2] or "own"
     if metrics:
         task = {"type": PIPELINES.get(kind, kind.replace("_", "-"))}
         values = [{"type": stage_of(m)[1], "name": m, "value": value} for m, value in metrics.items()]
@@ -104,7 +106,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
         f"---\n{dump(front)}---\n",
         f"# {name}\n",
         f"A network of the kind `{kind}`, trained with Deep Lightning {card['run']['versions']['deeplightning']}: "
-        f"`{tree['model']['network']['type']}` on `{tree['data']['module']['type']}`. {_labels(card)}\n",
+        f"{network}{f' on {data}' if data else ''}. {_labels(card)}\n",
         "To be filled in: the licence in the front matter of this file.\n",
         "## Metrics\n",
         _table(("Metric", "Value"), [(f"`{m}`", f"{v:.6g}") for m, v in metrics.items()]) or "None recorded.\n",

@@ -164,7 +164,7 @@ def compare(a: Group, b: Group, metric: str | None = None, by: float | None = No
     found.sentences = [*_sentences(row, by, samples)]
     found.notes += [f"{side}: {note}" for side, group in (("A", a), ("B", b)) for note in group.notes]
     found.notes += _missing_value_notes(a, b, judged)
-    if why and (row.state == "unknown" or "not the same" in why):
+    if why and (row.state == "unknown" or "not tested on the same" in why):
         found.notes.append(why)
     if {m.run.folder.path for m in a.members} & {m.run.folder.path for m in b.members}:
         found.notes.append("A and B share runs: a comparison of a run with itself shows nothing")

@@ -334,8 +334,11 @@ class Conversion:
         kind, devices, strategy = (given.pop(name, None) for name in ("accelerator", "devices", "strategy"))
         accelerator = "auto" if kind is None else self.value("trainer.accelerator", kind)
         number: Any = "auto" if devices is None else self.value("trainer.devices", devices)
-        if isinstance(number, str) and number != "auto":
-            number = [int(index) for index in number.split(",") if index.strip()] if "," in number else int(number)
+        if devices is not None and isinstance(number, str) and number != "auto":
+            try:
+                number = [int(index) for index in number.split(",") if index.strip()] if "," in number else int(number)
+            except ValueError:
+                self.refuse("trainer.devices", devices, f"{number!r} is not a number, numbers with commas, or auto")
         number = "auto" if number == -1 else number
         if accelerator == "auto" and number != "auto":
             message = (

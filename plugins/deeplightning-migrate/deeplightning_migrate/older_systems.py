@@ -75,7 +75,11 @@ class Conversion:
             self._convert_call("model_creator", value)
         elif isinstance(value, bool) and last in FLAGS:
             ours, values = FLAGS[last]
-            if values[value] is not None or not value:
+            section, name = ours.split(".")
+            current = self.config.setdefault(section, {})
+            if current.get(name) == values[False]:  # several flags set one key: one that is on wins
+                current.pop(name, None)
+            if value or name not in current:
                 self.put(ours, values[value])
         elif key == "num_workers" and self.system == "raysgd":
             self.devices = value

@@ -114,8 +114,9 @@ def search(
         cfg = load_config(config, [*overrides, *fixed, f"data.batch_size={size}"])
 
         def measure() -> dict[str, object]:
-            if on_gpu and memory is not None:
-                torch.cuda.set_per_process_memory_fraction(min(1.0, memory / torch.cuda.mem_get_info(0)[1]), 0)
+            if isinstance(cfg.engine.gpus, list) and memory is not None:
+                (gpu,) = cfg.engine.gpus
+                torch.cuda.set_per_process_memory_fraction(min(1.0, memory / torch.cuda.mem_get_info(gpu)[1]), gpu)
             clock = _Clock(batches)
             trainer = train_until_stopped(cfg, clock)
             device = trainer.strategy.root_device

@@ -108,7 +108,7 @@ def range_test(config: Path, overrides: Sequence[str], low: float, high: float, 
 
     Raises:
         ConfigError: the config is invalid, or has no optimizer or several.
-        RunError: the loss does not fall.
+        RunError: the loss does not fall, or the first one is not finite.
         SetupError: the files cannot be written.
     """
     requested = load_config(config, list(overrides))
@@ -119,6 +119,8 @@ def range_test(config: Path, overrides: Sequence[str], low: float, high: float, 
 
     ramp = _RateRamp(low, high, steps)
     train_until_stopped(cfg, ramp)
+    if not ramp.losses:
+        raise RunError("the first loss is not finite, whatever the rate; check the data and the loss")
     curve = Curve(np.array(ramp.rates, dtype=float), np.array(ramp.losses, dtype=float))
     table, picture = (out / f"{config.stem}.lr.{ending}" for ending in ("csv", "png"))
     proposed = curve.proposed
@@ -130,7 +132,7 @@ def range_test(config: Path, overrides: Sequence[str], low: float, high: float, 
     except OSError as error:
         raise SetupError(f"{out}: the curve cannot be written: {error.strerror or error}") from error
     tested = f"{count(len(curve.rates), 'step')} of {cfg.data.batch_size} samples"
-    lines = [f"tested     rates from {low:g} to {curve.rates[-1] if len(curve.rates) else low:g}, in {tested}"]
+    lines = [f"tested     rates from {low:g} to {curve.rates[-1]:g}, in {tested}"]
     lines += [f"curve      {picture}, {table}"]
     if proposed is None:
         raise RunError(

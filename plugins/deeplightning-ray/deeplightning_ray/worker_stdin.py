@@ -41,7 +41,7 @@ class WorkerJob:
     arguments: Sequence[str] = ()
 
     def pack(self) -> bytes:
-        """Serialise this job for `receive`."""
+        """Serialize this job for `receive`."""
         content = pickle.dumps(self)
         return len(content).to_bytes(8, "big") + content
 
