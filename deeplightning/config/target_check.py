@@ -16,7 +16,6 @@ from deeplightning.config.signature_check import Meanings, Verdict, judge
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, nodes, plain
 from deeplightning.faults import Notice, nearest, upwards
-from deeplightning.kinds import KINDS
 from deeplightning.signatures.signature import UNKNOWN, Options, Parameter, Undecided, of_item
 
 Wanted = Callable[[], Options]
@@ -182,11 +181,13 @@ def _check_task(report: Report, config: Config) -> None:
     definition = (Meanings() if report.meanings.importing else report.meanings).known(task)
     needed = definition.declared_words("network_names") if definition is not None else None
     if config.train.export and definition is not None and definition.defines("inference_model"):
+        from deeplightning.kinds import KINDS
+
         is_ours = any(base.startswith("deeplightning.task.") for base in definition.bases()[0])
         kinds = definition.declared_words("kind") if is_ours else None
         for word in sorted((kinds or set()) - {*KINDS, "supervised"}):  # supervised: set later, or never
-            remedy = f"use one of {', '.join(KINDS)}, or set train.export=false"
-            report.fault(f"{task} has the kind {word!r}, that no server supports; {remedy}", "model.module", found=word)
+            hint = f"use one of {', '.join(KINDS)}, or set train.export=false"
+            report.fault(f"{task} has the kind {word!r}, which no server supports; {hint}", "model.module", found=word)
     for section in ("network", "optimizer", "scheduler"):
         key, given = f"model.{section}", getattr(model, section)
         if isinstance(given, dict) and needed == set():

@@ -697,5 +697,5 @@ class Theirs(pl.LightningModule):
         return self
 """)
     found = [one for one in notes(f"model.module.type=own_tasks.{module}", override) if "kind" in one]
-    told = f"own_tasks.{wrong} has the kind 'image_grades', that no server supports; use one of image_classification, "
+    told = f"own_tasks.{wrong} has the kind 'image_grades', which no server supports; use one of image_classification, "
     assert [told in one for one in found] == [True] * (wrong is not None), found
