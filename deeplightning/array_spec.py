@@ -119,8 +119,7 @@ class ArraySpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
         """
-        optional = ("takes_any_length",) if "takes_any_length" in values else ()
-        require_keys("an array spec", values, ("shape", "mean", "std", *optional))
+        require_keys("an array spec", values, ("shape", "mean", "std"), ["takes_any_length"])
         return cls(**values)
 
 

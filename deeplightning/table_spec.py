@@ -108,7 +108,8 @@ class TableFormat:
         if isinstance(value, date):
             return value != value  # pandas.NaT
         is_not_finite = isinstance(value, float | np.floating | Decimal) and not math.isfinite(value)
-        return value is None or (is_not_finite and str(value).lower() in ("nan", *self.missing_words))
+        is_none = value is None or type(value).__name__ == "NAType"  # pandas.NA
+        return is_none or (is_not_finite and str(value).lower() in ("nan", *self.missing_words))
 
     def number(self, value: object) -> float:
         """Convert a value of a number column to float, without its unit: 12.5% is 12.5. A date such as 2024-02-29 or
@@ -285,6 +286,8 @@ class TableSpec:
         Raises:
             TableError: a column or a value is missing, or a value has the wrong kind.
         """
+        if not isinstance(row, Mapping):
+            raise TableError(f"A row has values by column; this one is of type {type(row).__name__}.")
         if absent := [column.name for column in self.columns if column.name not in row]:
             raise TableError(
                 f"{_named('column', absent)} missing; a row has {', '.join(column.name for column in self.columns)}, "
@@ -332,47 +335,48 @@ class TableSpec:
 
     # ---- all rows, for training
 
-    def encode(self, columns: Mapping[str, "np.ndarray | Words"], before: int = 0) -> np.ndarray:
+    def encode(self, columns: Mapping[str, "np.ndarray | Words"], rows: Any = None) -> np.ndarray:
         """Prepare many rows; return float32 (N, F), with the same numbers as from `prepare`.
 
         Args:
             columns: by name; float64 (N,) for a number, with NaN for missing values; `Words` for a category.
-            before: number of rows before these, for messages.
+            rows: the number of each row in its table, from 0, for messages; None: 0, 1, 2 …
 
         Raises:
             TableError: a value is missing, not finite or unknown, and refused; the message names column and row.
         """
         encoded = np.empty((len(next(iter(columns.values()))), len(self.columns)), np.float32)
+        rows = range(len(encoded)) if rows is None else rows
         for index, column in enumerate(self.ordered):
             values = columns[column.name]
             encode = self._codes if isinstance(values, Words) else self._numbers
-            encoded[:, index] = encode(column, values, before)  # type: ignore[arg-type]
+            encoded[:, index] = encode(column, values, rows)  # type: ignore[arg-type]
         return encoded
 
-    def _numbers(self, column: Column, values: np.ndarray, before: int) -> np.ndarray:
+    def _numbers(self, column: Column, values: np.ndarray, rows: Any) -> np.ndarray:
         gaps, wrong = np.isnan(values), np.isinf(values)
         numbers = (np.where(gaps | wrong, column.mean, values) - column.mean) / column.std
         wrong |= np.abs(numbers) > _LARGEST
         if wrong.any():
             row = int(wrong.argmax())
-            raise _row_error(column, before + row, f"{values[row]} is not finite, or too large")
-        self._check_gaps(column, gaps, before)
+            raise _row_error(column, rows[row], f"{values[row]} is not finite, or too large")
+        self._check_gaps(column, gaps, rows)
         return numbers
 
-    def _codes(self, column: Column, values: "Words", before: int) -> np.ndarray:
+    def _codes(self, column: Column, values: "Words", rows: Any) -> np.ndarray:
         codes = np.array([*(column.codes.find(word, 0) for word in values.words), 0])[values.indices]
         gaps = values.indices < 0
         if self.unknown == "refuse" and (wrong := (codes == 0) & ~gaps).any():
             row = int(wrong.argmax())
             word = _shown(values.words[values.indices[row]])
-            raise _row_error(column, before + row, f"{word} is not a category of the training rows")
-        self._check_gaps(column, gaps, before)
+            raise _row_error(column, rows[row], f"{word} is not a category of the training rows")
+        self._check_gaps(column, gaps, rows)
         return codes
 
-    def _check_gaps(self, column: Column, gaps: np.ndarray, before: int) -> None:
+    def _check_gaps(self, column: Column, gaps: np.ndarray, rows: Any) -> None:
         if self.missing == "refuse" and gaps.any():
-            others = f"as are {gaps.sum()} of {len(gaps)} in this column" + f" from row {before + 1} on" * (before > 0)
-            raise _row_error(column, before + int(gaps.argmax()), f"the value is missing, {others}")
+            others = f"as are {gaps.sum()} of {len(gaps)} in this column"
+            raise _row_error(column, rows[int(gaps.argmax())], f"the value is missing, {others}")
 
     # ---- checkpoints and bundles
 

@@ -127,6 +127,8 @@ class TextSpec:
                 data = data.decode()
             except UnicodeDecodeError:
                 raise TextError("The text is not UTF-8.", 415) from None
+        if not isinstance(data, str):
+            raise TextError(f"This is not a text, but of type {type(data).__name__}.", 415)
         if not data.strip():
             raise TextError("The text is empty.", 400)
         (tokens,) = self.encode([data])

@@ -65,8 +65,11 @@ def _restored(inputs: Any, *columns: np.ndarray) -> Arrays:
 
 
 def _load_batch(spec: ArraySpec, samples: Arrays, positions: np.ndarray) -> Batch:
-    """Return prepared arrays of a mapped file, float32 (B, C, …)."""
-    return {"input": torch.from_numpy(spec.scaled(samples.load(positions)))}
+    """Return prepared arrays of a mapped file, float32 (B, C, …); raise DataError if a number is not finite."""
+    try:
+        return {"input": torch.from_numpy(spec.scaled(samples.load(positions)))}
+    except ArrayError as error:
+        raise DataError(f"a batch of arrays: {error}") from error
 
 
 class ArrayData(ColumnData):

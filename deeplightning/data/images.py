@@ -3,6 +3,7 @@
 Your own data module subclasses `ImageData` and returns its samples from `read`.
 """
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -221,7 +222,8 @@ class DownloadedImages(ImageData):
     def prepare_data(self) -> None:
         """Download under a lock, so that only one of the processes that share the folder does it."""
         self.check()
-        if not self.download:
+        is_complete = all(path.is_file() for path in self._required_paths.values())
+        if not self.download or (is_complete and not os.access(self.root, os.W_OK)):
             return
         from filelock import FileLock
 

@@ -47,7 +47,7 @@ def label_lines(
     are_divided, numbers = None, dict[Path, int]()
     for number, row in _rows(path):
         where = f"{path}, line {number}"
-        if not isinstance(row, dict) or None in row or None in row.values():
+        if not isinstance(row, dict) or None in row or (path.suffix.lower() != ".jsonl" and None in row.values()):
             hint = f"a JSON object, or as many values as the header. Quote commas; {separator!r} separates labels"
             raise DataError(f"{where}: a line must have {hint}.")
         for key, column in (("file_column", file_column), ("labels_column", labels_column)):

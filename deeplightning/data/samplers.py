@@ -7,7 +7,7 @@ R processes.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import numpy as np
@@ -345,7 +345,10 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     """
 
     def sample(position: int) -> Any:
-        return {name: rows[0] for name, rows in dataset[[position]].items()} if batched else dataset[position]
+        batch = dataset[[position]] if batched else None
+        if isinstance(batch, Mapping):
+            return {name: rows[0] for name, rows in batch.items()}
+        return dataset.of[position] if batched else dataset[position]  # a batch without names is of `OfDatasets`
 
     def number(value: Any) -> float:
         if isinstance(value, int | float):

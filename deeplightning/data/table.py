@@ -112,7 +112,7 @@ class TableData(ColumnData):
         self.targets = [target] if isinstance(target, str) else list(target)
         if not self.targets:
             raise DataConfigError("data.module.params.target must name at least one column; it is empty.")
-        self.kinds = dict(columns or {})
+        self.kinds = {str(name): kind for name, kind in (columns or {}).items()}  # YAML reads 2020 as a number
         for name, kind in self.kinds.items():
             if kind not in KINDS:
                 raise DataConfigError(
@@ -229,8 +229,8 @@ class TableData(ColumnData):
             row = int((sets < 0).argmax())
             word = "an empty value" if words.indices[row] < 0 else repr(words.words[words.indices[row]])
             raise DataError(
-                f"{self.files['train']}, column {self.divider}, row {row + 1}: {word} is not a set; it must be train, "
-                "val or test."
+                f"{self.files['train']}, column {self.divider}, row {rows.positions[row] + 1}: {word} is not a set; "
+                "it must be train, val or test."
             )
         return divide_by_set(rows, sets, f"{self.files['train']}, column {self.divider}")
 
@@ -309,7 +309,7 @@ class TableData(ColumnData):
         start = 0
         try:
             for part in samples.parts():
-                rows = spec.encode(part, start)  # even if not stored, to find errors now
+                rows = spec.encode(part, samples.positions[start:])  # even if not stored, to find errors now
                 if fits:
                     inputs[start : start + len(rows)] = rows
                 start += len(rows)

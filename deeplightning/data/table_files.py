@@ -71,7 +71,8 @@ class TableFile:
                 return
             text = text_of(head(path), form.encoding)
             if self.kind == "json":
-                self.names = named_columns(self._json().column_names)
+                self.names = self._json().column_names
+                named_columns(self.names)
                 return
             self.above, quote = above_header(text, form.delimiter)
             header, first = [*(row for _, row in itertools.islice(records(text, form.delimiter), 2)), [], []][:2]

@@ -199,8 +199,8 @@ class TextData(SplitData):
 
     def _read_checked(self) -> dict[str, Any]:
         found: dict[str, Texts] = super()._read_checked()
-        train = found["train"]
-        for split in ("train", "val"):
+        train = found["train" if "train" in found else "all"]
+        for split in ("train", "val", "all"):
             if split in found and found[split].labels is None:
                 raise DataError(f"{found[split].path} has no labels; only a test file may lack them.")
         assert train.labels is not None

@@ -13,10 +13,11 @@ import pytest
 import torch
 from conftest import digest
 from torch import distributed
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, default_collate
 
 from deeplightning.config.schema import Target
 from deeplightning.data.data_errors import DataConfigError
+from deeplightning.data.of_datasets import _Batches
 from deeplightning.data.samplers import BucketedDistributedSampler, SampledBatches, sort_values, train_sampler
 
 SAMPLER = "deeplightning.data.samplers.BucketedDistributedSampler"
@@ -381,3 +382,10 @@ def test_any_sampler_of_torchs_may_order_the_training(fit):
     steps = [[row for pair in zip(*both, strict=False) for row in pair] for both in zip(*parts, strict=True)]
     assert steps[0] == first[0]
     assert fitted.trainer.global_step == 9
+
+
+def test_a_function_gets_the_samples_of_a_set_of_tuples():
+    """As the user's own set has them."""
+    pairs = [(torch.ones(1 + n % 9), n % 2) for n in range(18)]
+    found = sort_values(_Batches(pairs, default_collate), lambda pair: len(pair[0]), batched=True)
+    assert found.tolist() == [1 + n % 9 for n in range(18)]

@@ -687,3 +687,16 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path):
     while any(worker.exists() for worker in workers):
         assert time.monotonic() < end, workers
         time.sleep(0.1)
+
+
+def test_a_complete_folder_may_be_read_only(mnist_root, monkeypatch):
+    """Nothing is downloaded into it."""
+
+    def refuse(*_, **__):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("filelock.FileLock", refuse)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may write anywhere
+    module = MNIST(data_config(mnist_root), download=True)
+    module.prepare_data()
+    assert sizes(on_rank(module)) == (360, 40, 100)

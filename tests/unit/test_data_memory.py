@@ -10,7 +10,7 @@ import pytest
 import torch
 from modules import data_config
 
-from deeplightning.data import datasets
+from deeplightning.data import datasets, loading
 from deeplightning.data.arrays import ArrayData, Arrays, mapped
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import InMemory, move_if_it_fits
@@ -104,3 +104,15 @@ def test_a_whole_number_that_is_no_class_takes_no_memory(tmp_path):
         else:
             module.setup()
             assert module.class_names == expected
+
+
+def test_a_number_that_is_not_finite_is_a_fault_of_the_data_also_if_it_is_read_late(tmp_path, monkeypatch):
+    """Arrays that do not fit in memory are read batch by batch."""
+    monkeypatch.setattr(loading, "IN_MEMORY_LIMIT", 0)
+    inputs, classes = np.arange(40.0).reshape(20, 2), np.array([0, 1] * 10)
+    np.savez(tmp_path / "a.npz", x=inputs, y=classes)
+    np.savez(tmp_path / "b.npz", x=np.where(inputs == 7, np.nan, inputs), y=classes)
+    module = ArrayData(data_config(tmp_path), "a.npz", validation="b.npz")
+    module.setup("fit")
+    with pytest.raises(DataError, match=r"The number at \[3, 1\] is nan"):
+        module.dataset("val")[np.arange(20)]

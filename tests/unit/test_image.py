@@ -12,7 +12,7 @@ import pytest
 import sklearn.datasets
 from PIL import Image
 
-from deeplightning.image_spec import FORMATS, ImageError, ImageSpec
+from deeplightning.image_spec import FORMATS, ImageError, ImageSpec, shown_size
 
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)  # every grey value once
 
@@ -469,3 +469,10 @@ def test_impossible_specs(change, words):
     for values in (None, {}):
         with pytest.raises(ValueError, match="an image spec"):
             ImageSpec.from_dict(values)
+
+
+def test_damaged_exif_does_not_matter_for_the_size():
+    """Pillow reads it only on request."""
+    data = encode(Image.new("RGB", (8, 4)), "JPEG", exif=b"Exif\0\0rubbish!", dpi=(72, 72))
+    with Image.open(io.BytesIO(data)) as image:
+        assert shown_size(image) == (8, 4)

@@ -201,7 +201,8 @@ def broken(path, at, column, value, keep):
             {"columns": {"kind": "category"}},
             "column kind: the target is missing or not finite in 9,000 of 9,000 rows, first in row 1. No row is left",
         ),
-        (8000, "weight", "inf", {"split": "part"}, r"column weight, row \d+: inf is not finite, or too large"),
+        (8000, "weight", "inf", {"split": "part"}, "column weight, row 8000: inf is not finite, or too large"),
+        (8000, "weight", "inf", {}, "column weight, row 8000: inf is not finite, or too large"),
         (8000, "part", "rest", {"split": "part"}, "column part, row 8000: 'rest' is not a set"),
         (8000, "age", "", {"missing": "refuse"}, r"column age, row \d+: the value is missing, as are \d+ of"),
     ],
@@ -409,3 +410,11 @@ def test_memory_stays_bounded(tmp_path, cache):
         command, tests = [sys.executable, "-c", CHILD, str(tmp_path)], {"PYTHONPATH": str(Path(__file__).parents[1])}
         done = subprocess.run(command, env=os.environ | tests, capture_output=True, text=True, check=True)
         assert float(done.stdout) * 1024 < 200e6, done.stdout
+
+
+def test_a_row_that_names_no_set_is_named_also_behind_rows_without_a_target(place):
+    """By its number in the file."""
+    rows = [f"{n},{'' if n == 3 else 'ab'[n % 2]},{'rest' if n == 9 else 'train'}" for n in range(1, 21)]
+    (place / "sets.csv").write_text("\n".join(["x,kind,part", *rows, ""]))
+    with pytest.raises(DataError, match="column part, row 9: 'rest' is not a set"):
+        ready(place, True, train="sets.csv", only=["x"], split="part")

@@ -144,6 +144,7 @@ def test_a_column_names_the_sets(root):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
+        ("labels.jsonl", '{"file": "1.png", "labels": null}\n', "line 1: labels must be a list of names, not None"),
         ("labels.csv", None, r"labels.csv is missing. Set data.root"),
         ("labels.csv", "files,labels\n1.png,a\n", r"line 2: there is no 'file'. Do you mean files\?"),
         ("labels.csv", "file,labels\n1.png,a\n2.png\n", "line 3: a line must have a JSON object, or as many values"),
@@ -197,3 +198,16 @@ def test_the_worst_predictions_have_the_most_wrong_labels():
     pairs = {1: ("", "a"), 2: ("a|b", "a|c"), 3: ("a|b", "a|b"), 4: ("a|b|c", "")}
     rows = [{"index": n, "labels": true, "predicted_labels": found} for n, (true, found) in pairs.items()]
     assert [row["index"] for row in worst_rows(rows, ["a", "b", "c"])] == [4, 2, 1]
+
+
+def test_a_mask_without_pixels_that_count_is_no_mistake():
+    """Its accuracy is not a number, by which nothing can be sorted."""
+    rows = [{"index": n, "iou": a, "acc": a} for n, a in enumerate([0.9, float("nan"), 0.1, 0.5])]
+    assert [row["index"] for row in worst_rows(rows, [])] == [2, 3, 0]
+
+
+def test_a_key_that_is_not_used_may_be_null(root):
+    """As pandas writes a missing value into JSON lines."""
+    lines = [{"file": f"{n}.png", "labels": ["a"] * (n % 2), "author": None} for n in range(40)]
+    (root / "labels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert sets(root, labels="labels.jsonl")[0].class_names == ["a"]

@@ -625,3 +625,22 @@ def test_the_manual_lists_the_names_of_targets():
     listed = ", ".join(f"`{name}`" for name in TARGETS)
     for page in ("docs/tutorial/table.md", "docs/how-to/numbers-and-labels.md"):
         assert listed in " ".join((ROOT / page).read_text().split()), page
+
+
+def test_a_column_may_be_named_by_a_number():
+    """YAML reads 2020 as a number, also in an override."""
+    Path("t.csv").write_text("\n".join(["2020,2021,kind", *(f"{n},{n % 7},{'ab'[n % 2]}" for n in range(40))]))
+    spec = prepared({"train": "t.csv", "target": "kind", "columns": {2020: "ignore"}}).table_spec
+    assert [column.name for column in spec.columns] == ["2021"]
+    with pytest.raises(DataConfigError, match=r"has no column '2019'\. Do you mean"):
+        prepared({"train": "t.csv", "target": "kind", "columns": {2019: "ignore"}})
+
+
+def test_keys_of_json_lines_may_have_blanks():
+    """They are the names of the columns, in training, `init` and `predict`."""
+    rows = [{"a": n, " b": n % 7, "y": "uv"[n % 2]} for n in range(60)]
+    Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = prepared({"train": "t.jsonl", "target": "y"}).table_spec
+    assert [column.name for column in spec.columns] == ["a", " b"]
+    assert len([spec.prepare(row) for _, row in inputs_of(Path("t.jsonl"), "table", spec)]) == 60
+    init(Path("p"), "table", Path("t.jsonl"))

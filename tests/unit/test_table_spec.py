@@ -5,6 +5,7 @@ import math
 from datetime import UTC, date, datetime, time, timedelta, timezone
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from deeplightning.table_spec import Column, TableError, TableFormat, TableSpec, Words, rows_of_csv
@@ -32,7 +33,7 @@ def test_times_in_seconds_and_nanoseconds_stay_different(start, second):
     assert [spec.prepare({"time": time})[0] for time in times.tolist()] == spec.encode({"time": times})[:, 0].tolist()
 
 
-@pytest.mark.parametrize("gap", [None, "", "NaN", "n/a", "NULL", math.nan])
+@pytest.mark.parametrize("gap", [None, "", "NaN", "n/a", "NULL", math.nan, pd.NA])
 def test_a_missing_value_is_filled_or_refused(gap):
     """As the spec says: by the mean of a number, and the number 0 of a category."""
     assert SPEC.prepare({"age": gap, "city": gap}).tolist() == [0.0, 0.0]

@@ -3,6 +3,7 @@
 import csv
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import modules
 import numpy as np
@@ -12,7 +13,7 @@ from modules import on_rank
 
 from deeplightning.config.schema import Target
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.text import TextData, read_tsv
+from deeplightning.data.text import TextData, Texts, read_tsv
 from deeplightning.run.inputs import inputs_of
 from deeplightning.text_spec import SPECIAL, TextError, TextSpec, from_lines, vocabulary, words_of
 
@@ -300,3 +301,14 @@ def test_a_made_up_batch_is_like_a_real_one(tmp_path):
     assert batch["label"].tolist()[-1] == 2
     assert (batch["tokens"][:, 0] == 1).all()
     assert np.array_equal(batch["index"], range(4))
+
+
+def test_own_texts_may_be_divided(tmp_path):
+    """A subclass returns all of them together."""
+
+    class Own(TextData):
+        def read(self):
+            return {"all": Texts(["a film"] * 20, np.arange(20) % 2, np.arange(20) + 1, Path("made up"))}
+
+    data = on_rank(Own(data_config(tmp_path)))
+    assert [len(data._samples[name]) for name in ("train", "test")] == [18, 2]
