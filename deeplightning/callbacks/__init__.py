@@ -52,7 +52,8 @@ def run_callbacks(cfg: Config) -> list[pl.Callback]:
     train, every = cfg.train, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"
     calls, hooks = UserCalls(), hooks_here()
-    record = Record(cfg, loggers, calls, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    started = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(3).hex()}"  # several runs may start together
+    record = Record(cfg, loggers, calls, Path("runs") / started)
     checkpoints = Checkpoints(train.checkpoint, record, off=train.fast)
     callbacks: list[pl.Callback] = []
     if cfg.model.init_from is not None:  # first: missing weights must fail before a run is opened

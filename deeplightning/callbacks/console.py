@@ -184,13 +184,15 @@ class Console(Callback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._stop_bar()
         self._end_epoch(trainer)
-        for callback in trainer.callbacks:
-            if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
-                log.info(
-                    "stopped    early, after epoch %d: %s was no better than %.4f for %s",
-                    *(callback.stopped_epoch + 1, callback.monitor, callback.best_score),
-                    count(callback.patience, "validation"),
-                )
+        for callback in (each for each in trainer.callbacks if isinstance(each, EarlyStopping)):
+            reason, value = "", float(trainer.callback_metrics.get(callback.monitor, 0.0))
+            if callback.check_finite and not math.isfinite(value):
+                reason = f"is {value}"
+            elif 0 < callback.wait_count >= callback.patience:
+                reason = f"was no better than {callback.best_score:.4f} for {count(callback.patience, 'validation')}"
+            if reason:
+                epoch = callback.stopped_epoch + 1
+                log.info("stopped    early, after epoch %d: %s %s", epoch, callback.monitor, reason)
         best = self.checkpoints.best
         if best:
             where = f"after epoch {best['epoch'] + 1} (step {best['step']})"

@@ -7,11 +7,12 @@ import base64
 import io
 import json
 import logging
+import math
 import time
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from PIL import Image
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
 from deeplightning.runfolder import write_whole
+from deeplightning.tracking.picture import histogram, histogram_figure, to_png
 from deeplightning.words import first_line
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def worst_rows(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
         rows = sorted(rows, key=lambda row: abs(row["prediction"] - row["target"]), reverse=True)
     elif {"iou", "acc"} <= columns:
         shown = {"iou": "iou", "acc": "acc"}
-        rows = sorted(rows, key=lambda row: row["acc"])
+        rows = sorted((row for row in rows if not math.isnan(row["acc"])), key=lambda row: row["acc"])
     elif {"labels", "predicted_labels"} <= columns:
         shown = {"true": "labels", "predicted": "predicted_labels"}
         rows = [row for row in rows if row["labels"] != row["predicted_labels"]]
@@ -82,8 +84,10 @@ def _encode_sample(sample: dict[str, Any]) -> dict[str, str]:
     """Return the parts of a sample to store: `name`, `text`, and `image` as a PNG in base64."""
     kept: dict[str, str] = {name: str(sample[name])[:MAX_TEXT_CHARS] for name in ("name", "text") if name in sample}
     if "image" in sample:
-        stream = io.BytesIO()
-        _save_image(np.asarray(sample["image"]), stream, longest=THUMBNAIL_PIXELS)
+        pixels = torch.as_tensor(sample["image"])
+        image, stream = Image.open(io.BytesIO(to_png(pixels if len(pixels) in (1, 3, 4) else pixels[:1]))), io.BytesIO()
+        image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+        image.save(stream, "PNG")
         kept["image"] = base64.b64encode(stream.getvalue()).decode()
     return kept
 
@@ -111,11 +115,10 @@ class ShowPictures(Callback):
             if isinstance(picture, Drawing):
                 self._pending[name] = picture
                 continue
-            with (self.record.folder.path / f"{name}.png").open("wb") as file:
-                if hasattr(picture, "savefig"):
-                    picture.savefig(file, format="png", dpi=100)
-                else:
-                    _save_image(np.asarray(picture), file)
+            try:
+                write_whole(self.record.folder.path / f"{name}.png", to_png(picture))
+            except ValueError as error:
+                log.warning("pictures   %s is not stored: %s", name, first_line(error))
         if trainer.state.fn != "fit" or time.monotonic() - self._drawn_at > REDRAW_SECONDS:
             self._draw()
 
@@ -131,18 +134,6 @@ class ShowPictures(Callback):
         self._drawn_at = time.monotonic()
 
     on_fit_end = _draw
-
-
-def _save_image(pixels: np.ndarray, file: IO[bytes], longest: int | None = None) -> None:
-    """Write an image (C, H, W), uint8 or float from 0 to 1, as PNG, with at most `longest` pixels per side."""
-    from PIL import Image
-
-    if pixels.dtype != np.uint8:
-        pixels = (pixels.clip(0, 1) * 255).round().astype(np.uint8)
-    image = Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) in (3, 4) else pixels[0])
-    if longest is not None:
-        image.thumbnail((longest, longest))
-    image.save(file, format="PNG")
 
 
 class Histograms(Callback):
@@ -169,8 +160,6 @@ class Histograms(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_due(trainer):
             return
-        from deeplightning.tracking.picture import histogram, histogram_figure
-
         weights = {n: p.detach() for n, p in pl_module.named_parameters() if p.requires_grad}
         found = {name: histogram(values) for name, values in (weights | self._gradients).items()}
         found |= getattr(pl_module, "histograms", dict)()

@@ -48,7 +48,8 @@ class Provenance:
     def __init__(self, cfg: Config, folder: RunFolder, on_digest: Callable[[Dataset], None] = lambda dataset: None):
         self.cfg, self.folder, self.on_digest = cfg, folder, on_digest
         values = cfg.secrets.values if cfg.secrets else {}
-        values = {value: instead for value, instead in values.items() if _may_be_secret(value)}
+        # Short words and small numbers are not secrets: they occur throughout most code.
+        values = {value: words for value, words in values.items() if len(value) >= (6 if value.isdecimal() else 4)}
         # Reproducing a run restores only secrets in plain form.
         self._redact = partial(redact, values=values, other=REDACTED)
         root = cfg.data.root
@@ -174,9 +175,3 @@ def redact_code_secrets(cfg: Config, code: Code | None = None) -> None:
     if cfg.secrets:
         code = collect() if code is None else code
         cfg.secrets.values = dict.fromkeys(code.secrets, REDACTED) | cfg.secrets.values
-
-
-def _may_be_secret(value: str) -> bool:
-    """Return whether an environment value may be a secret: short words and small numbers are not, since they occur
-    throughout most code."""
-    return len(value) >= (6 if value.isdecimal() else 4)

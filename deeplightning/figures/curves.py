@@ -76,7 +76,7 @@ def _draw(chart: Chart, best: int | None) -> "Figure":
     for stage, points in chart.curves.items():
         steps, values = zip(*_thin(points), strict=True)
         marker = "o" if len(steps) <= 30 else None
-        colour = _COLOUR.get(stage, style.COLOURS[3])
+        colour = _COLOUR.get(stage, style.PURPLE)
         axes.plot(steps, values, color=colour, label=_STAGE_NAME.get(stage), marker=marker, markersize=2.5)
     axes.set_title(style.label(chart.name, 40))
     _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])

@@ -27,8 +27,7 @@ INK, MUTED, GRID, PAPER = "#1b1f25", "#59636f", "#d9dee5", "#fefefe"
 DARK = {INK: "#e6eaef", MUTED: "#9aa5b1", GRID: "#363d46", PAPER: "#15191e"}
 """Replacements of the colours on a dark page."""
 
-BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#2f7fc8", "#d2721a", "#2f9a63", "#d64545", "#8a6bd1", "#1c9aa6"
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
+BLUE, ORANGE, GREEN, RED, PURPLE = "#2f7fc8", "#d2721a", "#2f9a63", "#d64545", "#8a6bd1"
 """Colours of lines. Each has a contrast of at least 3 on both backgrounds."""
 
 MAP, WHITE = "#2672b8", "#ffffff"

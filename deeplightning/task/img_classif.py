@@ -5,12 +5,11 @@ Shapes: B batch, C channels, H height, W width, K classes.
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from deeplightning.task.classes import Classification
-from deeplightning.task.pixel_input import ImageTask, keep_best
+from deeplightning.task.pixel_input import ImageTask, keep_best, pixels_of
 
 SHEET_SIZE = 16
 """Number of pictures on the sheet of a validation."""
@@ -43,10 +42,9 @@ class ImageClassification(Classification, ImageTask):
 
         names = self._names_or_numbers(self._num_outputs)
         columns = [self._sheet[name].cpu() for name in ("image", "label", "predicted", "p")]
+        answer, sample = class_plots.answer, class_plots.Sample
         samples = [
-            class_plots.Sample(
-                _pixels(image), *class_plots.answer(names[label], names[predicted], float(p)), bool(label == predicted)
-            )
+            sample(pixels_of(image), *answer(names[label], names[predicted], float(p)), bool(label == predicted))
             for image, label, predicted, p in zip(*columns, strict=True)
         ]
         wrong = sum(not sample.is_right for sample in samples)
@@ -54,13 +52,3 @@ class ImageClassification(Classification, ImageTask):
         return found | {
             "val_predictions": class_plots.sheet(samples, words, "then the right answers that are least confident")
         }
-
-
-def _pixels(image: Tensor) -> np.ndarray:
-    """Convert a picture (C, H, W) on the CPU to uint8 (H, W, 3), or to (H, W) of its first channel if it does not have
-    three. Floats are scaled to the range from black to white."""
-    if image.is_floating_point():
-        low, high = torch.aminmax(image)
-        image = ((image - low) / (high - low).clamp(min=1e-9) * 255).byte()
-    found: np.ndarray = (image.permute(1, 2, 0) if len(image) == 3 else image[0]).numpy()
-    return found

@@ -5,6 +5,7 @@ Shapes: B batch, C channels, H height, W width.
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -144,4 +145,14 @@ def keep_best(kept: dict[str, Tensor] | None, found: dict[str, Tensor], count: i
             found = {name: torch.cat([before[name], column]) for name, column in found.items()}
         best = found["worth"].topk(min(count, len(found["worth"]))).indices
         found = {name: column[best] for name, column in found.items()}
+    return found
+
+
+def pixels_of(image: Tensor) -> np.ndarray:
+    """Convert a picture (C, H, W) on the CPU to uint8 (H, W, 3), or to (H, W) of its first channel if it does not have
+    three. Floats are scaled to the range from black to white."""
+    if image.is_floating_point():
+        low, high = torch.aminmax(image)
+        image = ((image - low) / (high - low).clamp(min=1e-9) * 255).byte()
+    found: np.ndarray = (image.permute(1, 2, 0) if len(image) == 3 else image[0]).numpy()
     return found

@@ -6,13 +6,14 @@ Shapes: B batch, C channels, H height, W width, K classes.
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.networks import LabelError, MisfitError, Probabilities, check_output_count, output_error
-from deeplightning.task.pixel_input import ImageTask, keep_best
+from deeplightning.task.pixel_input import ImageTask, keep_best, pixels_of
 from deeplightning.task.supervised import Batch
 
 log = logging.getLogger("deeplightning")
@@ -97,6 +98,7 @@ class Segmentation(ImageTask):
         answered = outputs.argmax(1)
         counts = truth >= 0
         right = ((answered == truth) & counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)  # (B,)
+        right = right.where(counts.flatten(1).any(1), 1.0)  # nothing to judge: shown last
         self._sheet = keep_best(
             self._sheet, {"image": inputs, "truth": truth, "answered": answered, "worth": -right}, MAX_SHOWN
         )
@@ -108,9 +110,10 @@ class Segmentation(ImageTask):
             return {}
         from deeplightning.figures import class_plots  # most processes and verbs draw nothing
 
-        columns = {name: column.cpu().numpy() for name, column in self._sheet.items()}
-        images, truth, answered = columns["image"].transpose(0, 2, 3, 1), columns["truth"], columns["answered"]
-        shown = images, truth, answered, self._names_or_numbers(self._num_classes), -columns["worth"]
+        columns = {name: column.cpu() for name, column in self._sheet.items()}
+        images = np.stack([np.atleast_3d(pixels_of(image)) for image in columns["image"]])
+        truth, answered, worth = (columns[name].numpy() for name in ("truth", "answered", "worth"))
+        shown = images, truth, answered, self._names_or_numbers(self._num_classes), -worth
         return {"val_segmentation": class_plots.overlays(*shown)}
 
     # ---- export

@@ -102,6 +102,10 @@ class Supervised(pl.LightningModule):
         for section, names in (("loss", named), ("metrics", model.metrics or {})):
             if taken := [name for name in names if hasattr(nn.ModuleDict, name) or "." in name]:
                 raise MisfitError(f"model.{section}.{taken[0]}: torch has another use for this name; take another")
+        metrics = self.metric_names if model.metrics is None else model.metrics
+        clash = [f"metrics.{name}" for name in metrics if name in {"loss", *named}]
+        if clash := clash or ["loss.loss"] * (len(named) > 1 and "loss" in named):
+            raise MisfitError(f"model.{clash[0]}: a loss is logged under this name; rename one of them")
         self.losses = nn.ModuleDict({name: build_loss(loss, self.loss_arguments) for name, loss in named.items()})
         self.weights = {name: loss.weight for name, loss in named.items()}
         self._divides_by_samples = all(divides_by_samples(loss, self.uniform) for loss in self.losses.values())
@@ -545,7 +549,9 @@ class Supervised(pl.LightningModule):
         if keep is not None and not keep.all():  # padding rows
             inputs, truth, outputs = inputs[keep], truth[keep], rows(outputs, keep)
             weight = weight if weight is None else weight[keep]
-            batch = {name: column[keep] for name, column in batch.items()}
+            places = keep.nonzero().flatten().tolist()
+            kept = {Tensor: lambda column: column[keep], list: lambda column: [column[place] for place in places]}
+            batch = {name: kept.get(type(column), lambda same: same)(column) for name, column in batch.items()}
         if len(truth):
             self._measure(stage, outputs, truth, *self._loss(outputs, truth, weight))
         else:

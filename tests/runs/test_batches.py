@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from deeplightning.array_spec import ArraySpec
 from deeplightning.data.of_datasets import OfDatasets
+from deeplightning.figures.style import drawn
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.make_bundle import is_servable
 from deeplightning.task.networks import LabelError, MisfitError
@@ -354,3 +355,22 @@ def test_a_data_module_of_pairs_is_checked_and_trained(command, here):
         assert "parts.Parts gives batches of the form list (float32 (8, 2), int64 (8,), float32" in note
         assert "a tuple (input, label) or (input, label, weight)" in note
         assert "Traceback" not in bad.err
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_masks_are_drawn_over_floats_of_any_channels(learn, channels):
+    """Also over those of half precision."""
+    task = learn("segmentation", lambda cfg: Loaders(TensorDataset(*columns("segmentation")))).task
+    zeros = torch.zeros(2, 4, 4, dtype=torch.int64)
+    image = torch.rand(2, channels, 4, 4).bfloat16()
+    task._sheet = {"image": image, "truth": zeros, "answered": zeros, "worth": torch.zeros(2)}
+    drawn(task.pictures("val")["val_segmentation"])
+
+
+def test_columns_of_other_types_do_not_mind_padding_rows(learn):
+    """A list loses the rows that do not count; what is neither a list nor a tensor stays as it is."""
+    inputs, target = columns("regression")
+    task = learn("regression", lambda cfg: Loaders(TensorDataset(inputs, target))).task
+    batch = {"input": inputs[:4], "target": target[:4], "index": torch.tensor([0, 1, -1, -1])}
+    found = task._evaluate("test", batch | {"name": list("abcd"), "meta": {"id": torch.arange(4)}})
+    assert found["index"].tolist() == [0, 1]

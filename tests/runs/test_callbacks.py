@@ -1,14 +1,20 @@
 """What happens beside learning: when it is validated and saved, what is best, when it stops, which steps are logged."""
 
+import io
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
+from deeplightning.callbacks.on_request import ShowPictures
 from deeplightning.callbacks.steps import ends_of_parts
+from deeplightning.config.schema import Pictures
 from deeplightning.faults import CheckpointError, ConfigError, RunError
+from deeplightning.runfolder import RunFolder
 
 BEST = "train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}"
 
@@ -219,3 +225,37 @@ def test_an_epochs_training_metrics_are_means_over_its_samples(fit):
 def test_the_parts_of_an_epoch_end_with_batches(batches, share, ends):
     """Rounded to the nearest batch, the last one with the epoch; no more than there are batches."""
     assert ends_of_parts(batches, share) == ends
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["model.loss.type=own.NoNumber", "train.early_stop={metric: val_loss}"], "val_loss is nan"),
+        (
+            [
+                "model.loss.type=own.Constant",
+                "train.early_stop={metric: val_loss, mode: max, patience: 2}",
+                "train.val_every_n_epoch=0.25",
+            ],
+            "val_loss was no better than 1.5000 for 2 validations",
+        ),
+    ],
+)
+def test_a_stop_in_the_first_epoch_is_told(settings, words, fit, caplog):
+    """With its reason."""
+    caplog.set_level("INFO")
+    fit(*settings, "train.num_epochs=9")
+    assert f"stopped    early, after epoch 1: {words}" in caplog.text
+
+
+def test_pictures_of_a_task_may_have_any_form(tmp_path, caplog):
+    """Half precision, no channel, an array; what is no picture is a warning."""
+    given = {"brain": torch.rand(3, 8, 8).bfloat16(), "flat": torch.rand(8, 8), "array": torch.rand(1, 8, 8).numpy()}
+    trainer = SimpleNamespace(max_epochs=1, current_epoch=0, state=SimpleNamespace(fn="fit"))
+    show = ShowPictures(Pictures(), SimpleNamespace(folder=RunFolder(tmp_path)))
+    task = SimpleNamespace(pictures=lambda stage: given | {"odd": torch.rand(2, 8, 8)})
+    show.on_validation_end(trainer, task)
+    assert {
+        path.stem: Image.open(io.BytesIO(path.read_bytes())).size for path in tmp_path.glob("*.png")
+    } == dict.fromkeys(given, (8, 8))
+    assert "pictures   odd is not stored: A picture has 1, 3 or 4 channels" in caplog.text

@@ -58,3 +58,10 @@ def test_a_trainer_trains_again_and_tests(fit):
         )
     assert first == second
     assert (fitted.folder / "test_results.json").is_file()
+
+
+def test_runs_of_the_same_second_have_their_own_folders(tiny, monkeypatch):
+    """If no logger has a folder."""
+    monkeypatch.setattr("deeplightning.callbacks.time.strftime", lambda _: "2026-11-30_10-00-00")
+    folders = {callback_of(init_trainer(load_config(tiny)), Record).fallback for _ in range(2)}
+    assert len(folders) == 2

@@ -469,3 +469,15 @@ def test_a_config_is_checked_and_tried_without_its_pictures(command, config, tmp
     """`check` reads the names of the metrics; `check --dry-run` takes a made-up batch with masks through the steps."""
     for more in ([], ["--dry-run"]):
         command("check", config, "data.root='/nowhere'", *more, cwd=tmp_path, code=0)
+
+
+def test_a_picture_without_pixels_that_count_is_shown_last():
+    """It has nothing that could be wrong."""
+    task = Segmentation.__new__(Segmentation)
+    task.__dict__["_sheet"] = None
+    truth = torch.zeros(2, 4, 4, dtype=torch.int64)
+    truth[0] = -100
+    outputs = torch.zeros(2, 2, 4, 4)
+    outputs[1, 1, 0] = 1  # a quarter is wrong
+    task.remember(torch.zeros(2, 1, 4, 4), outputs, truth)
+    assert (-task.__dict__["_sheet"]["worth"]).tolist() == [0.75, 1.0]

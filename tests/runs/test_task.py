@@ -241,3 +241,17 @@ def test_the_sheet_of_a_validation_has_the_pictures_that_are_worth_most():
     best = worth.argsort(descending=True)[:SHEET_SIZE]
     assert task.__dict__["_sheet"]["image"].flatten().tolist() == best.tolist()
     assert sum(map(len, task.__dict__["_confusion_indices"])) == 400
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.metrics={loss: {type: deeplightning.task.metrics.Accuracy}}",
+        "model.loss={loss: {type: torch.nn.CrossEntropyLoss}, b: {type: torch.nn.CrossEntropyLoss}}",
+        "model.loss={acc: {type: torch.nn.CrossEntropyLoss}, b: {type: torch.nn.CrossEntropyLoss}}",
+    ],
+)
+def test_a_name_is_of_a_loss_or_of_a_metric(override, fit):
+    """Both would be logged under it."""
+    with pytest.raises((MisfitError, UserError), match=r"model\.(metrics\.(loss|acc)|loss\.loss): a loss is logged"):
+        fit(override)
