@@ -2,9 +2,11 @@
 
 import difflib
 import errno
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -284,4 +286,13 @@ ERRORS = {kind.exit_code: kind for kind in (ConfigError, SetupError, CheckpointE
 def error_of(faults: list[Fault]) -> UserError:
     """Return an error with these faults, of the first class that occurs: config, machine, weights, run, user code."""
     codes = {fault.exit_code for fault in faults}
-    return next(kind for code, kind in ERRORS.items() if code in codes)(faults)
+    return next((kind for code, kind in ERRORS.items() if code in codes), UserError)(faults)
+
+
+def seconds_of(variable: str, default: float) -> float:
+    """Return the number of seconds that an environment variable sets; raise SetupError if it is not one."""
+    text = os.environ.get(variable) or str(default)
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e6:
+            return seconds
+    raise SetupError(f"{variable}={text!r} is not a number of seconds")

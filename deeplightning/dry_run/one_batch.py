@@ -99,6 +99,8 @@ def example(attempt: Attempt, longest: bool = False) -> object:
     except Exception as error:
         attempt.faults += faults_of(attempt, error, target)
         return None
+    if data is None:  # the task has its own loaders, which the loaders of this batch replace
+        data, target = pl.LightningDataModule(), attempt.cfg.model.module
     try:
         name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
         make = getattr(data, name, None)

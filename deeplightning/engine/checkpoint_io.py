@@ -50,7 +50,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Its key `left_out` lists the entries for `restore_left_out`, each as a key, and a key of the dict there or None.
         """
         entries = _user_entries(checkpoint)
-        new = {entry: _is_unsafe(*entry, checkpoint) for entry in entries if entry not in self._unsafe}
+        # A safe value may be replaced by an unsafe one, such as None by an object.
+        new = {entry: _is_unsafe(*entry, checkpoint) for entry in entries if not self._unsafe.get(entry)}
         self._unsafe |= new
         if any(new.values()):
             log.warning(

@@ -102,7 +102,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         for parameter, found in holders_of(task).items():
             replace_parameter(found, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
         mesh = self.device_mesh["data_parallel"]
-        for unit in (*_inner_units(task, self.wrap), *_roots(task)):
+        for unit in (*_inner_units(task, self.wrap), *roots_of(task)):
             fully_shard(unit, mesh=mesh, **self._options)
         device = torch.device("cpu") if self._offloads else self.root_device
         for child in task.children():
@@ -151,7 +151,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
 
 def _inner_units(task: nn.Module, wrap: int | Sequence[str]) -> Iterator[nn.Module]:
     """Yield the modules below the roots that are units of their own, the innermost first."""
-    roots = set(_roots(task))
+    roots = set(roots_of(task))
     inner = {n: m for n, m in task.named_modules() if m is not task and m not in roots and _may_be_unit(m)}
     if isinstance(wrap, int):
         chosen = [m for m in inner.values() if sum(p.numel() for p in m.parameters()) >= wrap]
@@ -177,20 +177,20 @@ def units_of(task: nn.Module, wrap: int | Sequence[str]) -> list[list[nn.Paramet
         ConfigError: `wrap` matches no module.
     """
     taken, units = set[nn.Parameter](), list[list[nn.Parameter]]()
-    for module in (*_inner_units(task, wrap), *_roots(task)):
+    for module in (*_inner_units(task, wrap), *roots_of(task)):
         units.append([parameter for parameter in module.parameters() if parameter not in taken])
         taken.update(units[-1])
     return [unit for unit in units if unit]
 
 
-def _roots(module: nn.Module) -> list[nn.Module]:
+def roots_of(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules with parameters that can be sharded; for a list of modules, its items."""
     found: list[nn.Module] = []
     for child in module.children():
         if _may_be_unit(child):
             found.append(child)
         elif not isinstance(child, Metric):
-            found += _roots(child)
+            found += roots_of(child)
     return found
 
 

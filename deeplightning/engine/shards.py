@@ -6,7 +6,7 @@ the first dimension. In both, the share of a process is one contiguous slice.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,9 +129,3 @@ def _replace_leaves(value: object, wanted: Callable[[object], bool], replace: Ca
         return visited[id(value)]
 
     return visit(value, "")
-
-
-def slices(numel: int, parts: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each of `parts` equal parts of a flattened tensor; the last ones may be shorter."""
-    size = -(-numel // parts)
-    return ((min(numel, n * size), min(numel, (n + 1) * size)) for n in range(parts))

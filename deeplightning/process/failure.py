@@ -72,7 +72,8 @@ class RankError(UserError):
 
 def is_lost(error: BaseException) -> bool:
     """Return whether an error only reports that another process is gone or does not respond."""
-    return isinstance(error, RuntimeError) and is_lost_message(str(error))
+    is_quoted = _IN_WORKER.match(str(error))  # of a loader's worker: paths and code of the user are in the message
+    return isinstance(error, RuntimeError) and not is_quoted and is_lost_message(str(error))
 
 
 def is_lost_message(message: str) -> bool:

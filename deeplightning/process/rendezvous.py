@@ -9,7 +9,6 @@ Torch is imported only when a run starts.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from deeplightning.faults import Fault, SetupError
+from deeplightning.faults import Fault, SetupError, seconds_of
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
 from deeplightning.private.messages import ErrorText, matches
 from deeplightning.process import member
@@ -101,19 +100,6 @@ def connect(trainer: pl.Trainer, alike: Mapping[str, str]) -> None:
 # ---- the rendezvous
 
 
-def wait_seconds() -> float:
-    """Return how many seconds to wait for processes that are started elsewhere.
-
-    Raises:
-        SetupError: the variable is not a number of seconds.
-    """
-    text = os.environ.get(WAIT_VARIABLE) or str(WAIT_SECONDS)
-    with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(text)) < 1e6:
-            return seconds
-    raise SetupError(f"{WAIT_VARIABLE}={text!r} is not a number of seconds")
-
-
 def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
     """Connect this process to the others, and start those of this machine if that is its task.
 
@@ -182,7 +168,7 @@ def _listen(address: str, port: int, world: int) -> Any:
         socket.getaddrinfo(address, None)
     except OSError as error:
         raise SetupError(f"MASTER_ADDR={address}: cannot resolve this address: {error.strerror or error}") from error
-    limit = timedelta(seconds=wait_seconds())
+    limit = timedelta(seconds=seconds_of(WAIT_VARIABLE, WAIT_SECONDS))
     try:
         return TCPStore(address, port, world, timeout=limit, is_master=True, wait_for_workers=False, multi_tenant=True)
     except DistError as error:
@@ -218,7 +204,7 @@ def _connect_store(address: str, port: int, world: int) -> Any:
     from torch.distributed import TCPStore
 
     found: list[Any] = []
-    limit = wait_seconds()
+    limit = seconds_of(WAIT_VARIABLE, WAIT_SECONDS)
 
     def connect() -> None:
         try:
@@ -255,7 +241,7 @@ def _gather(store: Any, card: dict[str, Any], address: str, noun: str, number: i
             time.sleep(FAULT_SECONDS)  # the store ends with this process
         raise SetupError(message)
 
-    own, limit = interface(address), wait_seconds()
+    own, limit = interface(address), seconds_of(WAIT_VARIABLE, WAIT_SECONDS)
     until = time.monotonic() + limit
     try:
         if store.add(f"{KEY}/came/{number}", 1) > 1:

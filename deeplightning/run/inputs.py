@@ -206,7 +206,7 @@ _READERS: dict[str, dict[str, Reader]] = {
         ".csv": lambda path, spec: _texts(_table_rows(path, spec, ","), spec),
         ".tsv": lambda path, spec: _texts(_table_rows(path, spec, "\t"), spec),
         **dict.fromkeys((".jsonl", ".ndjson"), lambda path, spec: _texts(_json_objects(path), spec)),
-        ".json": lambda path, _: [text.decode() for text in texts_from_json(_read_bytes(path))],
+        ".json": lambda path, _: [text.decode() for text in texts_from_json(_read_bytes(path), 10**9)],
     },
     "table": {
         ".csv": _rows,

@@ -33,6 +33,7 @@ from serve.answers import answered
 
 MAX_REPORTED = 1000  # unanswered inputs that the error lists
 FORMATS = (".csv", ".jsonl")
+ToRow = Callable[[Place, dict[str, Any]], dict[str, Any]]  # of an endpoint's answer
 
 
 def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = None, allow: Sequence[str] = ()) -> int:
@@ -76,7 +77,7 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
     with _writer(out) as write:
         network = _Network(folder, allow)
         takes = KINDS[network.task].takes
-        row_of = _rows(network, out)
+        row_of = _rows(network, out, files)
         paths: Iterable[Path] = _paths(files, takes)
         if out is not None and sys.stderr.isatty():
             paths = track([*paths], "files", console=Console(stderr=True), transient=True)
@@ -153,11 +154,11 @@ def _inputs(
             refuse(path, error)
 
 
-def _rows(network: _Network, out: Path | None) -> Callable[[Place, dict[str, Any]], dict[str, Any]]:
+def _rows(network: _Network, out: Path | None, files: Sequence[Path]) -> ToRow:
     """Return the function that converts the endpoint's answer to a row of the table.
 
     Raises:
-        SetupError: PNG files are to be written, and `out` is None.
+        SetupError: PNG files are to be written, and `out` is None or their folder has or is an input.
     """
     gives = KINDS[network.task].gives
     if gives in ("segmentation", "reconstruction"):
@@ -166,6 +167,9 @@ def _rows(network: _Network, out: Path | None) -> Callable[[Place, dict[str, Any
                 "this run answers with pictures: --out FILE.csv writes them as PNG files into the folder FILE, next "
                 "to the table"
             )
+        into = out.with_suffix("").resolve()
+        if into.exists() and any(p == into or into in p.parents or p in into.parents for p in map(Path.resolve, files)):
+            raise SetupError(f"{into}: PNG files would be written into this folder of inputs; choose another --out")
         return _pictures(out.with_suffix(""), "mask" if gives == "segmentation" else "image")
     return {"classification": _classes, "regression": _numbers, "multilabel": _labels}[gives]
 
@@ -194,7 +198,7 @@ def _labels(place: Place, answer: dict[str, Any]) -> dict[str, Any]:
     return {"predicted_labels": "|".join(chosen)} | probabilities
 
 
-def _pictures(into: Path, key: str) -> Callable[[Place, dict[str, Any]], dict[str, Any]]:
+def _pictures(into: Path, key: str) -> ToRow:
     """Return a function that writes each answer's PNG to a folder; a name used by several inputs gets a number."""
     used: set[str] = set()
 

@@ -13,7 +13,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.config.trust import run_config
-from deeplightning.faults import CheckpointError
+from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.process.identity import decide_on_rank_0, identity, own_rank, restarts
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking.build import refusal
@@ -315,8 +315,12 @@ def _is_point(point: object) -> bool:
 
 def _is_same(cfg: Config, folder: RunFolder) -> bool:
     """Return whether a run was started with the same config, apart from its stages and what it resumes from."""
-    theirs, ours = plain(read(run_config(folder)).root, written=True), cfg.public()
-    if theirs["train"]["resume_ckpt"] is not None:
+    ours = cfg.public()
+    try:
+        theirs = plain(read(run_config(folder)).root, written=True)
+        if theirs["train"]["resume_ckpt"] is not None:
+            return False
+    except (ConfigError, CheckpointError, KeyError, TypeError):  # damaged, or of somebody else and not plain
         return False
     ours["train"]["resume_ckpt"] = None
     return dump(theirs | {"stages": None}) == dump(ours | {"stages": None})

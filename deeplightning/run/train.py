@@ -22,6 +22,7 @@ from deeplightning.config.target import find
 from deeplightning.config.tree import line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, UserError
 from deeplightning.launch import apply_environment
+from deeplightning.own_code import is_user_file
 from deeplightning.private.messages import ErrorText, matches
 from deeplightning.process import member
 from deeplightning.process.identity import identity, own_rank, restarts
@@ -162,7 +163,7 @@ def _train(cfg: Config, trainer: pl.Trainer, task: object, data: object, resumed
 
 def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
     """Return the checkpoint for validate, test and predict; None to use the weights in the task."""
-    if trained and cfg.train.fast:
+    if trained and (cfg.train.fast or (cfg.train.num_epochs == 0 and cfg.test.ckpt is None)):  # none was saved
         return None
     if trained and cfg.test.ckpt in (None, "best", "last"):
         folder = record.folder
@@ -291,6 +292,8 @@ def _part_fault(error: Exception, task: pl.LightningModule) -> Fault | None:
     if not isinstance(getattr(task, "cfg", None), Config):
         return None
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if is_user_file(frame.f_code.co_filename):  # a part called the user's code, which raised the error
+            return None
         part = type(frame.f_locals.get("self"))
         key = next((key for package, key in _PART_KEYS.items() if part.__module__.startswith(package)), None)
         if key is not None:

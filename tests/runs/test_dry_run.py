@@ -74,6 +74,11 @@ class Exampleless(Digits):
         raise KeyError("shape")
 
 
+class Loads(ImageClassification):
+    def train_dataloader(self):
+        raise AssertionError("a dry run reads no data")
+
+
 class Raises(ImageClassification):
     def training_step(self, batch, batch_idx):
         return self.cfg.no_such_section
@@ -481,3 +486,11 @@ def test_an_example_is_a_batch_as_loaders_give_it(here):
         }
         assert batch["image"].shape == shape
         assert (batch["label"][0], batch["label"].max(), len(batch["index"])) == (0, last, 7)
+
+
+def test_a_task_with_its_own_loaders_is_built():
+    """None of its data are read, and no step is tried."""
+    found, untried = tried("~data", "model.module.type=own.Loads")
+    assert found == []
+    assert not any("NoneType" in note for note in untried)
+    assert any("so no step was tried" in note for note in untried)

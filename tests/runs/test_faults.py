@@ -1,6 +1,7 @@
 """What a config asks for in good faith works, or is refused in one note, with the remedy."""
 
 import urllib.error
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,3 +226,15 @@ def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_pat
     assert (row["state"], "no batches" in row["failure"]) == ("failed", True)
     found = tracked(outcome.folder).client.get_run(row["run"])
     assert found.info.status == "FAILED"
+
+
+def test_a_slip_in_an_own_transform_is_no_fault_of_the_config():
+    """Though one of torchvision called it."""
+    from torchvision.transforms import Compose
+
+    from deeplightning.config.schema import Config
+    from deeplightning.run.train import _part_fault
+
+    with pytest.raises(IndexError) as raised:
+        Compose([lambda image: image[5]])([1])
+    assert _part_fault(raised.value, SimpleNamespace(cfg=object.__new__(Config))) is None

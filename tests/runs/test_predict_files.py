@@ -283,3 +283,19 @@ def test_a_file_of_another_content_says_what_is_wrong(asked, tmp_path, kind, nam
     assert words in str(error)
     assert name.endswith(".json") or "application/json" not in str(error)  # which is for requests
     assert str(error).startswith(str(file))
+
+
+def test_pictures_never_replace_the_inputs(asked, tmp_path):
+    """A table beside a folder of inputs, with its name, is refused."""
+    file = png(tmp_path / "photos" / "a.png")
+    before = file.read_bytes()
+    for given in (file, file.parent, tmp_path):
+        rows, error = asked("image_segmentation", given, out="photos.jsonl")
+        assert (rows, error.exit_code, file.read_bytes()) == ([], 3, before)
+
+
+def test_a_local_file_may_have_more_texts_than_a_request(tmp_path):
+    """As with rows and arrays."""
+    from deeplightning.run.inputs import inputs_of
+
+    assert len([*inputs_of(lines(tmp_path / "a.json", {"texts": ["a, b"] * 1500}), "text")]) == 1500

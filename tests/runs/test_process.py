@@ -3,6 +3,7 @@ seconds."""
 
 import gc
 import http.server
+import os
 import signal
 import subprocess
 import sys
@@ -211,3 +212,11 @@ def test_predict_ends_without_a_word_where_nobody_reads():
         finally:
             server.shutdown()
     assert (done.stdout.split(), done.stderr) == (["141", "0"], "")
+
+
+def test_a_character_that_the_encoding_lacks_is_escaped():
+    """It must not end a run."""
+    program = "from deeplightning.process import streams; streams.prepare(); print('null \\u2192 3')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+    assert done.stdout == b"null \\u2192 3\n"

@@ -223,7 +223,7 @@ def test_a_second_signal_or_half_a_minute_ends_processes_that_wait_for_each_othe
     killed = running.end()
     assert time.monotonic() - begun < 20 or times == 1
     assert {each.code for each in killed.ranks} == {143}, killed
-    assert f"interrupted by SIGTERM{'; after 3' if times == 1 else ''}" in told(killed)
+    assert f"interrupted by SIGTERM{'; the batch was not done after 3' if times == 1 else ''}" in told(killed)
     assert tracked(killed.folder).status == "KILLED"
 
 
@@ -373,3 +373,9 @@ def test_a_launched_process_that_stands_still(launched, tracked):
 
 def folder(out):
     return Path(out.splitlines()[-1].removeprefix("Artifact storage path: "))
+
+
+def test_what_a_loaders_worker_raised_is_no_lost_process():
+    """Its message quotes paths and code, which may contain any word."""
+    text = 'Caught RuntimeError in DataLoader worker process 0.\n  File "/data/store/own.py", line 3\nRuntimeError: odd'
+    assert not is_lost(RuntimeError(text))

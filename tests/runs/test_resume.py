@@ -522,3 +522,15 @@ def test_another_number_of_processes_goes_on_behind_the_same_sample(step, checkp
     assert one.out.count("val_loss") == (1 if step == 10 else 2)
     ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, whole))
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
+
+
+def test_auto_passes_over_a_run_whose_config_is_damaged(train, tmp_path):
+    """It has no checkpoint either: a new run starts."""
+    settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.num_epochs=1"]
+    damaged = train(*settings).folder
+    for path in damaged.glob("*.ckpt"):
+        path.unlink()
+    (damaged / "cfg.yaml").write_text("train: [")
+    begun = train(*settings, "train.resume_ckpt=auto")
+    assert "resumes    nothing, a new run starts" in begun.out
+    assert begun.folder != damaged

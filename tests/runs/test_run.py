@@ -377,3 +377,9 @@ def test_a_fast_run_tries_each_stage_and_keeps_no_weights(train, tracked):
     assert "; 1 step" in run.out
     rows = (run.folder / "test_predictions.csv").read_text().splitlines()
     assert len(rows) == 17
+
+
+def test_no_epochs_also_test(train, tracked):
+    """The stages after `num_epochs: 0` use the weights as they are."""
+    done = train("train.num_epochs=0", "stages=[train, test]")
+    assert {"val_acc", "test_acc"} <= set(tracked(done.folder).metrics)

@@ -212,3 +212,11 @@ def test_weights_of_another_network_are_refused_with_their_names(path):
     assert f"{path}: of another network: 2 tensors differ" in str(caught.value)
     assert "bias is missing" in str(caught.value)
     assert "weight is (100, 100), the network expects (2, 3)" in str(caught.value)
+
+
+def test_a_value_that_becomes_unreadable_is_left_out_then(tmp_path, checkpoint):
+    """At the first save it was a plain one."""
+    io, path = SafeCheckpointIO(), tmp_path / "last.ckpt"
+    for value in (None, datetime(2026, 1, 1)):
+        io.save_checkpoint(checkpoint | {"own": value}, path)
+    assert "own" not in read_checkpoint(path)
