@@ -220,7 +220,7 @@ class Run:
 
         if isinstance(inputs, str | bytes | Path | Mapping):
             raise TypeError(f"inputs is a {type(inputs).__name__}; give a list of inputs")
-        if hasattr(inputs, "to_dict"):
+        if hasattr(inputs, "to_dict") and hasattr(inputs, "columns"):  # not a Series
             inputs = inputs.to_dict("records")
         if KINDS[self._model.task].takes == "image":
             inputs = (_image_bytes(index, picture) for index, picture in enumerate(inputs))
@@ -255,6 +255,8 @@ def _image_bytes(index: int, picture: object) -> bytes:
             f"input {index}: a picture is a path, bytes, a Pillow image or an array, not {type(picture).__name__}"
         )
     file = io.BytesIO()
+    if picture.mode in ("CMYK", "HSV", "YCbCr"):  # PNG has none of them; `ImageSpec` converts them in the same way
+        picture = picture.convert("RGB")
     picture.save(file, "PNG")
     return file.getvalue()
 

@@ -155,12 +155,12 @@ def _api_key(variable: str | None) -> str | None:
     """Return the API key from an environment variable."""
     if variable is None:
         return None
-    if not os.environ.get(variable):
+    if not (key := os.environ.get(variable, "").strip()):  # a header has no spaces or line ends around a value
         raise OptionError(
             f"The environment variable {variable}, which must contain the API key, is not set or is empty. "
             f"Set it, or omit --api-key-env (serve.api_key_env)."
         )
-    return os.environ[variable]
+    return key
 
 
 def _number_parser(kind: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
@@ -190,8 +190,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = _bound_socket(host, port, reuse_port=True)
         listener.listen(BACKLOG)
         return listener
-    except OSError as error:
-        reason = (error.strerror or str(error)).split(" (")[0]
+    except (OSError, UnicodeError) as error:  # the latter for a name such as a..b
+        reason = (getattr(error, "strerror", None) or str(error)).split(" (")[0]
         raise AddressError(
             f"The server cannot listen on {host}, port {port}: {reason}. Choose another with --host (127.0.0.1: this "
             "machine only, 0.0.0.0: all its addresses) or --port (0: any free port)."
@@ -219,9 +219,10 @@ def _bound_socket(host: str, port: int, reuse_port: bool = False) -> socket.sock
 
 def _bundle_files(folder: Path) -> list[Path]:
     """Return the files of the bundle in `folder`; none while it is being replaced."""
-    for bundle in bundle_folders(folder):
-        if (bundle / RunFolder("").bundle_card.name).is_file():
-            return sorted(bundle.iterdir())
+    with contextlib.suppress(OSError, RuntimeError):  # no permission, an unknown home: loading the bundle reports it
+        for bundle in bundle_folders(folder.expanduser()):
+            if (bundle / RunFolder("").bundle_card.name).is_file():
+                return sorted(bundle.iterdir())
     return []
 
 

@@ -86,6 +86,8 @@ def device_for_precision(precision: str, device: str) -> str:
     Raises:
         OptionError: two options contradict each other.
     """
+    if precision not in ("fp32", "int8", "fp16") or not is_device_word(device):
+        raise OptionError(f"precision {precision} on {device}: use fp32, int8 or fp16, and auto, cpu, cuda or cuda:N.")
     if precision == "int8" and not device.startswith("cuda"):
         device = "cpu"
     if (precision == "fp16" and device == "cpu") or (precision == "int8" and device != "cpu"):

@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PredictError as error:
         print(printable(str(error)), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # stdout; network errors are a PredictError
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the interpreter prints an error at exit
         return 141
@@ -71,9 +73,9 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
     Raises:
         PredictError: no server answers, it refuses the picture (`name` in the message), or is another program.
     """
-    parts = urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     try:
+        parts = urlsplit(url)
         connection = kinds[parts.scheme](parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)
     except (KeyError, ValueError, http.client.InvalidURL):
         raise PredictError(f"The server's address is {url!r}; it must look like {DEFAULT_URL}.") from None
@@ -82,7 +84,7 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
         connection.request("POST", target, picture, {"Content-Type": kind})
         response = connection.getresponse()
         body = response.read()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, UnicodeError, http.client.HTTPException) as error:
         raise PredictError(
             f"No server answers at {url} ({error}). Start one with: deeplightning serve last (in a clone: bash "
             "deploy.sh RUN), or name another with --url."

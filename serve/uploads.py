@@ -154,13 +154,13 @@ def is_text(mimetype: bytes, content_type: bytes) -> bool:
     return mimetype in (b"", b"text/plain") and (found is None or found[1].lower() in (b"utf-8", b"utf8", b"us-ascii"))
 
 
-def texts_from_json(body: bytes) -> list[bytes]:
+def texts_from_json(body: bytes, max_marks: int = MAX_JSON_MARKS) -> list[bytes]:
     """Return the texts of `{"texts": [text, …]}`, or of `{"text": text}`, in UTF-8.
 
     Raises:
         Refusal: the body has another form.
     """
-    if not _TEXTS.fullmatch(body) and _marks(body) > MAX_JSON_MARKS:
+    if not _TEXTS.fullmatch(body) and _marks(body) > max_marks:
         raise Refusal(
             400, f"The body is not a JSON object with the one key texts, a list of 1,000 texts at most; {TEXT_USAGE}."
         )

@@ -20,7 +20,7 @@ from serve.admission import Admission, Hosts, request_id
 from serve.app import application
 from serve.batching import Batcher
 from serve.bundle import Bundle
-from serve.device import choose_devices, device_for_precision, onnxruntime_lacks
+from serve.device import OptionError, choose_devices, device_for_precision, onnxruntime_lacks
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
 from serve.prediction import JOB, Service
@@ -55,6 +55,8 @@ def create_app(
         DeviceError: the device cannot be used.
         OptionError, ValueError, TypeError: two options contradict each other, or a limit is out of range or unknown.
     """
+    if api_key is not None and not (api_key := api_key.strip()):
+        raise OptionError("api_key is empty; give the key that clients must send, or None.")
     bounds = Limits.of(**limits)
     device = device_for_precision(precision, device)
     chosen = choose_devices(device, onnxruntime_lacks).devices[0]

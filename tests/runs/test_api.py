@@ -140,7 +140,7 @@ def test_faults_are_exceptions(config, capfd, tmp_path):
     assert "unknown key" not in capfd.readouterr().err
     with pytest.raises(ConfigError, match=r"missing\.yaml: there is no such config file"):
         dl.train(tmp_path / "missing.yaml")
-    with pytest.raises(ConfigError, match=r"dict: a config holds texts, numbers, .* not float64 such as"):
+    with pytest.raises(ConfigError, match=r"dict: a config may contain texts, numbers, .* not float64 such as"):
         dl.train(config | {"seed": np.float64(1)})
     with pytest.raises(CheckpointError, match="There is no run folder"):
         dl.load_run(tmp_path / "nothing")
@@ -206,3 +206,10 @@ def test_a_run_ends_with_a_checkpoint_when_its_program_is_interrupted_or_killed(
         time.sleep(0.1)
     assert dl.load_run(folder).status == "KILLED"
     assert (folder / "last.ckpt").is_file()
+
+
+def test_a_picture_may_have_the_colours_of_print(run, digits):
+    """PNG has no CMYK."""
+    grey = Image.fromarray(digits[0])
+    one, other = run.predict([grey, grey.convert("RGB").convert("CMYK")])
+    assert one["label"] == other["label"]

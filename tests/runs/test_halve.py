@@ -162,3 +162,21 @@ def test_an_operator_without_fp16_and_all_around_the_layers_stay_in_float(tmp_pa
     assert answers.dtype == np.float32
     kinds = {one.name: one.data_type for one in onnx.load(halves).graph.initializer}
     assert kinds == {"w": TensorProto.FLOAT16, "large": TensorProto.FLOAT, "axis": TensorProto.INT64}
+
+
+class Price(nn.Module):
+    """Answers of about 250,000."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, rows):
+        return self.layers(rows) * 50_000 + 250_000
+
+
+def test_large_numbers_are_compared_relative_to_their_size(tmp_path):
+    """As the server compares them."""
+    folder = exported(tmp_path, "table_regression", Price().eval())[1]
+    assert halve(folder) > MAX_DIFFERENCE
+    Bundle.open(folder.path, "fp16")

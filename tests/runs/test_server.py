@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -359,6 +360,9 @@ def serve(*arguments):
         (["RUN", "--api-key-env", "EMPTY"], 2, "EMPTY"),
         ([], 2, "usage: python -m serve"),
         (["x", "--port", "70000"], 2, "usage: python -m serve"),
+        (["x" * 300, "--port", "0"], 4, "File name too long"),
+        (["~nobody-here/run", "--port", "0"], 4, "home directory"),
+        (["RUN", "--port", "0", "--host", "a..b"], 3, "cannot listen on a..b, port 0"),
         (["x", "--precision", "int4"], 2, "usage: python -m serve"),
     ],
 )
@@ -424,6 +428,9 @@ def test_the_client_prints_one_line_per_image(start, tmp_path):
         ("http://127.0.0.1:9/predict", "", "cannot be read: Is a directory"),
         ("file:///etc/hostname", "1.png", "The server's address is 'file:///etc/hostname'"),
         ("http://127.0.0.1:x/", "1.png", "The server's address is"),
+        ("http://[::1:5000/predict", "1.png", "The server's address is"),
+        ("http://a..b/predict", "1.png", "No server answers at http://a..b/predict"),
+        ("http://127.0.0.1:9/prédict", "1.png", "No server answers at"),
     ],
 )
 def test_the_client_says_why_there_is_no_answer(capsys, url, image, words):
@@ -555,3 +562,14 @@ def test_a_model_that_never_answers_is_given_up(limited):
     assert all(map(gone, processes))
     clients.join()
     assert (clients.faults, set(clients.labels)) == ([], {"blue"})
+
+
+def test_a_bundle_that_cannot_be_looked_at_changes_nothing(start, run_folder, tmp_path):
+    """The server answers with the loaded model."""
+    folder = tmp_path / "copy"
+    shutil.copytree(run_folder.path, folder)
+    server = start(folder=folder)
+    (folder / "bundle").rename(folder / "old")
+    (folder / "bundle").symlink_to("x" * 300)  # stat: File name too long
+    time.sleep(2.5)
+    assert server.ask("POST", "/predict", picture("green"))[1]["label"] == "green"

@@ -21,6 +21,7 @@ from deeplightning.faults import CheckpointError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
 from deeplightning.task.networks import Probabilities
+from serve.answers import answers
 from serve.app import application
 from serve.bundle import Bundle, BundleError
 from serve.dispatch import Dispatcher
@@ -270,3 +271,10 @@ def test_a_run_of_texts_deploys_and_answers_json(deployed, tmp_path):
     imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "errors").read_text().splitlines()}
     assert "deeplightning.text_spec" in imported
     assert imported.isdisjoint({"torch", "pytorch_lightning", "mlflow", "tokenizers", "transformers"})
+
+
+@pytest.mark.parametrize("wrong", [None, float("nan"), 5])
+def test_what_is_no_text_is_named(run, wrong):
+    """By its place, as pandas gives a missing text."""
+    with pytest.raises(ValueError, match=r"^input 1: This is not a text"):
+        answers(Bundle.open(run.path), ["a fine film", wrong], 1)

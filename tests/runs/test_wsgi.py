@@ -152,8 +152,11 @@ def test_a_process_may_be_forked_after_it_has_answered(run):
             BundleError,
             "with serve.precision int8 in the run's config, `deeplightning serve RUN` writes it; --precision fp32 does",
         ),
+        ({"api_key": ""}, OptionError, "api_key is empty"),
+        ({"precision": "fp8"}, OptionError, "precision fp8"),
+        ({"device": "gpu"}, OptionError, "on gpu"),
     ],
-    ids=["range", "name", "pair", "model"],
+    ids=["range", "name", "pair", "model", "key", "precision", "device"],
 )
 def test_wrong_options_are_explained(run, options, error, words):
     """Before anything is served."""

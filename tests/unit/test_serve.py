@@ -18,6 +18,7 @@ from werkzeug.datastructures import FileStorage, MultiDict
 from werkzeug.test import Client, encode_multipart
 
 from deeplightning.image_spec import ImageSpec
+from serve import __main__ as server_start
 from serve.admission import Admission, Hosts
 from serve.answers import HEADERS, refused
 from serve.app import application
@@ -456,3 +457,9 @@ def test_an_event_is_one_write(monkeypatch):
     log_event("full", number=3)
     (line,) = written
     assert (line[-1], json.loads(line)["event"]) == ("\n", "full")
+
+
+def test_a_key_may_end_its_line(monkeypatch):
+    """As that of a secret made with `echo`."""
+    monkeypatch.setenv("KEY", "s3cret\n")
+    assert server_start._api_key("KEY") == "s3cret"
