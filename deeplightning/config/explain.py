@@ -80,7 +80,7 @@ def _source_place(report: Report, path: KeyPath) -> str:
         return "default"
     written = _reference(report, path)
     is_shown = report.source.secrets.text_of(path) is not None  # as written, because it came from the environment
-    return entry.place + (f", from {written}" if written and not is_shown else "")
+    return report.source.secrets.redact(entry.place + (f", from {written}" if written and not is_shown else ""))
 
 
 def _machine_change(report: Report, path: KeyPath) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import Entry, kind, parse
 from deeplightning.faults import ConfigError, Fault, nearest
+from deeplightning.own_code import frozen
 
 SUFFIX = ".yaml"
 SHIPPED_GROUPS = HOME / "configs"  # its folders are the option groups that ship with Deep Lightning
@@ -53,7 +54,7 @@ class Group:
         """
         if _OPTION.fullmatch(option) and ".." not in option.split("/"):
             for root in self.roots:
-                if os.path.isfile(file := root / self.name / f"{option}{SUFFIX}"):  # noqa: PTH113  (long names)
+                if os.path.isfile(frozen(file := root / self.name / f"{option}{SUFFIX}")):  # noqa: PTH113  (long names)
                     return root, file
         options = self.options()
         listed = ", ".join(options[:_MAX_LISTED]) + (" …" if len(options) > _MAX_LISTED else "") or "none"

@@ -244,9 +244,7 @@ class Engine(Section):
         "store pictures in channels-last memory format: convolutions are faster, and round differently", False
     )
     threads: int | None = key(
-        "compute threads per process; null: OMP_NUM_THREADS, else the cores, divided among the processes",
-        None,
-        low=1,
+        "compute threads per process; null: OMP_NUM_THREADS, else the cores, divided among the processes", None, low=1
     )
     keep_memory: bool = key(
         "keep memory that a step frees for the next one instead of returning it to the system; same results", True
@@ -310,8 +308,7 @@ class Clip(Section):
     """Gradient clipping, before each optimizer step."""
 
     value: float = key(
-        "the largest norm or absolute value; for agc, the largest ratio to the weights' norm, such as 0.01",
-        low=0,
+        "the largest norm or absolute value; for agc, the largest ratio to the weights' norm, such as 0.01", low=0
     )
     algorithm: Literal["norm", "value", "agc"] = key(
         "clip the `norm` of all gradients, or each `value`; agc: each unit's norm relative to that of its weights",
@@ -414,9 +411,7 @@ class Pictures(Section):
     """Pictures of the task's inputs and predictions."""
 
     every_n_epochs: int = key(
-        "at validation every N epochs, and in the last one; confusion matrix and sheet at most once a minute",
-        1,
-        low=1,
+        "at validation every N epochs, and in the last one; confusion matrix and sheet at most once a minute", 1, low=1
     )
 
 

@@ -82,6 +82,9 @@ def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPat
             add_target(report, section.type, entry, key, path)
         section.place = entry.value["type"].place if "type" in entry.value else entry.place
         section.name = key
+    if isinstance(section, schema.Data) and section.loader:
+        for name, item in entry.value["loader"].value.items():
+            add_nested(report, item, f"{prefix}loader.{name}", (*path, "loader", name), lambda: Parameter("loader"))
     if isinstance(section, schema.Engine) and section.params:
         for name, item in entry.value["params"].value.items():
             add_nested(report, item, f"{prefix}params.{name}", (*path, "params", name), lambda: STRATEGY_PARAM)

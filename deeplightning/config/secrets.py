@@ -131,7 +131,8 @@ def record_literals(root: Entry, secrets: Secrets) -> None:
             continue
         parts, done = [], 0
         for number, (start, end) in enumerate(secrets_in_value(name, text), start=1):
-            variable = re.sub(r"\W+", "_", "_".join(map(str, path)).upper()) + (f"_{number}" if number > 1 else "")
+            words = "_".join(map(str, path)).upper().encode("ascii", "backslashreplace").decode()  # as OmegaConf needs
+            variable = re.sub(r"\W+", "_", words) + (f"_{number}" if number > 1 else "")
             expression = f"${{oc.env:{variable}}}"
             if not isinstance(entry.value, str):
                 expression = f"${{oc.decode:{expression}}}"

@@ -222,7 +222,7 @@ def _check_call(
         here = f"{key}.params.{param}"
         if param in free:
             for at, wrong, allowed, hint in value_misfits(value, free[param]):
-                shown = _describe_value(wrong)
+                shown = kind(Entry(wrong, "")) if isinstance(wrong, str | dict | bool) else repr(wrong)[:80]
                 if param in hidden:
                     shown = f"the text of {hidden[param]}"
                     if "number" in allowed:
@@ -253,10 +253,6 @@ def _check_call(
             message += ". The config is passed to the first parameter alone, if that is named `cfg`"
         verdict.faults.append(Fault(message, f"{key}.params", allowed=words))
     return verdict
-
-
-def _describe_value(value: object) -> str:
-    return kind(Entry(value, "")) if isinstance(value, str | dict | bool) else repr(value)[:80]
 
 
 # ---- plain values and the options of their parameters

@@ -397,7 +397,7 @@ def _merge(base: Entry, top: Entry) -> Entry:
     if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
         return top
     merged = dict(base.value)
-    for name, entry in top.value.items():
+    for name, entry in sorted(top.value.items(), key=lambda item: not str(item[0]).startswith("~")):  # removals first
         if isinstance(name, str) and name.startswith("~") and (key := key_named(name[1:], base.value)) in base.value:
             merged.pop(key, None)
         elif name in merged:

@@ -84,14 +84,18 @@ def find(name: str) -> Any:
     read = own_code.lookup_hint(name, getattr(found, "__file__", None))
     for part in parts[depth:]:
         owner = ".".join(parts[:depth])
-        module = None if hasattr(found, part) else _import_module(f"{owner}.{part}", name)
         try:
+            module = None if hasattr(found, part) else _import_module(f"{owner}.{part}", name)
             found = module or getattr(found, part)
+        except ValueError:
+            raise
         except AttributeError:
             public = _public_names(found)
             objects = [n for n in public if own_code.full_name(f"{owner}.{n}") not in sys.modules]
             near = nearest(part, objects if depth == len(parts) - 1 else public).replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
+        except (Exception, SystemExit) as error:  # a module that imports on access
+            raise _import_error(error, f"{owner}.{part}", name) from error
         depth += 1
     return found
 

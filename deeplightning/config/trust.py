@@ -5,6 +5,7 @@ A config is code: it names what is imported and called. A run folder that is not
 tree is the one that its objects are built from.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -200,7 +201,8 @@ def refuse_links(folder: RunFolder) -> None:
     """
     top = folder.path.resolve()
     for path in folder.path.rglob("*") if not is_own(folder) else ():
-        if path.is_symlink() and not path.resolve().is_relative_to(top):
+        # Path.resolve raises for a circular link, which leads nowhere.
+        if path.is_symlink() and os.path.commonpath([top, os.path.realpath(path)]) != str(top):
             raise CheckpointError(
                 f"{path}: this link leads out of the folder of a run that was not made here by you. Remove it, or "
                 "replace it by a copy of the file"

@@ -442,8 +442,8 @@ def absolute(node: ast.ImportFrom, module: Module) -> str:
     if node.module and not node.level:
         return own_code.full_name(node.module)
     above = module.name.split(".")
-    above = above[: len(above) - node.level + (module.folders is not None)] if node.level else []
-    return ".".join([*above, *([node.module] if node.module else [])])
+    above = above[: len(above) - node.level + (module.folders is not None)]
+    return ".".join([*above, *([node.module] if node.module else [])]) if above else ""  # "": it has no parent
 
 
 def _is_true(test: ast.expr) -> bool | None:

@@ -64,10 +64,6 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
     return Definition(symbol, names)
 
 
-def _contains_word(text: bytes, word: str) -> bool:
-    return re.search(rb"\b%b\b" % re.escape(word.encode()), text) is not None
-
-
 def _find(parts: list[str], names: Names) -> Symbol:
     name = ".".join(parts)
     module, depth = None, 0
@@ -91,7 +87,8 @@ def _find(parts: list[str], names: Names) -> Symbol:
                 # A part that is not the last is a module or class. If a module has nearly this name, and the package's
                 # own file does not contain this name, it is a misspelling of that module.
                 near = nearest(part, [n for n in modules if not n.startswith("_")])
-                if is_last or not near or home is None or part.startswith("_") or _contains_word(home.text, part):
+                is_in = home is not None and re.search(rb"\b%b\b" % re.escape(part.encode()), home.text)
+                if is_last or not near or home is None or part.startswith("_") or is_in:
                     raise
             elif error.name != part:
                 raise Undecided(f"{error.name} cannot be found where it is imported from") from None

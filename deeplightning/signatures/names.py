@@ -547,6 +547,8 @@ def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
 
 
 def _package_missing(top: str, place: str) -> PackageMissing:
+    if not top:
+        return PackageMissing(f"failed: ImportError: attempted relative import with no known parent package{place}")
     return PackageMissing(f"needs {top}, which is not installed here{place}: {install_command(top)}")
 
 

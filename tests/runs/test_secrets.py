@@ -385,3 +385,15 @@ def test_what_a_run_writes_is_its_owners_alone(planted_run):
     _, store, folder, _ = planted_run
     assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "environment.json", "logs"}
     assert store.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_variable_of_a_secret_below_any_key_can_be_read(tmp_path, monkeypatch):
+    """OmegaConf's grammar takes ASCII names only."""
+    params = {"für_password": "q9w8e7r6t5y4"}
+    config = {"data": {"module": {"type": "a.B", "params": params}}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
+    found = examine(tmp_path / "a.yaml").config
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"data": found.public()["data"]}))
+    for name, text in found.secrets.variables().items():
+        monkeypatch.setenv(name, text)
+    assert examine(tmp_path / "b.yaml").config.data.module.params == params

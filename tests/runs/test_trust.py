@@ -21,7 +21,7 @@ from deeplightning.config.examine import check
 from deeplightning.config.own_runs import is_own
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
-from deeplightning.config.trust import run_config
+from deeplightning.config.trust import refuse_links, run_config
 from deeplightning.faults import PLUGINS, CheckpointError, plugin_of
 from deeplightning.own_code import INSTALLED
 from deeplightning.run.load import CPU_OVERRIDES, trained_task
@@ -461,3 +461,10 @@ def test_a_foreign_config_neither_writes_elsewhere_nor_fetches_data(run, tmp_pat
     assert (data.module.params, data.root) == ({"cache": True, "download": False}, None)
     data = check(config, ["data.module.params.download=true", "data.root=/mine"]).config.data
     assert (data.module.params["download"], data.root) == (True, "/mine")
+
+
+def test_a_link_to_itself_in_a_foreign_run_leads_nowhere(run, tmp_path):
+    """`Path.resolve` raises for it up to Python 3.12."""
+    copy = foreign(run, tmp_path / "circle")
+    (copy.path / "loop").symlink_to("loop")
+    refuse_links(copy)

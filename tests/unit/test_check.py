@@ -364,6 +364,8 @@ def test_a_constructor_that_a_wrapper_opens_to_any_keyword_is_unchecked():
         ("model.optimizer.groups=[{match: 'bias)'}]", "groups.0.match: must be a regular expression, not 'bias)': "),
         ("model.trainable=[]", "model.trainable: names no parameter, so nothing would learn; `all` trains"),
         ("data.loader={pin_memry: true}", "DataLoader has no param `pin_memry`. Did you mean pin_memory?"),
+        ("data.loader={collate_fn: {ref: collections.OrderedDic}}",
+         "data.loader.collate_fn.ref: collections has no `OrderedDic`. Did you mean collections.OrderedDict?"),
         ("data.loader={batch_size: 3}", "DataLoader gets `batch_size` from data.batch_size; remove it"),
         ("logger.params={experiment: x}", "MLflowLogger has no param `experiment`. Did you mean"),
     ],

@@ -580,3 +580,9 @@ def test_the_seed_configuration_is_right_as_it_stands():
     settled = load_config("c.yaml", ["engine.gpus=null", "data.root=here"])
     assert settled.engine.backend is None
     assert "deepspeed_stage_3" in settled.notices[0].text
+
+
+def test_a_key_is_removed_before_the_merge_wherever_that_is_written():
+    """Tools that sort keys write the removal last."""
+    write("params: {x: 1, y: 2}\n", "base.yaml")
+    assert values("_base_: base.yaml\nparams: {x: 3}\n~params:\n") == {"params": {"x": 3}}

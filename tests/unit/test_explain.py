@@ -278,3 +278,11 @@ def test_colours_are_for_terminals(layered, tmp_path):
     os.close(follower)
     assert b"\x1b[" in os.read(leader, 1000)
     os.close(leader)
+
+
+def test_a_secret_in_an_override_is_not_shown(layered):
+    """Neither beside the value in the whole config nor about the key."""
+    key, secret = "data.module.params.db_password", "q9w8e7r6t5y4"
+    report = examine("top.yaml", [*OVERRIDES, f"{key}={secret}"])
+    assert secret not in explain(report) + explain(report, key)
+    assert f"override {key}=${{oc.env:DATA_MODULE_PARAMS_DB_PASSWORD}}" in explain(report, key)

@@ -226,3 +226,15 @@ def test_leftovers_beside_a_seal_are_removed(project, tmp_path):
     SearchCode(seal).drop_others()
     assert [*(tmp_path / "sealed").iterdir()] == [seal]
     assert (project / "sealed_one.py").exists()
+
+
+def test_an_option_is_read_as_it_was_sealed(project, tmp_path):
+    """A removed file of an option group is still found."""
+    option = project / "configs" / "model" / "net.yaml"
+    option.parent.mkdir()
+    option.write_text("output: logits\n")
+    Path("configs/g.yaml").write_text("_base_: [{model: net}]\n")
+    seal = sealed.seal(tmp_path / "seal", read("configs/g.yaml").files)
+    option.unlink()
+    own_code.use_seal(seal)
+    assert read("configs/g.yaml").root.value["model"].value["output"].value == "logits"

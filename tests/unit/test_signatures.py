@@ -264,6 +264,7 @@ def test_what_a_name_is(own, name, kind, path):
         ("own_needs.Thing", "needs not_installed_pkg, which is not installed"),
         ("own_parts.inner.broken.Thing.method", "SyntaxError"),
         ("own_wrong.Thing", "cannot import name 'Nothing' from 'own_parts.inner.custom'"),
+        ("own_relative.Thing", "failed: ImportError: attempted relative import with no known parent package"),
         ("torch.optim.dam", "Did you mean torch.optim.Adam?"),  # the class, not the module `adam`
         ("deeplightning.data.signal.SignalFolder", "is called deeplightning.data.signal_folder.SignalFolder here."),
     ],
@@ -272,6 +273,7 @@ def test_what_is_not_there_is_told_in_the_words_of_training(own, name, words):
     """`check` and `train` say the same of a name that leads nowhere, a file that is no Python, a missing package: what
     is there stands before what is not, and the nearest right word behind."""
     own(
+        own_relative="from .own_parts.inner.custom import Plain as Thing\n",
         own_parts__inner__custom="class Plain:\n    def made(self): ...",
         own_parts__inner__broken="def f(:",
         own_broken="x = 1\ndef f(:\n",

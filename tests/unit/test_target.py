@@ -342,3 +342,10 @@ def test_a_constructor_that_refuses_is_a_fault_of_the_config(own, monkeypatch):
     monkeypatch.setenv("DEEPLIGHTNING_DEBUG", "1")
     with pytest.raises(ValueError, match="it must not be negative"):
         build(target)
+
+
+def test_a_lazy_import_that_fails_is_told_like_any_other(own):
+    """`__getattr__` of a module imports on access."""
+    Path("lazy_one.py").write_text("def __getattr__(name):\n    import not_there\n")
+    with pytest.raises(ValueError, match=r"importing lazy_one\.Net .* needs not_there, .*\(lazy_one\.py:2\)"):
+        find("lazy_one.Net")
