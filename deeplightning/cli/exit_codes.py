@@ -42,7 +42,9 @@ def run_verb(verb: click.Command) -> int:
     except SystemExit as error:
         if isinstance(error.__context__, KeyboardInterrupt):  # Lightning exits with code 1 when interrupted
             return interrupted()
-        return error.code if isinstance(error.code, int) else 1
+        if isinstance(error.code, str):  # `sys.exit("no data")` in the user's code
+            say(f"error: {session.redact(error.code)}", err=True)
+        return error.code if isinstance(error.code, int) else 5 if error.code else 1
     except BaseException as error:
         if streams.received_signal and getattr(error, "exit_code", None) is None:  # a library raised its own error
             return interrupted()

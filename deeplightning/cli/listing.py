@@ -135,6 +135,8 @@ def remove(
                 continue
             deleted.append(row)
             folder = Path(row["folder"])
+            if not folder.is_dir() and store.artifact_root is not None:  # the store may have been moved
+                folder = next(store.artifact_root.glob(f"*/{row['id']}/artifacts"), folder)
             if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
                 report(f"{folder.parent}: not removed: {why}")
     return deleted

@@ -107,7 +107,8 @@ def _other_pictures(run: Facts, drawn_names: set[str]) -> tuple[list[page.Pictur
     for stem, path in by_name.items():
         of_epoch = _EPOCH_NAME.fullmatch(stem)
         name = of_epoch[1] if of_epoch else stem
-        latest[name] = path, latest[name][1] + 1 if name in latest else 1
+        former, number = latest.get(name, (path, 0))
+        latest[name] = max(former, path, key=lambda each: (len(each.stem), each.stem)), number + 1  # 10 after 9
     cards: list[page.Picture] = []
     left_out: list[str] = []
     size = 0
@@ -139,15 +140,12 @@ def write_run(folder: RunFolder, run: Facts | None = None) -> Path:
         content = report(run or facts(folder), folder.path)
     except OSError as error:
         raise SetupError(f"{folder.path}: cannot be written: {error.strerror}; --out FILE sets another file") from error
-    write_report(folder.report, content, folder)
+    write_report(folder.report, content)
     return folder.report
 
 
-def write_report(path: Path, content: str, folder: RunFolder | None = None) -> None:
+def write_report(path: Path, content: str) -> None:
     """Write a report atomically. It may replace an earlier report but no other file.
-
-    Args:
-        folder: the run folder that contains the report and determines its permissions, if any.
 
     Raises:
         SetupError: the file exists and is not a report, or cannot be written.

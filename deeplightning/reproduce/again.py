@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,8 +98,9 @@ def reproduce(
         found = compare(original, again, say)
         if Path(top).resolve() in folder.resolve().parents:  # a logger that writes into the working directory
             kept = Path.cwd() / "runs" / folder.name
+            kept = kept.with_name(f"{kept.name}-{top[-8:]}") if kept.exists() else kept
             kept.parent.mkdir(parents=True, exist_ok=True)
-            folder.rename(kept)
+            shutil.move(folder, kept)  # which may be on another file system
             again = PastRun(RunFolder(kept), again.store, again.run_id)
     say_path(again.folder.path, "Artifact storage path: ")
     if found:

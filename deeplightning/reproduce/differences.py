@@ -79,11 +79,11 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
         text, other = before.get(name), after.get(name)
         if text == other:
             continue
-        if patch:
-            lines, others = ((t or b"").decode("utf-8", "replace").splitlines() for t in (text, other))
-            diff = difflib.unified_diff(lines, others, f"first/{name}", f"second/{name}", lineterm="")
-            yield name, "\n".join(diff), None
-        else:
+        lines, others = ((t or b"").decode("utf-8", "replace").splitlines() for t in (text, other))
+        diff = difflib.unified_diff(lines, others, f"first/{name}", f"second/{name}", lineterm="")
+        if patch and (words := "\n".join(diff)):
+            yield name, words, None
+        else:  # also if only line ends differ
             yield name, size_of(text), size_of(other)
 
 

@@ -212,8 +212,10 @@ class Grid:
         """Start a run, or continue an interrupted one."""
         point = self.points[number]
         more = self._resume_overrides(point)
-        file = point.file.with_suffix(".yaml")
-        write_whole(file, point.config)
+        write_whole(file := point.file.with_suffix(".yaml"), point.config)
+        if not more:  # a new run: the record and the output name an earlier one
+            point.file.with_suffix(".log").unlink(missing_ok=True)
+            point.update_record(run=None, folder=None)
         point.update_record(state=UNDERWAY, words=point.words, code=self.code, failure=None)
         address = self.server.address_for(number, self.cfg.train.checkpoint.monitor or "")
         log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if more else "")

@@ -166,6 +166,8 @@ class Forked:
             return self.train(arguments)
 
         self._running[number] = fork(work)
+        if self.signal is not None:  # it arrived before this process was known
+            os.kill(self._running[number], self.signal)
 
     def ended(self) -> dict[int, int]:
         """Return the exit codes of runs that have ended since the last call; a negative one is the signal that killed

@@ -22,7 +22,7 @@ import yaml
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from deeplightning.faults import SetupError, count
+from deeplightning.faults import SetupError, count, seconds_of
 from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking import entities
 from deeplightning.tracking.claims import find_run, folder_of
@@ -467,7 +467,7 @@ class MLflowLogger(Logger):
         if run_id:
             self._read_history(metrics, run.tags.get(NOTE))
         sample = sampler(run.started) if self._system_metrics else None
-        pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
+        pause = seconds_of("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", SAMPLE_SECONDS)
         self._sender = Sender(store, run.id, metrics, client, self._send_leftovers, sample, pause)
         self._status, self._opener_pid = "RUNNING", os.getpid()  # not earlier: a signal may arrive at any line
         atexit.register(self._at_exit)

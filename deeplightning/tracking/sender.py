@@ -8,13 +8,13 @@ thread; data that is unsent when the process ends is sent by the next command on
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.faults import seconds_of
 from deeplightning.tracking.claims import Claim, take_over
 from deeplightning.tracking.entities import SYSTEM
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
@@ -64,6 +64,9 @@ class Sender:
         sample: Callable[[], Sample] | None = None,
         sample_seconds: float = 10.0,
     ):
+        seconds_of(
+            "DEEPLIGHTNING_TRACKING_DRAIN", DRAIN_SECONDS
+        )  # a wrong value ends the run now, not after the training
         self._store, self._run_id, self._metrics, self._client = store, run_id, metrics, client
         self._afterwards = afterwards
         self._delivery: Delivery | None = None
@@ -123,7 +126,7 @@ class Sender:
             # Load measured over less than a second is noise: no last sample for a short stage.
             is_long = time.monotonic() - self._sampled_at >= min(1.0, self._sample_seconds)
             self._sample_at = 0.0 if is_long else math.inf
-            seconds = float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
+            seconds = seconds_of("DEEPLIGHTNING_TRACKING_DRAIN", DRAIN_SECONDS)
             if had_timed_out := self._timed_out:
                 seconds = min(1.0, seconds)  # try again, but do not wait as long at each later stage
             if self._due < math.inf:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from deeplightning.faults import SetupError, UserError
+from deeplightning.faults import SetupError, UserError, seconds_of
 from deeplightning.runfolder import RunFolder, from_start, make_private
 
 log = logging.getLogger("deeplightning.tracking")
@@ -149,7 +149,7 @@ def first_line(error: Exception) -> str:
 
 
 def wait_seconds() -> float:
-    return float(os.environ.get("DEEPLIGHTNING_TRACKING_WAIT") or WAIT_SECONDS)
+    return seconds_of("DEEPLIGHTNING_TRACKING_WAIT", WAIT_SECONDS)
 
 
 def check_writable(store: Store) -> None:

@@ -1,13 +1,16 @@
 """`train CONFIG key=a,b --multirun`: a run for each point of a grid, one table, and the same command continues."""
 
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny import csv_rows
 
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
-from deeplightning.sweep.multirun import points, values_of
+from deeplightning.sweep import worker
+from deeplightning.sweep.multirun import Grid, Point, points, values_of
 
 
 @pytest.mark.parametrize(
@@ -127,3 +130,47 @@ class Spoils(pl.Callback):
         assert lately.VALUE == 1
         pathlib.Path("lately.py").write_text("VALUE = 2\\n")
 """
+
+
+def test_a_point_that_starts_anew_forgets_its_former_run(tmp_path):
+    """An interrupted run of edited code does not continue the run of the former code."""
+    point = Point(["lr=1"], "seed: 1\n", tmp_path / "p.json")
+    point.update_record(state="finished", code={"own.py": "old"}, run="a", folder=str(tmp_path / "a"))
+    log = point.file.with_suffix(".log")
+    log.write_text("Artifact storage path: /a\n")
+
+    def start(number, arguments, file, environment):
+        with file.open("a") as output:
+            output.write("interrupted\n")
+
+    monitor = SimpleNamespace(checkpoint=SimpleNamespace(monitor=None))
+    grid = SimpleNamespace(
+        points=[point],
+        code={"own.py": "new"},
+        tag="",
+        _start_times={},
+        _tracking_overrides=lambda point: [],
+        cfg=SimpleNamespace(train=monitor, redact=str),
+        server=SimpleNamespace(address_for=lambda *_: "{}"),
+        parent=SimpleNamespace(environment=lambda *_: {}),
+        workers=SimpleNamespace(start=start, signal=2),
+    )
+    grid._resume_overrides = lambda point: Grid._resume_overrides(grid, point)
+    Grid._start(grid, 0)
+    Grid._record_end(grid, 0, 130)
+    assert (point.record["state"], point.record["run"], point.record["folder"]) == ("under way", None, None)
+    assert grid._resume_overrides(point) == []
+
+
+def test_a_signal_during_a_start_reaches_the_run(monkeypatch, tmp_path):
+    """It arrives after the fork and before the run is known."""
+    sent, workers = [], worker.Forked(lambda words: 0, None)
+
+    def fork(work):
+        workers.signal = signal.SIGINT
+        return 4711
+
+    monkeypatch.setattr(worker, "fork", fork)
+    monkeypatch.setattr(worker.os, "kill", lambda *words: sent.append(words))
+    workers.start(0, [], tmp_path / "log", {})
+    assert sent == [(4711, signal.SIGINT)]

@@ -1,5 +1,6 @@
 """A run is made again from what it left, after everything else is gone; and two runs are told apart."""
 
+import errno
 import io
 import json
 import math
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from tiny import git
 from deeplightning.config.own_runs import note_own
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import reproduce
-from deeplightning.reproduce.differences import as_text, between, differences
+from deeplightning.reproduce.differences import _code_between, as_text, between, differences
 from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment
@@ -552,3 +554,34 @@ def test_series_part_at_the_earliest_step_of_all():
     ]
     assert not any(map(is_repeatable, ["batch_time", "system/cpu", "images_per_s", "samples_per_sec", "gpu_memory"]))
     assert all(map(is_repeatable, ["train_loss", "val_acc", "lr", "epoch", "timestep_loss", "grad_norm/a.times"]))
+
+
+def test_a_run_in_the_temporary_folder_is_kept_on_another_disk_and_beside_an_earlier_one(
+    trained, tmp_path, monkeypatch
+):
+    """Both runs are kept; a rename between two file systems fails."""
+
+    def start(plan):
+        shutil.copytree(trained, plan.directory / "version_0")
+        return 0, plan.directory / "version_0"
+
+    def rename(*_, **__):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "rename", rename)
+    folders = [reproduce(str(trained), say=lambda line: None, start=start).path for _ in range(2)]
+    assert len({*folders}) == 2
+    assert all(folder.parent == tmp_path / "runs" and RunFolder(folder).last.exists() for folder in folders)
+
+
+def test_a_patch_of_line_ends_alone_describes_both_files():
+    """As without --patch: there are no lines to show."""
+    runs = [
+        SimpleNamespace(code=code.Code(roots=["/x"], files={(0, "own.py"): text})) for text in (b"A = 1", b"A = 1\n")
+    ]
+    ((name, one, two),) = _code_between(*runs, patch=True)
+    assert name == "own.py"
+    assert one.startswith("1 lines")
+    assert two.startswith("1 lines")
+    assert one != two

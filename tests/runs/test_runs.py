@@ -169,3 +169,11 @@ def test_a_store_that_is_not_there_is_not_made(command, place, tmp_path):
     outcome = command("runs", "--tracking-uri", tmp_path / "none", cwd=place, code=3)
     assert "there are no runs" in outcome.err
     assert not (tmp_path / "none").exists()
+
+
+def test_the_files_of_a_moved_store_are_removed_too(tmp_path):
+    """The rows still have the former paths."""
+    run_id = failed_run(tmp_path / "mlruns").parent.name
+    moved = (tmp_path / "mlruns").rename(tmp_path / "moved")
+    assert [row["id"] for row in remove(str(moved), listing(str(moved), UNFINISHED))] == [run_id]
+    assert not [*moved.glob(f"*/{run_id}")]

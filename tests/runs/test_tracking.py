@@ -972,3 +972,12 @@ def test_a_database_that_stays_locked_costs_seconds_and_no_point(store, logger, 
     logger.log_metrics({"x": 99}, 99)
     logger.finalize("success")
     assert sorted(history(logger, "x")) == [(step, step) for step in range(100)]
+
+
+@pytest.mark.parametrize("text", ["10s", "-1", "nan"])
+@pytest.mark.parametrize("name", ["DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_TRACKING_DRAIN"])
+def test_a_time_limit_that_is_none_is_named_before_training(name, text, tmp_path, monkeypatch):
+    """When the run opens, and not when it ends."""
+    monkeypatch.setenv(name, text)
+    with pytest.raises(SetupError, match=f"{name}='{text}' is not a number of seconds"):
+        assert MLflowLogger(tracking_uri=tmp_path, system_metrics=False).run_id

@@ -3,11 +3,13 @@
 import errno
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import click
 import pytest
 import torch
 from checks import GOOD
@@ -174,3 +176,15 @@ def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
     assert f"No space left on device; {tmp_path} has 2 MB free; remove runs" in words
     assert "deeplightning runs --clean --delete" in words
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_message_of_an_exit_in_own_code_is_shown(monkeypatch, capsys):
+    """Exit code 5, as for an exception in own code."""
+
+    @click.command()
+    def verb():
+        sys.exit("no data; run prepare.sh")
+
+    monkeypatch.setattr(sys, "argv", ["deeplightning"])
+    assert run_verb(verb) == 5
+    assert "error: no data; run prepare.sh" in capsys.readouterr().err

@@ -233,3 +233,11 @@ def test_a_file_that_is_no_report_is_kept(tmp_path):
     assert "<h1>second</h1>" in target.read_text()
     with pytest.raises(CheckpointError, match=r"this is not a run folder: it has no cfg\.yaml"):
         facts(RunFolder(tmp_path))
+
+
+def test_the_last_picture_of_a_series_is_shown(tmp_path):
+    """Step 10 comes after step 9."""
+    folder = run_folder(tmp_path / "x")
+    for step in (9, 10):
+        (folder.path / f"samples_{step}.png").write_bytes(png())
+    assert "samples_10, the last of 2" in Page(write_run(folder).read_text()).text
