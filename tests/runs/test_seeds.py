@@ -125,6 +125,9 @@ def test_runs_are_chosen_as_runs_chooses(better, command, place, store):
     assert f"A  {ids} (2 runs, seeds 7, 8)" in outcome.out
     assert "B  name=longer (3 runs, seeds 7 to 9)" in outcome.out
     assert "note: A and B share runs" in outcome.out
+    many = ",".join([ids] * 4)  # longer than a file name may be
+    outcome = command("compare", many, "name=longer", cwd=place, **variables, code=0)
+    assert "(2 runs, seeds 7, 8)" in outcome.out
     for words, code, note in (
         (["nam=x", "longer"], 2, "'nam=x': filters are name=, experiment=, status=, metric="),
         (["name=nothing-like-this", "longer"], 4, "name=nothing-like-this: there is no such run"),

@@ -79,7 +79,7 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
         before = _previous_files(to)
         contents = {"bundle/bundle.json": text, "cfg.yaml": public_config(folder)}
         contents[README] = model_card(folder, card, name, left_out)
-        if before.get(README) not in (None, _digest(to / README)):
+        if (to / README).is_file() and before.get(README) not in (None, _digest(to / README)):
             contents["README.new.md"] = contents.pop(README)
         (to / "bundle").mkdir(parents=True, exist_ok=True)
         for file in before:
@@ -90,7 +90,7 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
         for file in card["files"]:
             shutil.copyfile(folder.bundle / file, to / "bundle" / file)
         written = [*contents, *(f"bundle/{file}" for file in card["files"])]
-        record = {file: _digest(to / file) for file in written} | {README: before.get(README) or _digest(to / README)}
+        record = {README: before.get(README)} | {file: _digest(to / file) for file in written}
         (to / PUSH_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
     except OSError as error:
         raise SetupError(f"{to}: the files of the run cannot be written: {error}") from error

@@ -313,3 +313,14 @@ def test_the_model_is_registered_in_the_store_of_the_run(run, command, place, st
     copy = shutil.copytree(run, tmp_path / "copied run")
     refused = command("push", copy, "mlflow://digits", cwd=place)
     assert (refused.code, "no known tracking store has this run" in refused.err) == (3, True), refused
+
+
+def test_a_card_that_nobody_edited_is_always_that_of_the_last_push(run, command, place, tmp_path):
+    """Also of the third, and where it was deleted."""
+    folder = tmp_path / "model"
+    for name in ("one", "two", "three", "four"):
+        assert command("push", run, f"hf://ada/{name}", "--to", folder, cwd=place).code == 0
+        assert f"# {name}\n" in (folder / "README.md").read_text()
+        assert not (folder / "README.new.md").exists()
+        if name == "three":
+            (folder / "README.md").unlink()  # deleted is not edited

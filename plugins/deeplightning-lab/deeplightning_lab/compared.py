@@ -1,6 +1,7 @@
 """Find the runs of each side of `deeplightning compare A B`, and format the comparison."""
 
 import math
+import os
 from pathlib import Path
 
 import click
@@ -27,9 +28,10 @@ def resolve_side(word: str) -> Group:
         SetupError: the store cannot be read.
         ValueError: a filter is invalid.
     """
-    if not Path(word).expanduser().exists() and (filters := _parse_filters(word)):
+    is_path = os.path.exists(os.path.expanduser(word))  # noqa: PTH110, PTH111  (Path's fails for a long name)
+    if not is_path and (filters := _parse_filters(word)):
         return _filtered_group(word, filters)
-    names = [word] if Path(word).expanduser().exists() else [part.strip() for part in word.split(",")]
+    names = [word] if is_path else [part.strip() for part in word.split(",")]
     if "" in names:
         raise ValueError(f"{word!r}: there is no run between two commas, or at an end")
     parts = [_runs_of(name) for name in names]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from deeplightning.faults import SetupError
 from deeplightning.reproduce.past import PastRun
@@ -34,6 +36,8 @@ def interpreters(good: PastRun, bad: PastRun, other: str | None) -> tuple[str, s
     """
     if other is None:
         return sys.executable, sys.executable
+    if os.sep in other:  # the runs have another working directory; a link of a venv is not resolved
+        other = str(Path(other).absolute())
     one, two = _recorded_versions(good), _recorded_versions(bad)
     names = sorted(name for name in {*one, *two} if one.get(name) != two.get(name))
     if not names:

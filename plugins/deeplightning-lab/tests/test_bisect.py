@@ -489,3 +489,11 @@ def test_an_environment_that_is_neither_run_s_is_refused(with_packages, python, 
     for wrong in (str(tmp_path / "none"), "/bin/true"):
         with pytest.raises(SetupError, match="this Python interpreter cannot be used"):
             interpreters(here, there, wrong)
+
+
+def test_a_relative_interpreter_is_that_of_this_directory(with_packages, python, tmp_path, monkeypatch):
+    """The runs have another working directory."""
+    here, there = with_packages("here", {"numpy": numpy.__version__}), with_packages("there", {"numpy": "0.1"})
+    other = python(numpy="0.1")
+    monkeypatch.chdir(tmp_path)
+    assert interpreters(here, there, "./python") == (sys.executable, other)

@@ -61,6 +61,9 @@ class CliScript:
         self._links: list[tuple[str, str, str]] = []
         named = [file.absolute() for file in files]
         scripts = {path: s for path in [*named, *_python_files(folders)] if (s := _parse_script(path)) is not None}
+        if lost := [path for path in named if path not in scripts]:
+            message = "there is no Python file of this name that calls LightningCLI"
+            raise ConfigError(Fault(message, place=short(lost[0])))
         names = {"LightningCLI"}
         for _ in scripts:
             names |= {
@@ -187,12 +190,12 @@ class CliScript:
     def _link_value(self, tree: dict[str, Entry], source: str) -> Entry | None:
         """Return the value at a key, else the default of the class's parameter."""
         section, *inner = _key_path(tree, source)
-        found = entry_at(Entry(tree, ""), [section, *inner])
-        if found is not None or len(inner) != 2 or inner[0] != "init_args":
+        found, kind = (entry_at(Entry(tree, ""), [section, *path]) for path in (inner, ["class_path"]))
+        if found is not None or kind is None or len(inner) != 2 or inner[0] != "init_args":
             return found
-        kind = str(tree[section].value["class_path"].value)
         try:
-            defaults = {p.name: p.default for p in definition.look_up(kind).signature().parameters if not p.required}
+            parameters = definition.look_up(str(kind.value)).signature().parameters
+            defaults = {p.name: p.default for p in parameters if not p.required}
         except (ValueError, Undecided):
             return None
         default = defaults.get(inner[1])

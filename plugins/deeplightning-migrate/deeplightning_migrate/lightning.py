@@ -291,10 +291,12 @@ class Conversion:
                 self.skip(key, entry, NO_EFFECT[name])
             elif name in SAME_ARGUMENTS:
                 self._argument(name, self.value(key, entry), entry)
-            elif name in ("min_epochs", "min_steps") and not (may_stop and (name == "min_steps" or entry.value > 1)):
+            elif name in ("min_epochs", "min_steps") and not (
+                may_stop and (name == "min_steps" or self.value(key, entry) not in (0, 1))
+            ):
                 self.skip(key, entry, "nothing ends the training earlier")
             elif name == "enable_progress_bar":
-                self.put("logger.progress", "off", entry)
+                self.put("logger.progress", "bar" if self.value(key, entry) else "off", entry)
             elif name == "fast_dev_run" and entry.value is True:
                 self.put("train.fast", True, entry)
             else:
@@ -419,7 +421,7 @@ class Conversion:
         for argument, entry in given.items():
             if entry.value is not None:
                 self.put(f"{section}.{keys[argument]}", self.value(argument, entry), entry)
-        self.config[name][last].setdefault("mode", "min")
+        self.config[name].setdefault(last, {}).setdefault("mode", "min")
         return True
 
     def _logger(self, key: str, item: Entry) -> None:

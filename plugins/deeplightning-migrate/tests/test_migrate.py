@@ -100,7 +100,7 @@ def test_an_example_becomes_a_config(system, tmp_path):
         ("trainer: {val_check_interval: 10}", "c.yaml:4:11: trainer.val_check_interval", "write a share such as 0.5"),
         ("trainer: {max_epochs: -1}", "c.yaml:4:11: trainer.max_epochs", "training needs a limit"),
         ("trainer: {devices: 1}", "c.yaml:4:11: trainer.accelerator", "write cpu or gpu"),
-        ("trainer: {accelerator: gpu, devices: many}", "c.yaml:4:11: trainer.devices", "'many' is not a number"),
+        ("trainer: {accelerator: gpu, devices: many}", "c.yaml:4:29: trainer.devices", "'many' is not a number"),
         ("trainer: {accelerator: tpu}", "c.yaml:4:11: trainer.accelerator", "`tpu` is not supported"),
         ("trainer: {strategy: {class_path: a.B}}", "c.yaml:4:11: trainer.strategy", "engine.backend takes ddp"),
         ("trainer: {deterministic: warn}", "c.yaml:4:11: trainer.deterministic", "`warn` has no counterpart"),
@@ -336,3 +336,29 @@ def test_a_flag_that_is_off_does_not_undo_another_one(flags, is_first, tmp_path)
         text = text_from(path, "universal")
         assert at(plain(parse(text, "made.yaml", [])), key) == expected
         assert "is already" not in text
+
+
+@pytest.mark.parametrize("text", [None, "def (:  # CLI\n"])
+def test_a_named_python_file_that_cannot_be_read_is_a_fault(here, text):
+    """Another file beside it is not read in its place."""
+    (here / "main.py").write_text(SCRIPT.format(inside="pass", given=", trainer_defaults={'max_epochs': 3}"))
+    (here / "c.yaml").write_text(
+        "trainer: {accelerator: cpu}\nmodel: {class_path: parts.Model}\ndata: {class_path: parts.Data}\n"
+    )
+    if text is not None:
+        (here / "mian.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"mian\.py.*no Python file of this name"):
+        text_of_lightning([here / "mian.py", here / "c.yaml"], "lightning-cli")
+
+
+def test_a_checkpoint_without_a_monitor_and_a_link_from_nothing(here):
+    """Both are legal for LightningCLI."""
+    head = "model: {class_path: parts.Model}\n"
+    saved = "callbacks: [{class_path: ModelCheckpoint, init_args: {monitor: null, save_last: true}}]"
+    (here / "c.yaml").write_text(f"{head}data: {{class_path: parts.Data}}\ntrainer: {{accelerator: cpu, {saved}}}\n")
+    assert "checkpoint" in text_of_lightning([here / "c.yaml"], "lightning-cli")
+    inside = "parser.link_arguments('data.init_args.size', 'model.init_args.loss')"
+    (here / "main.py").write_text(SCRIPT.format(inside=inside, given="").replace("CLI(Model, Data)", "CLI()"))
+    (here / "c.yaml").write_text(f"{head}trainer: {{accelerator: cpu}}\n")
+    with pytest.raises(ConfigError, match=r"`data\.init_args\.size` has no value that can be read"):
+        text_of_lightning([here / "c.yaml"], "lightning-cli")

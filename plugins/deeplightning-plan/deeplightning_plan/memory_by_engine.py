@@ -72,7 +72,7 @@ def process_memory(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -
 
 
 def _fsdp(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
-    shapes = {id(p): [-(-p.shape[0] // engine.world), *p.shape[1:]] for p in task.parameters()}
+    shapes = {id(p): [*(-(-n // engine.world) for n in p.shape[:1]), *p.shape[1:]] for p in task.parameters()}
 
     def shares(parameters: Iterable[Tensor]) -> int:
         return sum(math.prod(shapes[id(p)]) * p.element_size() for p in parameters)

@@ -16,6 +16,7 @@ from torch import nn
 from deeplightning.config.machine import batch_size
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import Attempt
+from deeplightning.engine.fsdp import roots_of
 from deeplightning_plan.counted_step import Count, count_step
 from deeplightning_plan.gpu_cards import NETWORK_BYTES_PER_SECOND, WORKSPACE_BYTES, Card
 from deeplightning_plan.memory_by_engine import Engine, ProcessMemory, process_memory
@@ -117,7 +118,10 @@ def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
             steps["recomputed"] = _steps(attempt, batch, setting.on_gpu, recompute=recomputed)
         if is_half:
             steps["half"] = _steps(attempt, batch, setting.on_gpu, in_half=True)
-    rows = [*_empty_rows(cfg, setting, recomputed if plain.partial is None else [], block)]
+    roots = set(roots_of(plain.task))  # units of fsdp in any case; `wrap` names modules inside them
+    inner = {type(module).__name__ for root in roots for module in root.modules() if module not in roots}
+    unit = block if block in inner else None
+    rows = [*_empty_rows(cfg, setting, recomputed if plain.partial is None else [], unit)]
     for row in rows:
         mode = "recomputed" if row.recompute else "half" if row.engine.startswith("deepspeed") else "plain"
         counts = steps.get(mode, steps["plain"])

@@ -109,7 +109,7 @@ def text_of(plan: Plan, setting: Setting, cfg: Config) -> list[str]:
         lines.append(f"partial    {plan.partial}: no activations, no time, no largest batch")
     unit, word = (GIB, "GiB") if max(row.peak for row in plan.rows) >= GIB / 10 else (2**20, "MiB")
     head = [f"{word} per process", *KINDS, "peak", "fits", "largest batch", "samples/s"]
-    rows = [head, *(_cells(row, plan, unit) for row in plan.rows)]
+    rows = [head, *(_cells(row, plan, unit, cfg) for row in plan.rows)]
     if all(row.seconds is None for row in plan.rows):
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -120,19 +120,19 @@ def text_of(plan: Plan, setting: Setting, cfg: Config) -> list[str]:
     return [*lines, "", *_proposal(plan, setting, cfg)]
 
 
-def _cells(row: Row, plan: Plan, unit: int) -> list[str]:
+def _cells(row: Row, plan: Plan, unit: int, cfg: Config) -> list[str]:
     name = f"{row.label} (1 process)" if row.engine == "null" and row.world == 1 else row.label
     known_kinds = KINDS if plan.partial is None else ("parameters", "gradients", "state")
     kinds = [_gib(row.kinds.get(kind, 0), unit) if kind in known_kinds else "" for kind in KINDS]
     fits = "" if row.fits is None else ("?" if plan.partial else "yes") if row.fits else "no"
     largest = "" if row.largest is None else f"{row.largest:,}"
-    return [name, *kinds, _gib(row.peak, unit) + "+" * bool(plan.partial), fits, largest, _speed(row, plan)]
+    return [name, *kinds, _gib(row.peak, unit) + "+" * bool(plan.partial), fits, largest, _speed(row, plan, cfg)]
 
 
-def _speed(row: Row, plan: Plan) -> str:
+def _speed(row: Row, plan: Plan, cfg: Config) -> str:
     if row.seconds is None:
         return ""
-    low, high = (row.world * plan.batch / seconds for seconds in reversed(row.seconds))
+    low, high = (row.world * plan.batch * cfg.train.accumulator_factor / s for s in reversed(row.seconds))
     return f"{_round(low)} to {_round(high)}"
 
 
@@ -166,7 +166,7 @@ def _time(row: Row, plan: Plan, setting: Setting, cfg: Config) -> list[str]:
     if row.seconds is None:
         why = "the kind of GPU is unknown; name it, such as 8xH100" if setting.on_gpu else "the CPU's peak is unknown"
         return [f"time       not planned: {'offloading was not measured' if row.engine.endswith('offload') else why}"]
-    lines = [f"time       {_speed(row, plan)} samples/s, from the share of the peak measured on an H100"]
+    lines = [f"time       {_speed(row, plan, cfg)} samples/s, from the share of the peak measured on an H100"]
     if cfg.train.max_steps is not None:
         low, high = (cfg.train.max_steps * seconds / 3600 for seconds in row.seconds)
         lines.append(f"           {cfg.train.max_steps:,} steps in {_round(low)} to {_round(high)} hours")

@@ -39,6 +39,18 @@ class Data(pl.LightningDataModule):
     def __init__(self, cfg, size): super().__init__(); self.size = size
     def example_batch(self, n):
         return {"image": torch.rand(n, 3, self.size, self.size), "label": torch.zeros(n, dtype=torch.int64)}
+class Half(nn.Module):
+    def __init__(self): super().__init__(); self.layer = nn.Linear(192, 192)
+    def forward(self, x): return x + self.layer(x)
+class Blocks(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+        self.blocks, self.scale = nn.ModuleList([Half(), Half()]), nn.Parameter(torch.tensor(1.0))
+    def training_step(self, batch, n):
+        x = batch["image"].flatten(1)
+        for block in self.blocks: x = block(x)
+        return (self.scale * x).square().mean()
+    def configure_optimizers(self): return torch.optim.AdamW(self.parameters())
 class Bare(pl.LightningDataModule):
     def __init__(self, cfg): super().__init__()
 class Branches(nn.Module):
@@ -312,3 +324,21 @@ def test_fake_tensors_are_counted_as_real_ones_and_as_mem_tracker_counts():
         network(inputs).sum().backward()
     total = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert counted == pytest.approx(total, rel=0.01)
+
+
+def test_blocks_of_the_task_itself_and_a_scalar_are_planned(here):
+    """Fsdp wraps the items of the task's own list in any case; a scalar has no first dimension."""
+    cfg = config(here, SMALL, 8, 16, "model.module={type: planned_own.Blocks}")
+    plan, _ = plan_memory(cfg, gpus_of("2x80GB"), None)
+    assert (plan.block, rows_of(plan)["fsdp", False].wrap) == ("Half", None)
+
+
+def test_accumulated_batches_are_samples_of_their_step(here):
+    """So samples/s do not depend on the accumulation."""
+
+    def table(factor):
+        cfg = config(here, SMALL, 8, 16, f"train.accumulator_factor={factor}")
+        plan, setting = plan_memory(cfg, gpus_of("1xH100"), None)
+        return [line for line in text_of(plan, setting, cfg) if line.startswith(("null", "fsdp"))]
+
+    assert table(1) == table(4)

@@ -110,7 +110,7 @@ def _find(address: str | None) -> str | None:
         return None
     if address not in (None, "auto"):
         return address
-    if named := os.environ.get("RAY_ADDRESS"):
+    if (named := os.environ.get("RAY_ADDRESS")) and named != "auto":
         return None if named == "local" else named
     with contextlib.suppress(OSError, ValueError):
         current = _read_current()

@@ -109,7 +109,8 @@ class Ray:
             SetupError: there is no Ray, no such cluster, or no room in it.
         """
         _, highest = self.bounds(world_size(job.cfg.engine))
-        own = {"num_cpus": max(1, math.ceil(highest * self.cpus_per_worker)), **self.init}
+        cpus = None if job.cfg.engine.gpus == "auto" else max(1, math.ceil(highest * self.cpus_per_worker))
+        own = {"num_cpus": cpus, **self.init}  # None: all of this machine, because its GPUs are not yet counted
         with connect(self.address, self.connect_timeout_s, **own) as cluster:
             return Supervisor(self, job, cluster).run()
 

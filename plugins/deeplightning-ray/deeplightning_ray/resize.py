@@ -15,7 +15,7 @@ def resize_config(cfg: Config, requested: int, local: int, nodes: int) -> Config
     numbers divide; a notice describes the change.
 
     Args:
-        wanted: the number of workers that the config requests.
+        requested: the number of workers that the config requests.
         local: workers on each machine.
     """
     engine = replace(cfg.engine, num_nodes=nodes)

@@ -76,6 +76,9 @@ class Supervisor:
             self.cfg = replace(self.cfg, engine=replace(self.cfg.engine, gpus=found or None))
         self.wanted = world_size(self.cfg.engine)
         bundle = {"CPU": settings.cpus_per_worker, **({"GPU": 1.0} if self.gpus else {})}
+        if not any(bundle.values()):
+            message = "0: Ray can reserve nothing for a worker without a GPU"
+            raise ConfigError(Fault(message, "engine.launcher.params.cpus_per_worker"))
         self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted), git_state())
         self.name, self.starts, self.restarts = f"ray-{secrets.token_hex(6)}", 0, 0
         self.folder: str | None = None  # of the run, on the machine of rank 0

@@ -26,15 +26,16 @@ from conftest import digest, weights
 from deeplightning.callbacks.record import Resumption
 from deeplightning.config.examine import load_config
 from deeplightning.config.own_runs import is_own
-from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.launch import hooks_here
+from deeplightning.config.schema import Engine
+from deeplightning.faults import CheckpointError, ConfigError, SetupError
+from deeplightning.launch import Job, hooks_here
 from deeplightning.own_code import SEAL
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, read_code
 
 pytest.importorskip("deeplightning_ray")
 
-from deeplightning_ray import Ray, worker_stdin
+from deeplightning_ray import Ray, launcher, worker_stdin
 from deeplightning_ray import cluster as ray_cluster
 from deeplightning_ray import workers as ray_workers
 from deeplightning_ray.agent import Agent
@@ -255,6 +256,8 @@ def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
         assert ray_cluster._find(None) is None  # the note of a cluster that has ended
         left.listen()
         assert ray_cluster._find("auto") == f"127.0.0.1:{left.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+        assert ray_cluster._find(None) == f"127.0.0.1:{left.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("how", ["of another user", "group", "everybody", "link"])
@@ -674,3 +677,20 @@ def test_an_actor_of_ray_says_that_its_module_is_missing(tmp_path):
         timeout=180,
     )
     assert ray_workers.NO_MODULE in done.stdout, done
+
+
+def test_a_local_cluster_for_all_gpus_has_all_cpus(monkeypatch):
+    """Each of an unknown number of GPUs needs a worker's CPUs."""
+    seen = {}
+    monkeypatch.setattr(launcher, "connect", lambda *_, **own: seen.update(own) or contextlib.nullcontext())
+    monkeypatch.setattr(launcher, "Supervisor", lambda *_: SimpleNamespace(run=lambda: 0))
+    for gpus, cpus in (("auto", None), (3, 3)):
+        Ray("local").run(SimpleNamespace(cfg=SimpleNamespace(engine=Engine(gpus=gpus))))
+        assert seen["num_cpus"] == cpus
+
+
+@needs_ray
+def test_workers_that_need_nothing_are_refused(tiny):
+    """Ray reserves nothing for them."""
+    with pytest.raises(ConfigError, match="cpus_per_worker: 0"):
+        Supervisor(Ray(cpus_per_worker=0), Job(load_config(tiny), tiny), ray_cluster.Connection("of no one", True))

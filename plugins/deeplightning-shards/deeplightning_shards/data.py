@@ -5,7 +5,6 @@ N samples, R processes.
 
 import contextlib
 import fnmatch
-import io
 import logging
 import os
 import tarfile
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from PIL import Image
 
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.images import ImageFiles
@@ -55,16 +53,6 @@ class ShardSamples:
         """Return the samples at these positions, int (n,), in this order."""
         parts = (self.shards, self.offsets, self.sizes, self.labels)
         return ShardSamples(self.source, *(part[positions] for part in parts))
-
-    def size_of(self, position: int) -> tuple[int, int]:
-        """Return the width and height of one picture as it is stored.
-
-        Raises:
-            OSError, DataError: it cannot be read as an image.
-        """
-        shard, offset, size = int(self.shards[position]), int(self.offsets[position]), int(self.sizes[position])
-        with Image.open(io.BytesIO(self.source.read(shard, offset, size))) as image:
-            return image.size
 
     def prepare(self, position: int, spec: ImageSpec, max_pixels: int) -> np.ndarray:
         """Return one picture, uint8 (C, H, W).
@@ -199,8 +187,6 @@ class Shards(ImageFiles):
                 raise DataConfigError(f"{where}: {name} must end in .tar: shards are plain tar files, not compressed.")
             if name.startswith(("/", "~")) or ".." in name.split("/"):
                 raise DataConfigError(f"{where}: {name} is not inside data.root.")
-        if twice := [name for name in names if names.count(name) > 1] if len(names) < 10_000 else []:
-            raise DataConfigError(f"{where}: {twice[0]} is named twice.")
         return names
 
     # ---- discovery and index
@@ -232,10 +218,10 @@ class Shards(ImageFiles):
         owner = dict[str, str]()
         for split, listed in shards.items():
             for shard in listed:
-                if owner.setdefault(shard.name, split) != split:
-                    raise DataConfigError(
-                        f"{shard.name} is in both {owner[shard.name]} and {split}: a shard belongs to one set."
-                    )
+                if shard.name in owner:
+                    both = f"in both {owner[shard.name]} and {split}: a shard belongs to one set"
+                    raise DataConfigError(f"{shard.name} is {'named twice' if owner[shard.name] == split else both}.")
+                owner[shard.name] = split
         self._shards = shards
 
     def read(self) -> dict[str, Any]:

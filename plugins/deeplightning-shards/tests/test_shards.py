@@ -117,6 +117,7 @@ def test_a_pattern_stands_for_names(pattern, names):
         ({"train": "../train-000.tar"}, "is not inside data.root"),
         ({"train": []}, "must be the name of a shard, a pattern or a list"),
         ({"train": ["val.tar", "val.tar"]}, "val.tar is named twice"),
+        ({"train": ["train-*.tar", "train-000.tar"]}, "train-000.tar is named twice"),
         ({"window": 0}, "window must be a number of at least 1, not 0"),
         ({"on_bad_sample": "ignore"}, "on_bad_sample must be error or skip, not 'ignore'"),
         ({"class_names": ["a", "a"]}, "class_names must be different names"),

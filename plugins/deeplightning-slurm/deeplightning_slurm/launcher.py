@@ -102,14 +102,15 @@ class Slurm:
         self.partition, self.time, self.mem, self.name, self.folder = partition, time, mem, name, Path(folder)
         self.cpus_per_task, self.gpus_per_node, self.tasks_per_node = cpus_per_task, gpus_per_node, tasks_per_node
         self.account, self.qos, self.constraint, self.warning = account, qos, constraint, warning
-        self.sbatch, self.srun, self.setup, self.python = sbatch or {}, srun or [], setup or [], python
+        self.sbatch, self.srun, self.setup = sbatch or {}, srun or [], setup or []
+        self.python = shlex.split(python) if python else [sys.executable]
         self.master_addr, self.master_port = master_addr, master_port
 
     def plan(self, job: Job) -> list[Start]:
         """Return the tasks of the job, and the batch script that starts them."""
         folder, nodes = self.new_folder(), job.cfg.engine.num_nodes
         where = "a node allocated by Slurm" if nodes == 1 else f"each of {nodes} nodes allocated by Slurm"
-        command = [*self._python(), "-m", "deeplightning", "train", str(folder / "config.yaml")]
+        command = [*self.python, "-m", "deeplightning", "train", str(folder / "config.yaml")]
         return [Start(command, self._tasks(job), where, script=self.script(job, folder))]
 
     def run(self, job: Job) -> int:
@@ -120,14 +121,13 @@ class Slurm:
             RunError: the job was cancelled, lost its node, or ran out of time or memory.
         """
         check_slurm()
-        outer_job = os.environ.get("SLURM_JOB_ID")
-        if outer_job and not sys.stdin.isatty():
+        outer_job, task = os.environ.get("SLURM_JOB_ID"), task_here()
+        if outer_job and task is None and not sys.stdin.isatty():
             message = (
                 f"this command runs in Slurm job {outer_job} and would submit another: `srun deeplightning train …` "
                 "starts a process in each task, `engine.launcher=null` one process here"
             )
             raise SetupError(Fault(message, "engine.launcher"))
-        task = task_here()
         folder = self.new_folder() if task is None else task.folder
         script = self.script(job, folder)
         try:
@@ -184,9 +184,6 @@ class Slurm:
             raise ConfigError(Fault(message, "engine.gpus"))
         return local_size(job.cfg.engine)
 
-    def _python(self) -> list[str]:
-        return shlex.split(self.python) if self.python else [sys.executable]
-
     def script(self, job: Job, folder: Path, array: int | None = None) -> str:
         """Return the batch script that submitit generates.
 
@@ -203,7 +200,7 @@ class Slurm:
             message = f"submitting a job needs the package submitit: pip install 'deeplightning[slurm]' ({error})"
             raise SetupError(Fault(message, "engine.launcher")) from error
 
-        python = " ".join(word if word.isidentifier() else _quoted(word) for word in self._python())
+        python = " ".join(word if word.isidentifier() else _quoted(word) for word in self.python)
         command = f'{python} -m deeplightning train "${FOLDER}/config.yaml"'
 
         class Executor(SlurmExecutor):
@@ -225,7 +222,7 @@ class Slurm:
         engine, tasks = job.cfg.engine, self._tasks(job)
         gpus = tasks if self.gpus_per_node is None and engine.gpus is not None else self.gpus_per_node
         options: dict[str, object] = {"signal": f"USR1@{self.warning}", "requeue": True}
-        options |= {option.replace("_", "-"): value for option, value in self.sbatch.items()}
+        options |= {option.replace("-", "_"): value for option, value in self.sbatch.items()}  # submitit's own names
         options |= {"hold": True} if array is not None else {}
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun does not inherit sbatch's
         executor.update_parameters(
@@ -244,7 +241,7 @@ class Slurm:
             srun_args=["--open-mode=append", *cpus, *self.srun],
             setup=[*self._variables(folder, is_array=array is not None), *self.setup],
             teardown=after_tasks(engine.max_restarts, self.max_requeues),
-            additional_parameters={option: value for option, value in options.items() if value not in (None, False)},
+            additional_parameters={option: v for option, v in options.items() if v is not None and v is not False},
         )
         if array is not None:
             executor.parameters |= {"map_count": array, "array_parallelism": array}

@@ -868,3 +868,11 @@ def test_a_killed_search_ends_its_former_tasks(searching, cluster):
     wait_for(lambda: not former & {number.partition("_")[0] for number in queue(cluster)} or ended(again), "their end")
     assert len(trials_of(end_of(again))) == 4
     assert not queue(cluster)
+
+
+def test_further_options_of_sbatch_win(command, tiny, place):
+    """Over those of the launcher, also those whose value is 0."""
+    params = "engine.launcher.params.sbatch={job-name: mine, mem: 0}"
+    planned = command("plan", tiny, LAUNCHER, params, cwd=place, code=0)
+    assert re.findall(r"--job-name=(\w+)", planned.out) == ["mine"]
+    assert "#SBATCH --mem=0" in planned.out

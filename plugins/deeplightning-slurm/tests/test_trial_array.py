@@ -6,6 +6,7 @@ import stat
 from types import SimpleNamespace
 
 import pytest
+from deeplightning_slurm import launcher
 
 from deeplightning.config.schema import Engine, Target
 from deeplightning.faults import SetupError
@@ -158,3 +159,16 @@ def test_runs_of_one_size_are_an_array(trials, swept, is_one, tmp_path):
     cfg = SimpleNamespace(engine=Engine(launcher=Target(type="deeplightning_slurm.Slurm")))
     found = array_of(Job(cfg, tmp_path / "c.yaml"), trials, swept, tmp_path / "note")
     assert isinstance(found, TrialArray) is is_one
+
+
+def test_a_trial_inside_an_allocation_releases_its_task(slurm, array, monkeypatch):
+    """It submits no job of its own, so the job around it does not matter."""
+    asked, search = slurm(), array(2)
+    for name, value in (search.variables({}) | {"SLURM_JOB_ID": "7"}).items():
+        monkeypatch.setenv(name, value)
+    for name in ("seal", "_frozen_config"):
+        monkeypatch.setattr(launcher, name, lambda *_, **__: "")
+    monkeypatch.setattr(launcher.Slurm, "script", lambda *_: "")
+    monkeypatch.setattr(launcher.Follower, "follow", lambda self: 0)
+    assert launcher.Slurm().run(None) == 0
+    assert asked()[-1] == "scontrol release 41_0"

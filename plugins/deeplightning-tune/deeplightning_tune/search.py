@@ -25,7 +25,7 @@ from deeplightning.config.source import read
 from deeplightning.config.target import import_again
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
-from deeplightning.launch import Job, apply_environment, array_of
+from deeplightning.launch import Job, apply_environment, array_of, launcher_of
 from deeplightning.process.identity import DECIDED, require_single_process
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, write_whole
@@ -71,6 +71,7 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
                 "for example tune: {metric: val_acc, mode: max, space: {model.optimizer.params.lr: {log_uniform: …}}}"
             )
             raise ConfigError(Fault(f"there is no search in this config: {hint}", "tune", str(path)))
+        launcher_of(cfg)  # reports invalid arguments before the search begins
         with _Search(cfg, path, overrides, train, code) as new_or_resumed:
             return new_or_resumed.run()
 

@@ -43,7 +43,7 @@ class SpaceError(ValueError):
     """Raised for an invalid distribution."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: choices may be lists, which have no hash
 class Dimension:
     """One key of the config and the values that trials may give it.
 

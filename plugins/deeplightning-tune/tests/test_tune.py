@@ -631,3 +631,24 @@ def test_what_matters_is_pictured(tmp_path):
             assert len(picture.getcolors(1 << 20)) > 9
             assert min(picture.size) > 100
     study.disconnect()
+
+
+def test_choices_may_be_whole_targets_and_lists(config):
+    """Each goes through the check of the whole config."""
+    sgd, adam = (
+        "{type: torch.optim.SGD, params: {lr: 0.1}}",
+        "{type: torch.optim.Adam, params: {lr: 0.1, betas: [0.8, 0.9]}}",
+    )
+    given = [
+        f"tune.space={{model.optimizer: {{choice: [{sgd}, {adam}]}}}}",
+        "model.scheduler={type: torch.optim.lr_scheduler.ConstantLR}",
+    ]
+    assert examine(config, given).faults == []
+
+
+def test_an_impossible_launcher_begins_no_search(config, store):
+    """Its arguments may be corrected under the same name."""
+    pytest.importorskip("deeplightning_slurm")
+    with pytest.raises(ConfigError, match="time is 2"):
+        search(config, ["tune.name=soon", "engine.launcher={type: Slurm, params: {time: 2}}"], lambda words: 0)
+    assert not study_file(store, "soon").exists()
