@@ -138,8 +138,8 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(inside, run, half, learn, tr
     cut = learn(QUIET, "train.max_steps=24") if inside else half[0]
     resumed = learn(QUIET, f"train.resume_ckpt='{cut.folder}'")
     assert digest(resumed.folder / "last.ckpt") == digest(run / "last.ckpt")
-    assert "scorer     has learned" in cut.out
-    assert "scorer     has learned" not in resumed.out
+    assert "scorer     trained" in cut.out
+    assert "scorer     trained" not in resumed.out
     ours, theirs = (tracked(folder).series() for folder in (resumed.folder, run))
     for name in ("train_loss_d", "train_loss_g", "val_score"):
         assert ours[name][-1][1] == pytest.approx(theirs[name][-1][1], rel=1e-6)
