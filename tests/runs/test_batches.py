@@ -364,7 +364,7 @@ def test_masks_are_drawn_over_floats_of_any_channels(learn, channels):
     zeros = torch.zeros(2, 4, 4, dtype=torch.int64)
     image = torch.rand(2, channels, 4, 4).bfloat16()
     task._sheet = {"image": image, "truth": zeros, "answered": zeros, "worth": torch.zeros(2)}
-    drawn(task.pictures("val")["val_segmentation"])
+    assert drawn(task.pictures("val")["val_segmentation"])
 
 
 def test_columns_of_other_types_do_not_mind_padding_rows(learn):

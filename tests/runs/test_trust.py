@@ -468,3 +468,6 @@ def test_a_link_to_itself_in_a_foreign_run_leads_nowhere(run, tmp_path):
     copy = foreign(run, tmp_path / "circle")
     (copy.path / "loop").symlink_to("loop")
     refuse_links(copy)
+    (copy.path / "out").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="out: this link leads out of the folder"):
+        refuse_links(copy)
