@@ -34,7 +34,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         super().__init__()
         self.trainer: Any = None  # set later: the trainer whose modules `restore_left_out` reads
-        self._unsafe: dict[tuple[str, object], bool] = {}  # by entry
+        self._unsafe: dict[tuple[str, object], bool | None] = {}  # by entry, see `_is_unsafe`
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
         """Save the result of `without_unsafe` atomically.
@@ -50,8 +50,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Its key `left_out` lists the entries for `restore_left_out`, each as a key, and a key of the dict there or None.
         """
         entries = _user_entries(checkpoint)
-        # A safe value may be replaced by an unsafe one, such as None by an object.
-        new = {entry: _is_unsafe(*entry, checkpoint) for entry in entries if not self._unsafe.get(entry)}
+        # A safe value may be replaced by an unsafe one, such as None by an object. Large ones are tried once.
+        new = {entry: _is_unsafe(*entry, checkpoint) for entry in entries if self._unsafe.get(entry, False) is False}
         self._unsafe |= new
         if any(new.values()):
             log.warning(
@@ -93,15 +93,16 @@ def _user_entries(checkpoint: dict[str, Any]) -> list[tuple[str, object]]:
     return [(key, name) for key, value in others.items() for name in (value if isinstance(value, dict) else [None])]
 
 
-def _is_unsafe(key: str, name: object, checkpoint: dict[str, Any]) -> bool:
-    """Return whether an entry cannot be saved, or could not be loaded again."""
+def _is_unsafe(key: str, name: object, checkpoint: dict[str, Any]) -> bool | None:
+    """Return whether an entry cannot be saved, or could not be loaded again; None if it can and has over 1 MiB."""
     stream = io.BytesIO()
     try:
         torch.save(_plain(checkpoint[key] if name is None else {name: checkpoint[key][name]}), stream)
     except Exception:  # users' objects raise anything; a value that contains itself raises RecursionError
         return True
     stream.seek(0)
-    return not {_SHARD}.issuperset(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+    is_unsafe = not {_SHARD}.issuperset(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+    return is_unsafe or (None if stream.getbuffer().nbytes > 2**20 else False)
 
 
 def write_file(content: dict[str, object], target: Path) -> None:

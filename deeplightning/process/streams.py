@@ -137,8 +137,7 @@ def _guard(name: str, descriptor: int) -> None:
     if former is not None:
         former.flush()
         options = {key: getattr(former, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-        # A character that the encoding lacks must not end a run.
-        options["errors"] = options["errors"].replace("strict", "backslashreplace")
+        options["errors"] = options["errors"].replace("strict", "backslashreplace")  # else a character may end a run
     stream: Any = _Stream(descriptor, "w", closefd=False)
     stream.name = f"<{name}>"
     is_unbuffered = former is not None and isinstance(former.buffer, io.FileIO)

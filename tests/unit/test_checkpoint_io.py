@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from deeplightning.engine import checkpoint_io
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint
 from deeplightning.faults import CheckpointError, SetupError
@@ -220,3 +221,14 @@ def test_a_value_that_becomes_unreadable_is_left_out_then(tmp_path, checkpoint):
     for value in (None, datetime(2026, 1, 1)):
         io.save_checkpoint(checkpoint | {"own": value}, path)
     assert "own" not in read_checkpoint(path)
+
+
+def test_a_large_value_is_tried_once(tmp_path, checkpoint, monkeypatch):
+    """Averaged weights are not pickled twice at each save."""
+    tried, real = [], checkpoint_io._is_unsafe
+    monkeypatch.setattr(checkpoint_io, "_is_unsafe", lambda *entry: tried.append(entry[0]) or real(*entry))
+    io = SafeCheckpointIO()
+    for _ in range(3):
+        io.save_checkpoint(checkpoint | {"large": torch.zeros(300_000), "small": 1}, tmp_path / "last.ckpt")
+    assert (tried.count("large"), tried.count("small")) == (1, 3)
+    assert len(read_checkpoint(tmp_path / "last.ckpt")["large"]) == 300_000
