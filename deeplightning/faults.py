@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -289,10 +288,9 @@ def error_of(faults: list[Fault]) -> UserError:
     return next((kind for code, kind in ERRORS.items() if code in codes), UserError)(faults)
 
 
-def seconds_of(variable: str, default: float) -> float:
-    """Return the number of seconds that an environment variable sets; raise SetupError if it is not one."""
+def seconds_of(variable: str, default: float, low: float = 0.0) -> float:
+    """Return the number of seconds, at least `low`, that an environment variable sets; raise SetupError for others."""
     text = os.environ.get(variable) or str(default)
-    with suppress(ValueError):
-        if 0 < (seconds := float(text)) < 1e6:
-            return seconds
-    raise SetupError(f"{variable}={text!r} is not a number of seconds")
+    if not re.fullmatch(r"\d{1,6}(\.\d*)?", text) or float(text) < low:
+        raise SetupError(f"{variable}={text!r} is not a number of seconds")
+    return float(text)

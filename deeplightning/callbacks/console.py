@@ -184,15 +184,14 @@ class Console(Callback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._stop_bar()
         self._end_epoch(trainer)
-        for callback in (each for each in trainer.callbacks if isinstance(each, EarlyStopping)):
-            reason, value = "", float(trainer.callback_metrics.get(callback.monitor, 0.0))
-            if callback.check_finite and not math.isfinite(value):
+        for stop in (each for each in trainer.callbacks if isinstance(each, EarlyStopping)):
+            reason, value = "", float(trainer.callback_metrics.get(stop.monitor, 0.0))
+            if stop.check_finite and not math.isfinite(value):
                 reason = f"is {value}"
-            elif 0 < callback.wait_count >= callback.patience:
-                reason = f"was no better than {callback.best_score:.4f} for {count(callback.patience, 'validation')}"
+            elif 0 < stop.wait_count >= stop.patience:
+                reason = f"was no better than {stop.best_score:.4f} for {count(stop.patience, 'validation')}"
             if reason:
-                epoch = callback.stopped_epoch + 1
-                log.info("stopped    early, after epoch %d: %s %s", epoch, callback.monitor, reason)
+                log.info("stopped    early, after epoch %d: %s %s", stop.stopped_epoch + 1, stop.monitor, reason)
         best = self.checkpoints.best
         if best:
             where = f"after epoch {best['epoch'] + 1} (step {best['step']})"

@@ -201,8 +201,7 @@ def refuse_links(folder: RunFolder) -> None:
     """
     top = folder.path.resolve()
     for path in folder.path.rglob("*") if not is_own(folder) else ():
-        # Path.resolve raises for a circular link, which leads nowhere.
-        if path.is_symlink() and os.path.commonpath([top, os.path.realpath(path)]) != str(top):
+        if path.is_symlink() and os.path.commonpath([top, os.path.realpath(path)]) != str(top):  # resolve may raise
             raise CheckpointError(
                 f"{path}: this link leads out of the folder of a run that was not made here by you. Remove it, or "
                 "replace it by a copy of the file"

@@ -100,6 +100,11 @@ def connect(trainer: pl.Trainer, alike: Mapping[str, str]) -> None:
 # ---- the rendezvous
 
 
+def wait_seconds() -> float:
+    """Return how many seconds to wait for processes that are started elsewhere."""
+    return seconds_of(WAIT_VARIABLE, WAIT_SECONDS, low=0.001)
+
+
 def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
     """Connect this process to the others, and start those of this machine if that is its task.
 
@@ -168,7 +173,7 @@ def _listen(address: str, port: int, world: int) -> Any:
         socket.getaddrinfo(address, None)
     except OSError as error:
         raise SetupError(f"MASTER_ADDR={address}: cannot resolve this address: {error.strerror or error}") from error
-    limit = timedelta(seconds=seconds_of(WAIT_VARIABLE, WAIT_SECONDS))
+    limit = timedelta(seconds=wait_seconds())
     try:
         return TCPStore(address, port, world, timeout=limit, is_master=True, wait_for_workers=False, multi_tenant=True)
     except DistError as error:
@@ -204,7 +209,7 @@ def _connect_store(address: str, port: int, world: int) -> Any:
     from torch.distributed import TCPStore
 
     found: list[Any] = []
-    limit = seconds_of(WAIT_VARIABLE, WAIT_SECONDS)
+    limit = wait_seconds()
 
     def connect() -> None:
         try:
@@ -241,7 +246,7 @@ def _gather(store: Any, card: dict[str, Any], address: str, noun: str, number: i
             time.sleep(FAULT_SECONDS)  # the store ends with this process
         raise SetupError(message)
 
-    own, limit = interface(address), seconds_of(WAIT_VARIABLE, WAIT_SECONDS)
+    own, limit = interface(address), wait_seconds()
     until = time.monotonic() + limit
     try:
         if store.add(f"{KEY}/came/{number}", 1) > 1:

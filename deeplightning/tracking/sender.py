@@ -64,9 +64,7 @@ class Sender:
         sample: Callable[[], Sample] | None = None,
         sample_seconds: float = 10.0,
     ):
-        seconds_of(
-            "DEEPLIGHTNING_TRACKING_DRAIN", DRAIN_SECONDS
-        )  # a wrong value ends the run now, not after the training
+        seconds_of("DEEPLIGHTNING_TRACKING_DRAIN", DRAIN_SECONDS)  # a wrong value ends the run before the training
         self._store, self._run_id, self._metrics, self._client = store, run_id, metrics, client
         self._afterwards = afterwards
         self._delivery: Delivery | None = None

@@ -20,8 +20,9 @@ from test_identity import TASK
 from deeplightning.config.examine import examine
 from deeplightning.config.machine import launches_remotely
 from deeplightning.config.schema import Engine, Target
-from deeplightning.faults import SetupError, seconds_of
+from deeplightning.faults import SetupError
 from deeplightning.process.identity import port_of
+from deeplightning.process.rendezvous import wait_seconds
 
 TWO = ("engine.num_nodes=2", "engine.backend=ddp")
 THREE = ("engine.num_nodes=3", "engine.backend=ddp")
@@ -189,7 +190,7 @@ def test_a_time_limit_that_is_none_is_named(text, monkeypatch):
     """Seconds, above 0."""
     monkeypatch.setenv("DEEPLIGHTNING_MEET_SECONDS", text)
     with pytest.raises(SetupError, match=f"DEEPLIGHTNING_MEET_SECONDS='{text}' is not a number of seconds"):
-        seconds_of("DEEPLIGHTNING_MEET_SECONDS", 1.0)
+        wait_seconds()
 
 
 @pytest.mark.parametrize(

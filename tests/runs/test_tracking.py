@@ -981,3 +981,7 @@ def test_a_time_limit_that_is_none_is_named_before_training(name, text, tmp_path
     monkeypatch.setenv(name, text)
     with pytest.raises(SetupError, match=f"{name}='{text}' is not a number of seconds"):
         assert MLflowLogger(tracking_uri=tmp_path, system_metrics=False).run_id
+    monkeypatch.setenv(name, "0")  # do not wait
+    logger = MLflowLogger(tracking_uri=tmp_path, system_metrics=False)
+    assert logger.run_id
+    logger.finalize("success")
