@@ -8,7 +8,7 @@ import base64
 import hashlib
 import re
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from flask import Flask, Response, jsonify, request
@@ -33,7 +33,7 @@ def application(service: Service) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = limits.max_bytes
     predictions = Predictions(model, limits)
     # Samples are training data of the run, so they are not public.
-    samples = model.examples if service.admission.private else ()
+    model = model if service.admission.private else replace(model, examples=())
     pages = {"/": _page("page.html"), "/docs": _page("docs.html")}
 
     @app.post("/predict")
@@ -65,14 +65,14 @@ def application(service: Service) -> Flask:
             precision=model.precision,
             run=model.run,
             limits=asdict(limits),
-            samples=len(samples),
+            samples=len(model.examples),
             **service.layout,
             **({} if model.example is None else {"example": model.example}),
         )
 
     @app.get("/samples")
     def get_samples() -> Response:
-        return jsonify(samples=samples)
+        return jsonify(samples=model.examples)
 
     @app.get("/metrics")
     def get_metrics() -> Response:

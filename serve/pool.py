@@ -129,7 +129,8 @@ class WorkerPool:
             try:
                 with _resource_limits(self._memory):
                     self._model = self._setup.open_model(CPU)
-                    self._layout = self._layout or choose_layout(self._model)
+                    measured = choose_layout(self._model)
+                    self._layout = replace(self._layout or measured, forward_ms=measured.forward_ms)
             except Exception as error:
                 self._abort(_load_failure(error, CPU, self._memory))
         wake = collect_signals(self._signals, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)

@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in options.files or (_samples() if not options.text else []):
             kind = KINDS.get(path.suffix.lower())
             answer = ask(url, _read(path), str(path), kind or "application/octet-stream")
-            print(printable(json.dumps({"file" if kind else "image": str(path), **answer})), flush=True)
+            name = "file" if kind or "image" in answer else "image"
+            print(printable(json.dumps({name: str(path), **answer})), flush=True)
     except PredictError as error:
         print(printable(str(error)), file=sys.stderr)
         return error.exit_code

@@ -132,7 +132,7 @@ class Predictions:
         if mimetype == b"application/json":
             return lambda _: _within_limit(uploads.arrays_from_json(body, shape, limits), limits, "arrays")
         if mimetype in (b"", b"application/octet-stream", b"application/x-npy"):
-            return lambda _: _within_limit(uploads.arrays_from_npy(body, shape), limits, "arrays")
+            return lambda _: _within_limit(uploads.arrays_from_npy(body, shape, limits), limits, "arrays")
         raise _unsupported_type(content_type, f": this server takes arrays; {uploads.ARRAYS_USAGE}.")
 
 

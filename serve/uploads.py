@@ -184,9 +184,7 @@ def rows_from_json(body: bytes, columns: int, limits: Limits) -> list[dict[str, 
     return _inputs(body, ("rows", "row"), dict, "objects", ROWS_USAGE)
 
 
-def rows_from_csv(
-    body: bytes, limits: Limits, columns: Sequence[str], form: "TableFormat | None" = None
-) -> list[dict[str, str]]:
+def rows_from_csv(body: bytes, limits: Limits, columns: Sequence[str], form: "TableFormat") -> list[dict[str, str]]:
     """Return the rows of a table whose header names the columns.
 
     Args:
@@ -199,7 +197,7 @@ def rows_from_csv(
     from deeplightning.table_spec import TableError, decoded, rows_of_csv  # imported lazily: most servers never need it
 
     try:
-        return rows_of_csv(decoded(body, form.encoding if form else "utf-8"), limits.max_images, form, columns)
+        return rows_of_csv(decoded(body, form.encoding), limits.max_images, form, columns)
     except UnicodeError:
         raise Refusal(400, "The table is not in UTF-8; save it as UTF-8.") from None
     except TableError as error:
@@ -222,8 +220,8 @@ def arrays_from_json(body: bytes, shape: tuple[int, ...], limits: Limits) -> lis
     return arrays
 
 
-def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
-    """Return the array of a .npy file, or the arrays along its first dimension.
+def arrays_from_npy(body: bytes, shape: tuple[int, ...], limits: Limits) -> "list[np.ndarray]":
+    """Return the array of a .npy file, or the arrays along its first dimension, at most one above the limit.
 
     Raises:
         Refusal: the body has another form.
@@ -234,7 +232,7 @@ def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
         found = read_npy(body)
     except ArrayError as error:
         raise Refusal(error.status, f"{error} {ARRAYS_USAGE.capitalize()}.") from error
-    return list(found) if found.ndim == len(shape) + 1 and len(found) else [found]
+    return list(found[: limits.max_images + 1]) if found.ndim == len(shape) + 1 and len(found) else [found]
 
 
 def _marks(body: bytes) -> int:

@@ -69,7 +69,7 @@ def _save(folder: RunFolder, place: Path) -> None:
         artifacts={"bundle": str(folder.bundle)},
         code_paths=[str(package) for package in _sources(place / "code")],
         signature=ModelSignature(
-            inputs=Schema([ColSpec("string" if name == "text" else AnyType(), name) for name in example]),
+            inputs=Schema([ColSpec("string" if kind.takes == "text" else AnyType(), name) for name in example]),
             outputs=Schema([ColSpec(AnyType() if of is None else of, name) for name, of in _OUTPUTS[kind.gives]]),
         ),
         input_example=pd.DataFrame([example]),

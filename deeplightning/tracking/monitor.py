@@ -44,10 +44,11 @@ def monitor(tracking_uri: str | None, host: str, port: int) -> None:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # and each connection pool
     # Not as an argument, which every user of the machine could read.
     os.environ["MLFLOW_BACKEND_STORE_URI"] = uri_of(store)
+    os.environ["PYTHONSAFEPATH"] = "1"  # no file of the working directory is a module of MLflow or its server
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
     if store.artifact_root is not None:
         command += ["--default-artifact-root", store.artifact_root.as_uri(), "--no-serve-artifacts"]
-    os.execv(command[0], [*command, "--workers", "1", "--uvicorn-opts", "--log-level=warning"])
+    os.execv(command[0], [*command, "--workers", "1", "--uvicorn-opts", "--log-level=warning --app-dir=/"])
 
 
 def runs_page(experiment_id: str) -> str:
