@@ -10,11 +10,11 @@ from typing import Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
-from deeplightning.tracking.claims import unsent_runs
+from deeplightning.tracking.claims import artifacts_of, unsent_runs
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Run
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explained, local_path, locate, remove_files
+from deeplightning.tracking.store import Store, explained, locate, remove_files
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")
@@ -56,7 +56,7 @@ def listing(
                 continue
             if experiment not in (None, run.experiment) or (metric is not None and metric not in run.metrics):
                 continue
-            rows.append(_row(run, SHOWN if metric is None else (metric,)) | {"status": status})
+            rows.append(_row(store, run, SHOWN if metric is None else (metric,)) | {"status": status})
     return rows
 
 
@@ -97,7 +97,7 @@ def newest(tracking_uri: str | None, *filters: Any) -> str:
     return f"runs:/{rows[0]['id']}"
 
 
-def _row(run: Run, shown: Sequence[str]) -> dict[str, str]:
+def _row(store: Store, run: Run, shown: Sequence[str]) -> dict[str, str]:
     started = datetime.fromtimestamp(run.started / 1000, UTC)
     best = next(((name, run.metrics[name]) for name in shown if name in run.metrics), None)
     return {
@@ -107,7 +107,7 @@ def _row(run: Run, shown: Sequence[str]) -> dict[str, str]:
         "experiment": run.experiment,
         "name": run.name,
         "result": f"{best[0]} {best[1]:.4f}" if best else "",
-        "folder": str(local_path(run.artifact_uri) or run.artifact_uri),
+        "folder": str(artifacts_of(store, run) or run.artifact_uri),
     }
 
 
@@ -135,8 +135,6 @@ def remove(
                 continue
             deleted.append(row)
             folder = Path(row["folder"])
-            if not folder.is_dir() and store.artifact_root is not None:  # the store may have been moved
-                folder = next(store.artifact_root.glob(f"*/{row['id']}/artifacts"), folder)
             if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
                 report(f"{folder.parent}: not removed: {why}")
     return deleted

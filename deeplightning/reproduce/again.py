@@ -28,7 +28,7 @@ from deeplightning.process.identity import require_single_process
 from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.differences import PATH_KEYS, compare
 from deeplightning.reproduce.past import PastRun, flat, past_run
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, from_start
 from deeplightning.tracking.code import Code, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import REPRODUCES, VARIABLES
@@ -38,8 +38,8 @@ from deeplightning.words import is_address
 MAX_LISTED = 10
 """Maximum number of files that a message lists."""
 
-_KEPT_VARIABLES = {"DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_CACHE_LIMIT"}
-_KEPT_VARIABLES |= {"DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_DEBUG"}
+_KEPT_VARIABLES = {"DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_CACHE_LIMIT", "DEEPLIGHTNING_MEET_SECONDS"}
+_KEPT_VARIABLES |= {"DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_TRACKING_DRAIN", "DEEPLIGHTNING_DEBUG"}
 _MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES",)  # a scheduler sets it
 
 Say = Callable[[str], None]
@@ -152,6 +152,8 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     directory, roots = _unpack_code(code, original.folder.code, top, secrets, say)
     settings = [*_local_overrides(original, config, overrides, top), *overrides]
     root = dict(flat(plain(read(original.source, settings).root))).get("data.root")
+    if isinstance(root, str) and not is_address(root):  # the run starts in another folder
+        settings.append(f"data.root={quoted(str(from_start(root)))}")
     check_data(original, root if isinstance(root, str) else None, any_data, say)
     _link_relative_files(original, config, directory)
     return Plan(own, settings, directory, _variables(original, roots))
@@ -253,7 +255,8 @@ def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) ->
 def _link_relative_files(original: PastRun, config: Mapping[str, object], directory: Path) -> None:
     """Link files with relative paths in params into the new working directory."""
     for key, value in config.items():
-        if ".params." not in key or not isinstance(value, str) or not 0 < len(value) < 256 or key in PATH_KEYS:
+        is_wanted = (".params." in key and key not in PATH_KEYS) or key in ("model.init_from", "test.ckpt")
+        if not is_wanted or not isinstance(value, str) or not 0 < len(value) < 256:
             continue
         parts = Path(value).parts
         if not parts or Path(value).is_absolute() or ".." in parts or "~" in value or "://" in value:

@@ -10,7 +10,7 @@ from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import has_run
 from deeplightning.runfolder import from_start
-from deeplightning.tracking.claims import find_run
+from deeplightning.tracking.claims import artifacts_of, find_run
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import local_path, locate
 from deeplightning.words import is_address
@@ -67,7 +67,7 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
         return f"the tracking store {store.shown} does not have its run {run_id}, or it was deleted"
     if run.experiment != experiment_of(type_name, params):
         return f"its run {run_id} belongs to the experiment {run.experiment!r}"
-    artifacts = local_path(run.artifact_uri)
+    artifacts = artifacts_of(store, run)
     if artifacts is not None and not (artifacts.is_dir() and artifacts.samefile(folder)):
         return f"it is not in the folder of its run, {artifacts}"
     return None

@@ -29,7 +29,7 @@ from deeplightning.runfolder import FolderLock, RunFolder, make_private, sync_na
 from deeplightning.tracking.entities import Run, run_of
 from deeplightning.tracking.metrics_file import Line, read_lines
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explained
+from deeplightning.tracking.store import Store, explained, local_path
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -130,6 +130,13 @@ def take_over(store: Store, run_id: str) -> bool:
         found = True
         remove_claim(path)
     return found
+
+
+def artifacts_of(store: Store, run: Run) -> Path | None:
+    """Return the local folder of a run, also in a store that was moved as a whole; None if its artifacts are remote."""
+    folder, root = local_path(run.artifact_uri), store.artifact_root
+    moved = root and root / run.experiment_id / run.id / "artifacts"
+    return moved if folder and moved and moved.is_dir() and not folder.is_dir() else folder
 
 
 def read_header(metrics: Path) -> Line:

@@ -25,7 +25,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from deeplightning.faults import SetupError, count, seconds_of
 from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking import entities
-from deeplightning.tracking.claims import find_run, folder_of
+from deeplightning.tracking.claims import artifacts_of, find_run, folder_of
 from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, is_test_metric, subpath
 from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
@@ -43,8 +43,7 @@ log = logging.getLogger("deeplightning.tracking")
 SAMPLE_SECONDS = 10.0
 """Interval of system metrics; MLflow's variable MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
 
-_STATUS = {"success": "FINISHED", "interrupted": "KILLED"}
-_STATUS |= {word.lower(): word for word in ("FINISHED", "FAILED", "KILLED")}
+_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
 
 class MLflowLogger(Logger):
@@ -454,7 +453,7 @@ class MLflowLogger(Logger):
                 check_writable(store)
                 raise_if_newer(store)
             run, lines = self._old_run(store, run_id) if run_id else self._new_run(store, client)
-            folder = local_path(run.artifact_uri)
+            folder = artifacts_of(store, run)
             if folder is not None:
                 root = store.artifact_root
                 make_private(folder, root if root is not None and root in folder.parents else folder.parent)
@@ -506,7 +505,10 @@ class MLflowLogger(Logger):
             return client.create_run(experiment, self._run_name, tags, self._name_prefix), []
         run_id, started = uuid.uuid4().hex, time.time_ns() // 1_000_000
         tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._name_prefix, run_id)}
-        location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
+        place, root = experiment.artifact_location.rstrip("/"), store.artifact_root
+        if root and (former := local_path(place)) and not former.parent.is_dir():  # the store was moved
+            place = (root / experiment.id).as_uri()
+        location = f"{place}/{run_id}/artifacts"
         run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags, self._experiment_name)
         return run, [{"run": entities.header_of(run)}]
 

@@ -18,11 +18,11 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import UserError
 from deeplightning.tracking.build import experiment_of
-from deeplightning.tracking.claims import find_run
+from deeplightning.tracking.claims import artifacts_of, find_run
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import MAX_TAG, Batch, Point, flatten
 from deeplightning.tracking.environment import run_tags
-from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate, remove_files
+from deeplightning.tracking.store import Store, check_writable, explain, locate, remove_files
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Parent:
             else:
                 tags = {SEARCH: search_id, "deeplightning.searched": self.name}
                 client.log_batch(run.id, Batch(tags=tags, status=("RUNNING", None)))
-            self.run_id, self._folder = run.id, local_path(run.artifact_uri)
+            self.run_id, self._folder = run.id, artifacts_of(self.store, run)
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
         return self.run_id

@@ -15,7 +15,7 @@ from deeplightning.tracking.store import Store, explain, explained, local_path, 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_RUN_ID = r"[A-Za-z0-9][\w-]*"
+_RUN_ID = r"\w[^/*?\[\]\x00-\x1f]*"  # names of runs too
 
 
 def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = None) -> Path:
@@ -55,7 +55,7 @@ def _run_artifacts(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
         return CheckpointError(f"{why} {also}The runs there: deeplightning monitor")
 
-    from deeplightning.tracking.claims import find_run
+    from deeplightning.tracking.claims import artifacts_of, find_run
     from deeplightning.tracking.reader import open_reader  # not needed for a folder
 
     _require_store(store, f"the run {run_id}")
@@ -71,15 +71,11 @@ def _run_artifacts(run_id: str, store: Store, also: str = "") -> Path:
         raise CheckpointError(f"{len(named)} runs are called {run_id!r}. Name one by its id, the newest first: {ids}")
     if found is None:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
-    folder = local_path(found.artifact_uri)
+    folder = artifacts_of(store, found)
     if folder is None:
         return _download(_client(store), run_id, store, found.artifact_uri)
     if folder.is_dir():
         return folder
-    if store.artifact_root is not None:  # the store's folder was moved or copied as a whole
-        moved = store.artifact_root / found.experiment_id / run_id / "artifacts"
-        if moved.is_dir():
-            return moved
     raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deeplightning.config.examine import check
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
 from deeplightning.faults import ConfigError, SetupError, UserError
 from deeplightning.process.identity import require_single_process
 from deeplightning.process.terminal import say_path
@@ -82,9 +84,8 @@ def bisect(
     if not differences:
         others = f"; these differences cannot be switched here: {listed(unswitchable)}" if unswitchable else ""
         raise ConfigError(f"{good} and {bad}: there is no difference to bisect in config, code or threads{others}")
-    roots = [text.removeprefix("data.root=") for text in overrides if text.startswith("data.root=")]
     for run, part in zip(ends, parts, strict=True):
-        check_data(run, roots[-1] if roots else (part.tree.get("data") or {}).get("root"), any_data, say)
+        check_data(run, _data_root(run, (part.tree.get("data") or {}).get("root"), overrides), any_data, say)
 
     tracked = [f"logger.params.tracking_uri={quoted(address_of(ends[0]))}"]
     report = check(ends[0].source, [*tracked, *overrides], beside=False)
@@ -109,6 +110,13 @@ def bisect(
         lock.release()
     say_path(parent.folder, "Artifact storage path: ")
     return parent.folder
+
+
+def _data_root(run: PastRun, root: str | None, overrides: Sequence[str]) -> str | None:
+    """Return `data.root` of a run with overrides, references resolved; `root`: the absolute one, if it has none."""
+    local = [f"data.root={quoted(root)}"] if root and "${" not in root else []
+    found: str | None = (plain(read(run.source, [*local, *overrides]).root).get("data") or {}).get("root")
+    return found
 
 
 def _choose_metric(good: PastRun, bad: PastRun, requested: str | None) -> tuple[str, tuple[float, float]]:

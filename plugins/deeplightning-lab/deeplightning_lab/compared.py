@@ -67,7 +67,7 @@ def _filtered_group(word: str, filters: dict[str, str]) -> Group:
     statuses = [filters.get("status", "finished").upper()]
     rows = listing(None, statuses, filters.get("metric"), filters.get("name"), filters.get("experiment"))
     runs = [past_run(f"runs:/{row['id']}") for row in rows]
-    runs = [run for run in runs if runs_in(run.folder.path) is None]  # a group's runs are listed too
+    runs = [run for run in runs if run.folder.config.is_file()]  # the runs of groups and searches are listed too
     if not runs:
         raise CheckpointError(f"{word}: there is no such run. `deeplightning runs` lists the existing ones")
     return group_of(word, runs)
