@@ -28,7 +28,7 @@ import numpy as np
 
 from deeplightning.cli.listing import newest
 from deeplightning.config.schema import Config
-from deeplightning.config.source import GIVEN, Given, compose, read
+from deeplightning.config.source import GIVEN, Given, compose, is_file, read
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import RunError
 from deeplightning.kinds import KINDS
@@ -275,7 +275,9 @@ def _command_arguments(
         content, folders = config.public(), config.roots or ()
         secrets = config.secrets.variables() if config.secrets else {}
     else:
-        source = compose(config)  # the files that it builds on are relative to this directory
+        groups = compose(config, [word for word in overrides if not is_file(word)]).groups
+        source = compose(config, [word for word in overrides if word.partition("=")[0] in groups])  # its files are here
+        overrides = [word for word in overrides if word.partition("=")[0] not in groups]  # the merged file has none
         content, folders = plain(source.root, written=True), source.folders
     roots = dict.fromkeys([*added_roots(), *map(str, folders)])
     with tempfile.TemporaryDirectory(prefix="deeplightning-") as folder:  # only its owner can enter it

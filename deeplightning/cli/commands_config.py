@@ -148,7 +148,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
         if not dry_run:
             message = "errors of constructors and batches; `--dry-run` builds everything and passes a batch"
             report.unchecked.append(Fault(message))
-        say(json.dumps(report.to_dict(), indent=2))
+        say(json.dumps(json.loads(json.dumps(report.to_dict()), parse_constant=str), indent=2))
         sys.exit(report.exit_code)
     report.checked()
     show_notices(report)

@@ -165,7 +165,7 @@ def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> 
     found = differences(past_run(first), past_run(second), patch)
     if format == "json":
         named = {g: [{"name": n, "first": a, "second": b} for n, a, b in items] for g, items in found.items()}
-        say(json.dumps(named, indent=2))
+        say(json.dumps(json.loads(json.dumps(named), parse_constant=str), indent=2))
     elif text := as_text(found):
         say(text)
     if exit_code and any(found.values()):

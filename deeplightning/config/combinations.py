@@ -54,7 +54,6 @@ def steps_itself(cfg: Config) -> bool:
 MIN_EPS = 1e-7
 """A smaller `eps` underflows in half precision, whose smallest number is 6e-8."""
 
-
 _FP32_OPTIMIZERS = ("apex.", "bitsandbytes.")  # they compute in 32 bits whatever the parameters' precision
 
 
@@ -398,8 +397,7 @@ def conflicts(
         value, other = _short_value(cfg, rule.key, asked), _short_value(cfg, rule.other, asked)
         at = f" ({places[rule.other]})" if rule.other in places else ""
         message = f"{value} cannot be combined with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
-        set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
-        place = places[set_[0]] if set_ else None
+        place = next((places[key] for key in (*upwards(rule.key), *upwards(rule.other)) if key in places), None)
         yield Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
 
 

@@ -158,8 +158,7 @@ def _use_own_loaders(source: Source) -> None:
     root, target = source.root, entry_at(source.root, ("model", "module", "type"))
     task = Meanings().known(target.value) if target is not None and "data" not in root.value else None
     if task is not None and task.defines("train_dataloader", outside="pytorch_lightning"):
-        module = Entry({"type": Entry(OWN_LOADERS, root.place)}, root.place)
-        root.value["data"] = Entry({"module": module}, root.place)
+        root.value["data"] = Entry({"module": Entry({"type": Entry(OWN_LOADERS, root.place)}, root.place)}, root.place)
 
 
 def _set_import_roots(source: Source, beside: bool) -> None:

@@ -87,9 +87,7 @@ def _machine_change(report: Report, path: KeyPath) -> str | None:
     """Describe how this machine changed a value; None if it did not."""
     assert report.config is not None
     key = ".".join(map(str, path))
-    found = [
-        n for n in report.config.notices or [] if n.key is not None and (key == n.key or key.startswith(f"{n.key}."))
-    ]
+    found = [n for n in report.config.notices or [] if n.key in upwards(key)]
     changes = [n for n in found if " → " in n.text] or found  # the other notices describe consequences of a change
     return changes[-1].text.partition(": ")[2] if changes else None
 

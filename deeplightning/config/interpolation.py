@@ -241,13 +241,12 @@ class Resolver:
         if self.trees.get(where, entry) is None:
             return None
         self.resolve_entry(entry, where)
-        if isinstance(entry.value, dict):
-            self.count(None)
-            return {name: self.resolved(item, (*where, name)) for name, item in entry.value.items()}
-        if isinstance(entry.value, list):
-            self.count(None)
-            return [self.resolved(item, (*where, number)) for number, item in enumerate(entry.value)]
-        return self.count(entry.value)
+        value = self.count(entry.value)
+        if isinstance(value, dict):
+            return {name: self.resolved(item, (*where, name)) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self.resolved(item, (*where, number)) for number, item in enumerate(value)]
+        return value
 
     # ---- calls
 

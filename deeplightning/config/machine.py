@@ -121,16 +121,12 @@ def _resolve_sizes(engine: Engine, here: Identity, change: Callable[[str, object
             faults.append(Fault(message, f"engine.{key}", exit_code=3))
 
     if here.world != here.nodes * here.local_world:
-        message = (
-            f"{here.by} started {here.world} processes, {here.local_world} of them on this one of {here.nodes} nodes"
-        )
-        return [Fault(f"{message}; each node must have the same number", "engine.num_nodes", exit_code=3)]
+        of_them = f"{here.local_world} of them on this one of {here.nodes} nodes"
+        message = f"{here.by} started {here.world} processes, {of_them}; each node must have the same number"
+        return [Fault(message, "engine.num_nodes", exit_code=3)]
     agree("num_nodes", engine.num_nodes, here.nodes, "nodes" if here.nodes > 1 or engine.num_nodes > 1 else "node")
     of_each = "processes on each node" if here.nodes > 1 else "processes"
-    if engine.gpus is None:
-        agree("processes", engine.processes, here.local_world, of_each)
-    else:
-        agree("gpus", local_size(engine), here.local_world, of_each)
+    agree("processes" if engine.gpus is None else "gpus", local_size(engine), here.local_world, of_each)
     if engine.max_restarts and here.launch is None:
         change("max_restarts", 0, f"{here.by} started this process and does not restart it")
     return faults

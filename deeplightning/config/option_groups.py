@@ -43,8 +43,7 @@ class Group:
 
     def options(self) -> list[str]:
         """Return the sorted names of the available options."""
-        files = [file for root in self.roots for file in (root / self.name).glob(f"[!.]*{SUFFIX}")]
-        return sorted({file.stem for file in files})
+        return sorted({file.stem for root in self.roots for file in (root / self.name).glob(f"[!.]*{SUFFIX}")})
 
     def find(self, option: str) -> tuple[Path, Path]:
         """Return the file of an option and the root folder that contains it.

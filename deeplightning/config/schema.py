@@ -48,8 +48,7 @@ def key(
     doc: str, default: Any = MISSING, *, example: str | None = None, low: float | None = None, high: float | None = None
 ) -> Any:
     """Define a key: its description, default (required without one), an example, and the smallest and largest legal
-    number.
-    """
+    number."""
     metadata = {"doc": doc, "example": example, "low": low, "high": high}
     if isinstance(default, type) or callable(default):
         return field(default_factory=default, metadata=metadata, kw_only=True)
@@ -459,9 +458,8 @@ class Serve(Section):
     host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
     port: int = key("port to listen on; 0: any free port", 5000, low=0, high=65535)
     max_upload_mb: int = key("largest request body, in MB (1,000,000 bytes)", 16, low=1, high=10_000)
-    max_pixels: int = key(
-        "largest image, in pixels, checked before decoding", 24_000_000, low=1, high=178_956_970
-    )  # beyond which Pillow refuses
+    # Pillow refuses more pixels than `high`.
+    max_pixels: int = key("largest image, in pixels, checked before decoding", 24_000_000, low=1, high=178_956_970)
     max_side: int = key("largest width and height of an image, in pixels", 16_384, low=1, high=178_956_970)
     max_batch: int = key("images per forward pass, at most", 16, low=1, high=1024)
     max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1, high=100_000)

@@ -44,8 +44,7 @@ def read_section(report: Report, cls: type, entry: Entry, key: str, path: KeyPat
     if entry.value is None:
         entry = Entry({}, entry.place)
     if not isinstance(entry.value, dict):
-        allowed = f"a mapping of {', '.join(f.name for f in schema.keys(cls))}"
-        report.wrong(allowed, kind(entry), key, entry.place)
+        report.wrong(f"a mapping of {', '.join(f.name for f in schema.keys(cls))}", kind(entry), key, entry.place)
         return None
     if cls is schema.Config:
         cls = plugins.config_class(entry.value)
@@ -102,9 +101,7 @@ def _value(
     for option in options:
         fits, made = _fit(report, option, entry, key, path, len(options) > 1)
         if fits:
-            if made is not _BAD and not _in_range(report, made, entry, key, path, metadata):
-                return _BAD
-            return made
+            return made if made is _BAD or _in_range(report, made, entry, key, path, metadata) else _BAD
     from deeplightning.config.allowed import report_misfit
 
     report_misfit(report, hint, entry, key, path)

@@ -71,7 +71,7 @@ _NOTE = re.compile(r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"',;(){}\[\]]+)(?
 _HARMLESS = re.compile(
     r"(?i:str(?:ing)?|u?int\d*|bool(?:ean)?|float\d*|number|none|null|true|false|optional|required|yes|no|any|bytes)"
     r"|\$.*|.*[$%]?\{+[\w .:-]*\}.*|<.*>|\[.*\]|%\(.*|%[sd]|\*+|x{4,}|\.{3}.*|\?.*|…|!\w+|[\^~<>=!]+ ?\d[\w.,<>=*! ]*"
-    r"|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+|[A-Z]+"  # the name of a variable
+    r"|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+|[A-Z]+|category|ignore"  # the name of a variable; kinds of columns
     r"|(?:~|\.{0,2})(?:/[\w.-]+)+/?",  # a path
     re.DOTALL,
 )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 from urllib.parse import quote, quote_plus
 
 from deeplightning.config.tree import Entry, KeyPath, leaves, nodes, plain
@@ -92,6 +93,16 @@ def redact(text: str, values: Mapping[str, str], other: str | None = None) -> st
                 text = text[:begin] + instead + text[end:]
                 begin = text.find(form[:CUT_CHARACTERS], begin + len(instead))
     return text
+
+
+def without_secrets(root: Entry, secrets: Secrets) -> Any:
+    """Return the plain values of a tree as written, with references in place of secrets; keys stay unchanged."""
+    for _, entry in leaves(root):
+        text = entry.value if entry.written is None else entry.written
+        found = secrets.redact(text) if isinstance(text, str) else secrets.values.get(str(text), "")
+        if found != text and (isinstance(text, str) or found.startswith("${oc.decode:")):
+            entry.written = found
+    return plain(root, written=True)
 
 
 @cache

@@ -115,9 +115,8 @@ def no_part(path: str, role: str | None) -> str | None:
     Python's standard library provides no part of a run. Inside params, a few of its modules may make plain values.
     """
     top = path.partition(".")[0]
-    if role == HOOK or not _is_standard(top):
-        return None
-    if role is None and (top.removeprefix("_") in _PLAIN or path in _PLAIN):
+    is_plain = role is None and (top.removeprefix("_") in _PLAIN or path in _PLAIN)
+    if role == HOOK or is_plain or not _is_standard(top):
         return None
     wanted = KINDS[role].words if role in KINDS else "a part of a run"
     return f"`{path}` is in Python's `{top}`, which does not provide {wanted}; it is not called"

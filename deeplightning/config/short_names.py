@@ -42,14 +42,12 @@ def full_name(role: str, name: str) -> str | None:
     for module in _modules(role):
         try:
             meaning = definition.look_up(f"{module}.{name}", names)
-        except Missing:  # the package is not installed
+        except (Missing, Undecided):  # the package is not installed, or only importing would show it
             continue
         except ValueError as error:
             hint = "Loss?" if role == "model.loss" else "Did you mean"
             if not module.startswith("deeplightning.") and hint in str(error):
                 misspelt = misspelt or str(error)
-            continue
-        except Undecided:
             continue
         is_loss = role != "model.loss" or name.endswith("Loss")
         is_defined_there = not module.startswith("deeplightning.") or meaning.path.startswith(f"{module}.")

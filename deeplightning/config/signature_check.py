@@ -259,7 +259,6 @@ def _check_call(
 
 SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 
-
 ValueMisfit = tuple[str, Any, str, str]
 """A wrong part of a value: its place (empty, or `.1` for an item of a list), the part, a description of the allowed
 values, and a hint such as ` Did you mean …?`, which may be empty."""

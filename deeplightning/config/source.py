@@ -146,9 +146,8 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
         path = Text(Path.cwd() / GIVEN, _to_yaml(path))
     if isinstance(path, Text):
         given[path.path], path = path.text, path.path
-    names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
+    tops = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
     words = [word for word in overrides or [] if not is_file(word)]
-    tops = [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111  (Path's fails for an unknown ~user)
     reader = _Reader(faults, {}, [*map(_folder, tops)], given)
     if words:
         from deeplightning.config.option_groups import choices
@@ -167,10 +166,8 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
         except ConfigError as error:
             faults += error.faults
     files = sorted(reader.files, key=lambda file: (len(file.above), file.order))
-    folders = dict.fromkeys(file.root for file in files)
-    source = Source(root, list(folders), faults, reader.groups, files=[file.path for file in files])
-    source.names = [short(file) for file in tops]
-    return source
+    folders, paths = [*dict.fromkeys(file.root for file in files)], [file.path for file in files]
+    return Source(root, folders, faults, reader.groups, names=[short(file) for file in tops], files=paths)
 
 
 def located(path: str | Path) -> Path:
@@ -183,7 +180,7 @@ def located(path: str | Path) -> Path:
         raise ConfigError(Fault(_ADDRESS, place=address_shown(path)))
     if packages.is_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
         return packages.locate(path)
-    return Path(path)
+    return Path(os.path.expanduser(path))  # noqa: PTH111  (Path's fails for an unknown ~user)
 
 
 # ---- files
@@ -278,11 +275,9 @@ class _Reader:
         if base is None or base.value is None:
             return tree
         names = base.value if isinstance(base.value, list) else [base]
-        parts: dict[int, list[Entry]] = {}
-        # Its own choices have priority over those of its bases, and a later base over an earlier one.
-        for number, name in enumerate(names):
-            if isinstance(name.value, dict):
-                parts[number] = self._options(name.value, this, number)
+        # Its own choices have priority over those of its options and bases, and a later base over an earlier one.
+        choices = [(n, self._choose(name.value, this)) for n, name in enumerate(names) if isinstance(name.value, dict)]
+        parts = {number: self._options(groups, this, number) for number, groups in choices}
         files = {}
         for number, name in enumerate(names):
             if isinstance(name.value, str):
@@ -295,23 +290,29 @@ class _Reader:
         layers = [part for number in sorted(parts) for part in parts[number]]
         return functools.reduce(_merge if inside else _merge_layer, [*layers, tree])
 
-    def _options(self, items: dict[str, Entry], file: _File, at: int) -> list[Entry]:
-        """Return the trees of the options in `{group: option}`, each under the key of its group."""
+    def _choose(self, items: dict[str, Entry], file: _File) -> "list[tuple[str, Group]]":
+        """Choose the options in `{group: option}`, unless a file closer to the user has; return names and groups."""
         from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name, chosen
 
         found = []
         for name, entry in items.items():
             check_name(name, entry.place)
             group_key = f"{file.inside}/{name}" if file.inside else name
-            if group_key in self.groups:  # a file closer to the user has chosen
-                continue
-            choice = self.words.get(group_key, entry)
-            folders = list(dict.fromkeys([*self.tops, *file.roots(), SHIPPED_GROUPS]))
-            group = self.groups[group_key] = Group(group_key, chosen(choice), choice.place, folders)
+            if group_key not in self.groups:
+                choice = self.words.get(group_key, entry)
+                folders = list(dict.fromkeys([*self.tops, *file.roots(), SHIPPED_GROUPS]))
+                self.groups[group_key] = group = Group(group_key, chosen(choice), choice.place, folders)
+                found.append((name, group))
+        return found
+
+    def _options(self, groups: "list[tuple[str, Group]]", file: _File, at: int) -> list[Entry]:
+        """Return the trees of the options of groups, each under the key of its group."""
+        found = []
+        for name, group in groups:
             for number, option in enumerate(group.chosen):
                 root, path = group.find(option)
                 order = (*file.order, at, number)
-                tree = self.tree(path, order, (*file.above, file), choice.place, group_key, root)
+                tree = self.tree(path, order, (*file.above, file), group.place, group.name, root)
                 for part in reversed(name.split("/")):
                     tree = Entry({part: tree}, tree.place)
                 found.append(tree)
@@ -400,10 +401,8 @@ def _merge(base: Entry, top: Entry) -> Entry:
     for name, entry in sorted(top.value.items(), key=lambda item: not str(item[0]).startswith("~")):  # removals first
         if isinstance(name, str) and name.startswith("~") and (key := key_named(name[1:], base.value)) in base.value:
             merged.pop(key, None)
-        elif name in merged:
-            merged[name] = _merge(merged[name], entry)
         else:
-            merged[name] = entry
+            merged[name] = _merge(merged[name], entry) if name in merged else entry
     return Entry(merged, top.place)
 
 

@@ -233,8 +233,7 @@ def _build(
         if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1" or not _is_config_error(error):
             raise
         raise _build_error(error, target) from error
-    mismatch = misfit([path_of(c) or "" for c in type(made).__mro__], True, role) if role is not None else None
-    if mismatch:
+    if role is not None and (mismatch := misfit([path_of(c) or "" for c in type(made).__mro__], True, role)):
         returned = "nothing" if made is None else f"`{type(made).__name__}`"
         raise ConfigError(Fault(f"{target.type} returns {returned}, which {mismatch}", target.name, target.place))
     return made
@@ -243,12 +242,10 @@ def _build(
 def _build_error(error: Exception, target: Target) -> UserError:
     """Return the error to raise if the constructor or function of a target failed."""
     message = f"{target.type} cannot be built: {reason(error)}"
-    kind: type[UserError] = ConfigError
+    kind: type[UserError] = SetupError if isinstance(error, ImportError | OSError) else ConfigError
     if isinstance(error, ImportError):
-        kind = SetupError
         message = f"{target.type} {needs(error) or f'needs a package that is not installed: {error}'}"
     elif isinstance(error, OSError):
-        kind = SetupError
         if error.errno is None and not (type(error) is OSError and own_code.is_user_file(own_code.raising_file(error))):
             message = (
                 f"{target.type} downloads files when it is built, and that failed: {first_line(error)}. Connect the "

@@ -28,7 +28,6 @@ GIVEN_BY_NAME: dict[str, dict[str, Any]] = {"data.sampler": {"batch_size": 1, "n
 AUTO_PARAMS = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
 
-
 _LOADER = "torch.utils.data.DataLoader"
 _LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
 
@@ -294,8 +293,7 @@ def _check_modules(report: Report, config: Config) -> None:
 
 def _report_missing_key(report: Report, section: Any, name: str) -> None:
     key = _REQUIRED_KEY[name]
-    is_given = getattr(section, key) is not None or (name == "model" and f"{name}.{key}" in report.places)
-    if not is_given:
+    if getattr(section, key) is None and not (name == "model" and f"{name}.{key}" in report.places):
         known = next(f.metadata for f in schema.keys(type(section)) if f.name == key)
         example = f"; for example `{key}: {known['example']}`" if known["example"] else ""
         report.fault(f"missing: {known['doc'].partition('; null')[0]}{example}", f"{name}.{key}")

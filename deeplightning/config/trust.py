@@ -112,11 +112,8 @@ class RunConfig(Text):
         """
         if self.is_trusted:
             return
-        ignored = [
-            (path, named)
-            for path, named in _names(parse(self.text, short(self.path), []))
-            if _within(".".join(map(str, path)), NOT_TAKEN)
-        ]
+        written = _names(parse(self.text, short(self.path), []))
+        ignored = [(path, named) for path, named in written if _within(".".join(map(str, path)), NOT_TAKEN)]
         names = [*ignored, *_names(source.root)]
         faults = [fault for path, named in names if (fault := self._refusal(path, named)) is not None]
         faults += [

@@ -27,8 +27,9 @@ from typing import Any
 from deeplightning.callbacks import TRIAL
 from deeplightning.config.examine import examine, load_config
 from deeplightning.config.schema import Config
+from deeplightning.config.secrets import without_secrets
 from deeplightning.config.source import is_file, read
-from deeplightning.config.tree import dump, line, plain, scalar
+from deeplightning.config.tree import dump, line, scalar
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, apply_environment, array_of
 from deeplightning.process.identity import DECIDED, require_single_process
@@ -139,8 +140,7 @@ class Grid:
         self._start_times: dict[int, float] = {}
 
     def _point(self, words: list[str]) -> Point:
-        tree = plain(read(self.path, words).root, written=True)
-        config = self.cfg.redact(dump(tree))
+        config = dump(without_secrets(read(self.path, words).root, self.cfg.secrets))
         name = hashlib.sha256(config.encode()).hexdigest()[:16]
         swept = [self.cfg.redact(word) for word in words if word.partition("=")[0] in self.keys]
         return Point(swept, config, self.home / "points" / f"{name}.json")

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deeplightning.config.schema import Config
+from deeplightning.config.secrets import without_secrets
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import ConfigError, Fault
@@ -84,9 +85,9 @@ class Seeds(Grid):
     def __init__(
         self, cfg: Config, path: Path, overrides: Sequence[str], seeds: Sequence[int], train: Train, jobs: int
     ):
-        tree = plain(read(path, [*overrides, "train.seeds=null"]).root, written=True)
+        tree = without_secrets(read(path, [*overrides, "train.seeds=null"]).root, cfg.secrets)
         tree.pop("seed", None)
-        content = json.dumps([cfg.redact(dump(tree)), sorted(own_code().items())])
+        content = json.dumps([dump(tree), sorted(own_code().items())])
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         given = cfg.logger.params.get("run_name")
         stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "run"

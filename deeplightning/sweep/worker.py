@@ -111,8 +111,7 @@ class TrialServer:
                 with connection.makefile("rb") as lines:
                     message = json.loads(lines.readline(MAX_MESSAGE_BYTES))
                     if isinstance(message, dict) and message.pop("token", None) == self.token:
-                        reply = answer(message)
-                        connection.sendall(json.dumps(reply).encode() + b"\n")
+                        connection.sendall(json.dumps(answer(message)).encode() + b"\n")
             except (OSError, ValueError):  # a run that was killed, or another program
                 pass
 

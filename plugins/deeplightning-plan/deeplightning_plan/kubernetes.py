@@ -47,7 +47,8 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
     number = _gpus(cfg, gpus)
     settings: dict[str, Any] = cfg.public()
     settings["engine"] |= {"gpus": "auto" if number else None, "max_restarts": 0}
-    settings["train"]["resume_ckpt"] = settings["train"]["resume_ckpt"] or "auto"
+    if not cfg.train.fast and (cfg.train.seeds or 1) == 1:  # they exclude it; a group of seeds resumes by itself
+        settings["train"]["resume_ckpt"] = settings["train"]["resume_ckpt"] or "auto"
     text = dump(settings)
     nodes = cfg.engine.num_nodes
     secrets = sorted({*_VARIABLE.findall(text), *([_STORE_VARIABLE] if _store(cfg) is None else [])})
@@ -152,11 +153,10 @@ def _store(cfg: Config) -> str | None:
 
 
 def _gpus(cfg: Config, given: int | None) -> int:
-    engine = cfg.engine
-    if engine.launcher is not None:
+    if cfg.engine.launcher is not None:
         message = "the Kubernetes job starts the processes itself; set the launcher to null"
         raise ConfigError(Fault(message, "engine.launcher"))
-    found = engine.gpus or 0 if given is None else given
+    found = cfg.engine.gpus or 0 if given is None else given
     if found == "auto":
         message = "auto counts the GPUs of this machine; set those of each machine with --gpus, such as 8xH100"
         raise ConfigError(Fault(message, "engine.gpus"))

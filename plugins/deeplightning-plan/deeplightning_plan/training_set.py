@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from deeplightning.batches import class_names_of
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
@@ -50,7 +51,7 @@ def statistics(cfg: Config) -> str:
         for name, values in arrays.items():
             if (column := columns.setdefault(name, _column_for(name, values))) is not None:
                 column.add(values)
-    names = [str(name) for name in getattr(data, "class_names", None) or getattr(data, "target_names", None) or []]
+    names = class_names_of(data) or [str(name) for name in getattr(data, "target_names", None) or []]
     lines = [f"# the training set of {cfg.data.module.type}", f"samples: {samples}"]
     for name, column in columns.items():
         lines += column.lines(name, names) if column is not None else []

@@ -21,9 +21,10 @@ import deeplightning.run.train  # noqa: F401  (imports everything now, because t
 from deeplightning.callbacks import TRIAL
 from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Config
+from deeplightning.config.secrets import without_secrets
 from deeplightning.config.source import read
 from deeplightning.config.target import import_again
-from deeplightning.config.tree import dump, plain
+from deeplightning.config.tree import dump
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, apply_environment, array_of, launcher_of
 from deeplightning.process.identity import DECIDED, require_single_process
@@ -71,6 +72,11 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
                 "for example tune: {metric: val_acc, mode: max, space: {model.optimizer.params.lr: {log_uniform: …}}}"
             )
             raise ConfigError(Fault(f"there is no search in this config: {hint}", "tune", str(path)))
+        if "train" not in cfg.stages:
+            raise ConfigError(Fault("a search trains: add `train` to the stages", "stages"))
+        if cfg.train.resume_ckpt is not None:
+            message = "each trial of a search starts from scratch; to start from given weights, use `model.init_from`"
+            raise ConfigError(Fault(message, "train.resume_ckpt"))
         launcher_of(cfg)  # reports invalid arguments before the search begins
         with _Search(cfg, path, overrides, train, code) as new_or_resumed:
             return new_or_resumed.run()
@@ -238,7 +244,7 @@ class _Search:
 
     def _frozen_config(self) -> str:
         """Return the config of all trials as YAML: files and overrides merged, references unresolved."""
-        tree = plain(read(self.path, list(self.overrides)).root, written=True)
+        tree = without_secrets(read(self.path, list(self.overrides)).root, self.cfg.secrets)
         tree["seed"] = self.cfg.seed
         tree["tune"] = {**tree["tune"], "name": self.name}
         return dump(tree)
@@ -343,7 +349,7 @@ class _Search:
         # An export can take longer than a trial; `deeplightning export` creates the bundle of the chosen run.
         own = ["train.export=false", "train.seeds=null", *more] if is_trial else []
         # References to the environment in choices stay references.
-        return self.cfg.redact(dump(plain(read(self.config, ["~tune", *values, *own]).root, written=True)))
+        return dump(without_secrets(read(self.config, ["~tune", *values, *own]).root, self.cfg.secrets))
 
     def _handle_message(self, message: dict[str, Any]) -> dict[str, object]:
         """Handle a message of a trial: the folder of its run, its metric, or other metrics' names."""

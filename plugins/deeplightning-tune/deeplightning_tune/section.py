@@ -50,23 +50,21 @@ class Tune(PluginSection):
 
     def check(self, report: Report, examine: Callable[[list[str]], Report]) -> None:
         """Check the space by itself, then the ends of each range and each choice with the whole config."""
-        config = report.config
-        assert config is not None, "the config contains this section"
         known = {fault.key for fault in report.faults}
-        report.add(*(fault for fault in self._faults(config) if fault.key not in known))
+        report.add(*(fault for fault in self._faults() if fault.key not in known))
+        for d in space_of(self.space) if isinstance(self.space, dict) else ():
+            if d.key in report.source.groups and not all(isinstance(choice, dict) for choice in d.choices or ()):
+                message = "a search cannot choose options of a group; give whole mappings as choices, or sweep the "
+                message += f"options: `train --multirun {d.key}=a,b`"
+                report.add(Fault(message, f"tune.space.{d.key}"))
         if any(str(fault.key).startswith("tune.") for fault in report.faults):
             return
         report.add(*value_faults(space_of(self.space), examine, report))
 
-    def _faults(self, config: Config) -> Iterator[Fault]:
+    def _faults(self) -> Iterator[Fault]:
         if isinstance(self.space, dict):
             for name, message in faults(self.space, self.makes_grid):
                 yield Fault(message, f"tune.space.{name}".rstrip("."))
-        if "train" not in config.stages:
-            yield Fault("a search trains: add `train` to the stages", "stages")
-        if config.train.resume_ckpt is not None:
-            message = "each trial of a search starts from scratch; to start from given weights, use `model.init_from`"
-            yield Fault(message, "train.resume_ckpt")
 
 
 def search_of(config: Config | None) -> Tune | None:
