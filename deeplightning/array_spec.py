@@ -81,6 +81,8 @@ class ArraySpec:
             ArrayError: it has another shape, or an element is not a finite number.
         """
         found = read_npy(values) if isinstance(values, bytes | bytearray | memoryview) else _array(values)
+        if self.shape[0] == 1 and 0 < found.ndim == len(self.shape) - 1:  # (T,) of one channel
+            found = found[None]
         if self.takes_any_length and found.size and found.shape[:-1] == self.shape[:-1]:
             found = fitted(found, self.shape[-1])
         if found.shape != self.shape:

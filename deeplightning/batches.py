@@ -36,6 +36,12 @@ def inputs_of(batch: Any) -> Any:
     return inputs_of(parts[0]) if isinstance(parts, tuple | list) and parts else parts
 
 
+def class_names_of(module: object) -> list[str]:
+    """Return the class names of a data module or task, which may be any sequence or array; [] if it has none."""
+    names: Any = getattr(module, "class_names", None)
+    return [] if names is None else [*map(str, names)]
+
+
 def structure(batch: Any, depth: int = 2) -> str:
     """Describe a batch by its containers, dtypes and shapes: `list (float32 (32, 2), int64 (32,))`."""
     kind = type(batch).__name__

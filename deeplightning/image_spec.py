@@ -288,7 +288,7 @@ def _silence_pillow() -> None:
 
 def shown_size(image: Image.Image) -> tuple[int, int]:
     """Return width and height of a picture as it is displayed, after the rotation that EXIF asks for."""
-    return image.size[::-1] if _turn(image) in _SWAPS_SIDES else image.size
+    return image.size[::-1] if image.format != "TIFF" and _turn(image) in _SWAPS_SIDES else image.size
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:

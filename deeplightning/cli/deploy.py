@@ -107,15 +107,12 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
         variable = entry_at(written.root, ("serve", "api_key_env"))
         is_set = any(text.lstrip("~").startswith(("serve.api_key_env", "serve=")) for text in overrides)
         if not config.is_trusted and variable is not None and variable.value is not None and not is_set:
-            raise CheckpointError(
-                Fault(
-                    f"this run was not made here by you, and its config names the variable {line(plain(variable)):.60} "
-                    "of this machine. Set serve.api_key_env=NAME, or serve.api_key_env=null for a server without a key",
-                    "serve.api_key_env",
-                    variable.place,
-                    exit_code=CheckpointError.exit_code,
-                )
+            message = (
+                f"this run was not made here by you, and its config names the variable {line(plain(variable)):.60} "
+                "of this machine. Set serve.api_key_env=NAME, or serve.api_key_env=null for a server without a key"
             )
+            fault = Fault(message, "serve.api_key_env", variable.place, exit_code=CheckpointError.exit_code)
+            raise CheckpointError(fault)
     source = read(config, [*removals, *overrides])
     settings = section("serve", source)
     _check_key(settings, source)

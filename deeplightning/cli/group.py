@@ -28,7 +28,6 @@ Verb = TypeVar("Verb", bound=Callable[..., object])
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 
-
 PLUGIN_VERBS = {
     verb: plugin for plugin, names in PLUGINS.items() for verb in names if verb.isidentifier() and verb.islower()
 }

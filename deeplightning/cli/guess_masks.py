@@ -90,7 +90,7 @@ def _values_of(
                 as_colours = read_codes(opened, by_colour=True).ravel()[first]
                 palettes |= {*zip(found.tolist(), as_colours.tolist(), strict=True)} if opened.mode == "P" else set()
                 alphas |= {*opened.getchannel("A").getextrema()} if "A" in opened.getbands() else set()
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise SetupError(f"{mask}: the mask of {path} cannot be read: {error}") from None
         codes |= {*found.tolist()}
         bare += {*found.tolist()} == {0, 255}

@@ -78,6 +78,7 @@ def _from_labels(data: Path, name: str) -> Guess:
     classes = sorted(counts)
     network = _network_for(values, len(classes))
     values |= {"count": len(files), "classes": some(classes), "labels": name, "images": below, "separator": separator}
+    values["stages"] = ["train", "test"] if {line.split for line in lines} & {None, "test"} else ["train"]
     notes = [
         f"{len(classes)} labels, by {data / name}: {counted({label: counts[label] for label in classes})}; "
         f"{sum(not line.labels for line in lines)} of the pictures have none",

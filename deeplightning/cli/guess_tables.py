@@ -108,8 +108,8 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "columns": kinds,
         "task": f"deeplightning.task.{'classif.Classification' if classes else 'regression.Regression'}",
         "numbers": len(inputs) - len(words),
-        "cardinalities": words,
-        "outputs": len(classes) or 1,
+        "cardinalities": words if found.read.is_whole else "auto",  # later rows may have others
+        "outputs": (len(classes) or 1) if found.read.is_whole else "auto",
         "depth": 0 if is_shallow else 1,
         "dropout": 0.4 if classes else 0.2,
         "rate": 0.001 if is_shallow else 0.003,

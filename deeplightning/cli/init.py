@@ -135,9 +135,8 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
         raise ConfigError(Fault(message, "--kind"))
     chosen, found, files = KINDS[kind], None, dict[str, str]()
     columns = columns or Columns()
-    given = {name: value for name, value in vars(columns).items() if value}
-    for name in given:
-        if name not in chosen.options or (data is None and chosen.sample is None):
+    for name, value in vars(columns).items():
+        if value and (name not in chosen.options or (data is None and chosen.sample is None)):
             why = "takes no such option" if name not in chosen.options else "takes it only with --data"
             raise ConfigError(Fault(f"the kind {kind} {why}", f"--{columns.task if name == 'task' else name}"))
     more = (columns,) if chosen.options else ()
@@ -184,8 +183,7 @@ def write_new(content: dict[Path, str]) -> None:
     Raises:
         SetupError: one exists already, or cannot be written.
     """
-    existing = [str(path) for path in content if path.exists() or path.is_symlink()]
-    if existing:
+    if existing := [str(path) for path in content if path.exists() or path.is_symlink()]:
         raise SetupError(f"{', '.join(existing)}: already exists and is not overwritten; remove it, or name another")
     try:
         for path, text in content.items():

@@ -141,7 +141,7 @@ class ArrayData(ColumnData):
         if targets.ndim == 1 and kind in "biuUS":
             labels = self._labels(targets, source)
             return Arrays(inputs, rows, labels, labels)
-        if kind not in "fiu" or targets.ndim not in (1, 2) or not np.isfinite(targets).all():
+        if kind not in "bfiu" or targets.ndim not in (1, 2) or not np.isfinite(targets).all():
             raise DataError(
                 f"{source}: targets of type {targets.dtype} {targets.shape} are neither classes (N,) nor finite "
                 "numbers (N,) or (N, T)."

@@ -18,7 +18,7 @@ from deeplightning.data.data_errors import DataConfigError, DataError, require_w
 from deeplightning.data.datasets import Batch, ExitWithParent, InMemory, OnDemand, move_if_it_fits
 from deeplightning.data.samplers import BatchIndices, replicas, resume_sampler, train_sampler
 from deeplightning.data.splits import assign_folds, keep_classes, shuffled
-from deeplightning.words import address_shown, is_address
+from deeplightning.words import InputError, address_shown, is_address
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
     "fit": ("train", "val"),
@@ -175,7 +175,7 @@ class SplitData(pl.LightningDataModule):
         try:
             self.check()
             return self.read()
-        except OSError as error:
+        except (OSError, InputError, UnicodeError) as error:
             raise DataError(f"{self._describe()} cannot be read: {error}") from error
 
     def _prepare_stage(self, stage: str | None) -> None:

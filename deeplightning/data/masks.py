@@ -77,7 +77,7 @@ class MaskFolder(ImageFiles):
             )
         self.root = self.root_folder("images and masks")
         by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
-        self._preparer = self.masks = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
+        self._preparer = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
         top = set_folders(self.root, "images").get("train", self.root)

@@ -177,9 +177,10 @@ class TableData(ColumnData):
                 is_moment = pa.types.is_date(field.type) or pa.types.is_timestamp(field.type)
                 is_number = own == "number" or is_moment  # of a moment the days since 1970
                 kind = "number" if self.split_by == "time" and is_number else "word"
+            elif self.only is not None and name not in {*self.only, *self.targets}:
+                kind = "ignore"
             elif kind is None:
-                is_unused = self.only is not None and name not in {*self.only, *self.targets}
-                kind = "ignore" if is_unused else own
+                kind = own
             if kind is None or (kind == "ignore" and name in self.targets):
                 raise DataConfigError(
                     f"data.module.params.columns.{name}: the values in {path} are of type {field.type}. Set it to "
@@ -196,7 +197,7 @@ class TableData(ColumnData):
 
     def _is_named(self, column: str) -> bool:
         """Return whether `columns` makes this column an input."""
-        return self.kinds.get(column, "ignore") != "ignore"
+        return self.kinds.get(column, "ignore") != "ignore" and (self.only is None or column in self.only)
 
     def _rows(self, path: Path, table: Table) -> Rows:
         """Return the rows that have all targets; raise DataError if there are none."""
@@ -302,8 +303,9 @@ class TableData(ColumnData):
     def _prepare(self, samples: Rows) -> InMemory | OnDemand:
         spec = self.table_spec
         assert spec is not None, "`setup` has read the rows"
-        target = samples.column(self.targets[0])
-        small = {"label": self._classes(target)} if isinstance(target, Words) else {}
+        split = next(split for split, rows in self._samples.items() if rows is samples)
+        path, target = self.files.get(split, self.files["train"]), samples.column(self.targets[0])
+        small = {"label": self._classes(target, path)} if isinstance(target, Words) else {}
         fits = self._fits(4 * len(spec.columns))
         inputs = np.empty((len(samples) if fits else 0, len(spec.columns)), np.float32)
         start = 0
@@ -315,7 +317,7 @@ class TableData(ColumnData):
                 start += len(rows)
         except TableError as error:
             raise DataError(
-                f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other accept such values."
+                f"{path}: {error}. data.module.params.missing=fill and unknown=other accept such values."
             ) from error
         targets = () if self.class_names else self.targets
         if not fits:
@@ -323,14 +325,14 @@ class TableData(ColumnData):
         small |= numbers_of(targets, {name: samples.column(name) for name in targets})
         return InMemory({"input": torch.from_numpy(inputs)}, small)
 
-    def _classes(self, target: Words) -> torch.Tensor:
-        """Return the class of each row, int64 (N,)."""
+    def _classes(self, target: Words, path: Path) -> torch.Tensor:
+        """Return the class of each row of a file, int64 (N,)."""
         codes = Codes(self.class_names)
         labels = np.array([*(codes.find(word, -1) for word in target.words), -1])[target.indices]
         if (labels < 0).any():
             row = int((labels < 0).argmax())
             raise DataError(
-                f"{self._describe()}, column {self.targets[0]}: no training row has the class "
+                f"{path}, column {self.targets[0]}: no training row has the class "
                 f"{target.words[target.indices[row]]!r}."
             )
         return torch.from_numpy(labels)

@@ -346,12 +346,13 @@ def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
     Raises:
         ValueError: a text is not a number; the arguments are its row, from 0, and the text.
     """
-    plain = texts
+    is_gap = pc.is_in(pc.utf8_lower(texts), pa.array(form.missing_words, texts.type))
+    plain = pc.if_else(is_gap, pa.scalar(None, texts.type), texts)
     try:  # fast path: no blanks or thousands separators
         if form.decimal == ",":
-            if pc.any(pc.match_substring(texts, ".")).as_py():
+            if pc.any(pc.match_substring(plain, ".")).as_py():
                 raise pa.ArrowInvalid
-            plain = pc.replace_substring(texts, ",", ".")
+            plain = pc.replace_substring(plain, ",", ".")
         return pc.cast(plain, pa.float64()).to_numpy(zero_copy_only=False).astype(np.float64)
     except pa.ArrowException:
         found = _words(texts, form)

@@ -280,8 +280,11 @@ class TextData(SplitData):
         return found[np.full(size, int(found.lengths.argmax()))]
 
     def example_texts(self, size: int) -> list[str]:
-        """Return some validation texts, or training texts if there is no validation set; call `setup` first."""
-        return list(self._samples["val" if "val" in self._samples else "train"].texts[:size])
+        """Return validation texts, or the shortest training texts if there are none (long ones are cut); call `setup`
+        first."""
+        if "val" in self._samples:
+            return list(self._samples["val"].texts[:size])
+        return sorted(filter(str.strip, self._samples["train"].texts), key=len)[:size]
 
     def test_dataloader(self) -> DataLoader:
         """Return the loader of the test set; raise DataError if there is none, or it has no labels."""

@@ -183,15 +183,9 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"this Parquet file cannot be read: {error}") from error
 
 
-def _arrays_of_npy(path: Path, spec: Any) -> list[Any]:
-    arrays = arrays_from_npy(_read_bytes(path), spec.shape)
-    of_one_channel = spec.shape[0] == 1
-    return [array[None] if of_one_channel and array.ndim < len(spec.shape) else array for array in arrays]  # (T,)
-
-
 def _signal(path: Path, spec: Any) -> list[Any]:
     signal = read_signal(path)  # (C, T)
-    return [signal[0] if signal[:1].shape == (1, *spec.shape) else signal]
+    return [signal[0] if signal.shape == (1, *spec.shape) else signal]
 
 
 def _rows(path: Path, spec: TableSpec) -> list[dict[str, str]]:
@@ -216,7 +210,7 @@ _READERS: dict[str, dict[str, Reader]] = {
         **dict.fromkeys((".parquet", ".pq"), lambda path, spec: _as_trained(_parquet(path), spec)),
     },
     "array": {
-        ".npy": _arrays_of_npy,
+        ".npy": lambda path, spec: arrays_from_npy(_read_bytes(path), spec.shape, _NO_LIMIT),
         ".csv": _signal,
         ".wav": _signal,
         ".json": lambda path, spec: list(arrays_from_json(_read_bytes(path), spec.shape, _NO_LIMIT)),

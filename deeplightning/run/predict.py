@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from deeplightning.faults import CheckpointError, Fault, SetupError
-from deeplightning.image_spec import files_below
+from deeplightning.image_spec import MAX_PIXELS, files_below
 from deeplightning.kinds import KINDS, labels_of
 from deeplightning.process.terminal import say
 from deeplightning.run.inputs import ENDINGS, Place, inputs_of
@@ -112,7 +112,7 @@ class _Network:
                 "Leave the files out for the run's test set"
             )
         self.task: str = kind
-        self.max_pixels: int = cfg.serve.max_pixels
+        self.max_pixels: int = max(cfg.serve.max_pixels, MAX_PIXELS)  # local files may be as large as in training
         self._max_side: int = cfg.serve.max_side
         self._model = task.inference_model()  # must precede the spec of texts
         self.spec: Any = getattr(task, KINDS[kind].spec)
@@ -168,8 +168,9 @@ def _rows(network: _Network, out: Path | None, files: Sequence[Path]) -> ToRow:
                 "to the table"
             )
         into = out.with_suffix("").resolve()
-        if into.exists() and any(p == into or into in p.parents or p in into.parents for p in map(Path.resolve, files)):
-            raise SetupError(f"{into}: PNG files would be written into this folder of inputs; choose another --out")
+        is_near = any(p == into or into in p.parents or p in into.parents for p in map(Path.resolve, files))
+        if into.exists() and (is_near or not out.exists()):  # only earlier answers of this name are replaced
+            raise SetupError(f"{into}: PNG files would be written among other files there; choose another --out")
         return _pictures(out.with_suffix(""), "mask" if gives == "segmentation" else "image")
     return {"classification": _classes, "regression": _numbers, "multilabel": _labels}[gives]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, bincount, nn
 
 from deeplightning import transfer
+from deeplightning.batches import class_names_of
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Accuracy
 from deeplightning.task.networks import LabelError, Probabilities, check_output_count, output_error
@@ -37,7 +38,7 @@ class Classification(Supervised):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        self.class_names = list(getattr(getattr(self.trainer, "datamodule", None), "class_names", self.class_names))
+        self.class_names = class_names_of(getattr(self.trainer, "datamodule", None)) or self.class_names
 
     def truth(self, batch: Batch) -> Tensor:
         """Return the labels, int64 (B,). Floats are returned unchanged, and `check_truth` refuses them."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
+from deeplightning.batches import class_names_of
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Collected
 from deeplightning.task.networks import LabelError, MisfitError, Probabilities, check_output_count, output_error
@@ -195,8 +196,7 @@ class Multilabel(Labels, RowTask):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
-        names = getattr(data, "class_names", None) or getattr(data, "target_names", None)
-        self.class_names = list(names or self.class_names)
+        self.class_names = class_names_of(data) or list(getattr(data, "target_names", None) or self.class_names)
 
 
 def above_thresholds(scores: Tensor, thresholds: list[float]) -> Tensor:

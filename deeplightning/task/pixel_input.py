@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deeplightning.batches import class_names_of
 from deeplightning.config.part_config import PartConfig
 from deeplightning.image_spec import MODES, ImageSpec
 from deeplightning.task.networks import MisfitError, try_network
@@ -60,8 +61,9 @@ class ImageTask(Supervised):
 
     def setup(self, stage: str) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
+        self.class_names = class_names_of(data) or self.class_names
         if getattr(data, "image_spec", None) is not None:
-            self._set_spec(data.image_spec, getattr(data, "class_names", []))
+            self._set_spec(data.image_spec, self.class_names)
 
     def _set_spec(self, image_spec: ImageSpec, class_names: list[str]) -> None:
         self.image_spec, self.class_names = image_spec, list(class_names)

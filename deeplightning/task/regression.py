@@ -72,7 +72,6 @@ class Regression(RowTask):
         MisfitError: (while running) the network does not accept the inputs, or its outputs do not fit the targets.
     """
 
-    gives = "regression"
     metric_names = ("mse", "rmse")
     uniform = True
     target_mean: Tensor

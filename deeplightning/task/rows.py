@@ -58,13 +58,16 @@ class RowTask(Supervised):
                 self.row_spec = spec
 
     def try_out(self, network: nn.Module) -> None:
-        """Pass two inputs of zeros through the network; raise MisfitError if they do not fit."""
+        """Pass two inputs of zeros and the largest codes through the network; raise MisfitError if they do not fit."""
         spec = self.row_spec
         if spec is None:
             return
-        shape = (2, *spec.shape)
-        message = f"{self.cfg.model.network.type} does not take the data's inputs {shape}"
-        self.check_outputs(try_network(network, torch.zeros(shape), message))
+        example = torch.zeros(2, *spec.shape)
+        message = f"{self.cfg.model.network.type} does not take the data's inputs {tuple(example.shape)}"
+        if isinstance(spec, TableSpec) and spec.categories:
+            example[:, -len(spec.categories) :] = torch.tensor(spec.cardinalities) - 1.0
+            message += f" with cardinalities {spec.cardinalities}"
+        self.check_outputs(try_network(network, example, message))
 
     def infer_spec(self, inputs: Tensor, outputs: Any) -> None:
         """Infer the spec of inputs that the data module does not describe."""
