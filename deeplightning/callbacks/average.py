@@ -165,8 +165,7 @@ class EMA(Callback):
 
 def describe_averaging(checkpoint: Mapping[str, object]) -> str | None:
     """Return how the weights of a checkpoint were averaged, in one line, or None if they were not."""
-    saved = _read_saved(checkpoint, None)
-    if saved is None or not saved["updates"]:
+    if (saved := _read_saved(checkpoint, None)) is None or not saved["updates"]:
         return None
     return f"averaged by EMA ({_format_settings(saved['settings'])}), {saved['updates']} updates"
 
@@ -177,8 +176,7 @@ def require_averaging_callback(callbacks: list[object], checkpoint: Mapping[str,
     Raises:
         CheckpointError: a checkpoint contains averages, and the run has no callback that restores the training weights.
     """
-    saved = _read_saved(checkpoint, path)
-    if saved is None or any(isinstance(callback, EMA) for callback in callbacks):
+    if _read_saved(checkpoint, path) is None or any(isinstance(callback, EMA) for callback in callbacks):
         return
     raise CheckpointError(
         f"{path}: its weights are averages of EMA; keep the callback in train.callbacks, or start a new run "
@@ -189,8 +187,7 @@ def require_averaging_callback(callbacks: list[object], checkpoint: Mapping[str,
 def _read_saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None:
     if (saved := checkpoint.get(KEY)) is None:
         return None
-    types = {"settings": dict, "steps": int, "updates": int, "weights": dict}
-    for name, wanted in types.items():
+    for name, wanted in {"settings": dict, "steps": int, "updates": int, "weights": dict}.items():
         value = saved.get(name) if isinstance(saved, dict) else None
         if not isinstance(value, wanted):
             raise CheckpointError(

@@ -94,9 +94,7 @@ class Checkpoints(LightningCheckpoint):
         """Move checkpoint callbacks of the module's `configure_callbacks` before ours, like those of the config: their
         states are then saved, and `trainer.checkpoint_callback` is theirs."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        ours = [
-            each for each in callbacks[callbacks.index(self) :] if type(each).__module__.startswith("deeplightning")
-        ]
+        ours = [c for c in callbacks[callbacks.index(self) :] if type(c).__module__.startswith("deeplightning")]
         trainer.callbacks = [each for each in callbacks if each not in ours] + ours  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,9 +150,9 @@ class Checkpoints(LightningCheckpoint):
     ) -> None:
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self.resumed_at, self._saved_step)
-        is_last = 0 < trainer.max_steps <= step  # two optimizers may take more than one step in a batch
-        if due or batch_idx + 1 in self._part_ends or is_last:
-            self._last_is_due = True
+        # Two optimizers may take more than one step in a batch.
+        is_last = trainer.should_stop or 0 < trainer.max_steps <= step
+        self._last_is_due |= due or batch_idx + 1 in self._part_ends or is_last
         # If a validation follows this batch, save after it: Lightning 2.6 would skip it when resuming from here.
         if self._last_is_due and between_steps(trainer) and not (epoch_is_over(trainer) or _is_validated(trainer)):
             _call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)
@@ -174,7 +172,7 @@ class Checkpoints(LightningCheckpoint):
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             _call_early(pl_module, "on_validation_end")
             self._keep_if_best(trainer)
-            if self._last_is_due and between_steps(trainer):
+            if (self._last_is_due or trainer.should_stop) and between_steps(trainer):
                 self._save_last(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -235,7 +233,7 @@ class Checkpoints(LightningCheckpoint):
             resume_by_epochs(trainer)
             if not trainer.strategy.restore_checkpoint_after_setup:  # else the states are in the strategy's own format
                 self._unchecked = checkpoint
-        _convert_counters(checkpoint, trainer.world_size)
+        _convert_counters(checkpoint, trainer.world_size, trainer.accumulate_grad_batches)
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
         monitored = checkpoint.get("monitored") or {}
         self._monitored = {name: torch.tensor(value) for name, value in monitored.items() if isinstance(value, float)}
@@ -380,17 +378,16 @@ class Checkpoints(LightningCheckpoint):
         return [best, *existing][: self.settings.save_top_k]
 
 
-def _convert_counters(checkpoint: dict[str, Any], world: int) -> None:
+def _convert_counters(checkpoint: dict[str, Any], world: int, factor: int) -> None:
     """Convert the batch counters of a checkpoint, in place, to another number of processes: the number of processed
-    samples stays, and a complete epoch stays complete. A global batch contains the same samples in both cases (see
-    `deeplightning.data.samplers`)."""
-    engine = checkpoint.get("engine") or {}
-    was = engine.get("processes", world)
+    samples stays, rounded down to steps of `factor` batches, and a complete epoch stays complete. A global batch
+    contains the same samples in both cases (see `deeplightning.data.samplers`)."""
+    was = (checkpoint.get("engine") or {}).get("processes", world)
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
     if was == world or progress is None:
         return
     counts, before = progress["current"], progress["current"]["ready"]
-    ready = PAST_LAST_BATCH if progress["is_last_batch"] else counts["ready"] * was // world
+    ready = PAST_LAST_BATCH if progress["is_last_batch"] else counts["ready"] * was // world // factor * factor
     for name, count in counts.items():  # the current batch may not be completed yet
         counts[name] = ready - (before - count)
 
@@ -430,9 +427,8 @@ def _due_plateaus(trainer: Trainer, interval: str) -> list[tuple[int, Any, float
     """Return the schedulers that follow a metric and are due after this epoch or step: number, scheduler, value."""
     if not trainer.lightning_module.automatic_optimization:
         return []
-    done = (
-        trainer.current_epoch + 1 if interval == "epoch" else trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    )
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    done = trainer.current_epoch + 1 if interval == "epoch" else batches
     return [
         (number, config.scheduler, float(trainer.callback_metrics[config.monitor]))
         for number, config in enumerate(trainer.lr_scheduler_configs)

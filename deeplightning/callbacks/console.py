@@ -192,8 +192,7 @@ class Console(Callback):
                 reason = f"was no better than {stop.best_score:.4f} for {count(stop.patience, 'validation')}"
             if reason:
                 log.info("stopped    early, after epoch %d: %s %s", stop.stopped_epoch + 1, stop.monitor, reason)
-        best = self.checkpoints.best
-        if best:
+        if best := self.checkpoints.best:
             where = f"after epoch {best['epoch'] + 1} (step {best['step']})"
             log.info("best       %s %.4f %s", best["metric"], best["value"], where)
         log.info("duration   %s", _duration(time.monotonic() - self._started))

@@ -80,12 +80,7 @@ def monitor(tracking_uri: str | os.PathLike | None) -> str | None:
 
 
 def page(loggers: Iterable[Any], tracking_uri: str | os.PathLike | None) -> str | None:
-    """Return the address of a run's page in MLflow, or None if the run is tracked elsewhere.
-
-    Args:
-        loggers: the loggers of the open run.
-        tracking_uri: the run's store.
-    """
+    """Return the address of an open run's page in MLflow, or None if the run is tracked elsewhere."""
     for logger in loggers:
         if type(logger).__name__ in ("MLflowLogger", "MLFlowLogger"):
             store = locate(tracking_uri)

@@ -87,11 +87,10 @@ class _Terminal(logging.Handler):
             level = record.levelname.lower()
             text = f"{styled(level, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
         elif is_interactive(stream):
-            own = getattr(record, "terminal", None)
             if epoch := text.startswith("epoch "):  # its label has no fixed width; keep each value beside its name
                 text = re.sub(r"(?<=\S) (?=\S)", "\xa0", text)
             rows = (wrapped(t, LABEL_COLS * (epoch or t[LABEL_COLS - 1 : LABEL_COLS] == " ")) for t in text.split("\n"))
-            text = "\n".join(own or rows).replace("\xa0", " ")
+            text = "\n".join(getattr(record, "terminal", None) or rows).replace("\xa0", " ")
         stream.write(self.prefix + text.replace("\n", f"\n{self.prefix}") + "\n")  # in one call: other ranks write too
         stream.flush()
 

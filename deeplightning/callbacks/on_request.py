@@ -17,6 +17,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
+from deeplightning.batches import class_names_of
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
 from deeplightning.runfolder import write_whole
@@ -44,7 +45,7 @@ MAX_TEXT_CHARS = 2000
 def store_worst(record: Record, trainer: Any, stage: str, rows: list[dict[str, Any]]) -> None:
     """Store the worst predictions for reports, with their samples if the data module has a `sample` method."""
     data: Any = getattr(trainer, "datamodule", None)
-    names = [str(name) for name in getattr(trainer.lightning_module, "class_names", None) or ()]
+    names = class_names_of(trainer.lightning_module)
     kept = []
     try:
         for row in worst_rows(rows, names):

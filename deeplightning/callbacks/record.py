@@ -93,6 +93,7 @@ class Record(Callback):
         if not trainer.loggers:
             trainer.loggers = self.loggers
             self._prepare_loggers(trainer)
+        log_plain_values(trainer, self.cfg.redact)  # Lightning logs them in every stage
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log_plain_values(trainer, self.cfg.redact)
@@ -101,9 +102,8 @@ class Record(Callback):
             data.check_stages(self.cfg.stages)
         if self.resumption is None or self.resumption.checkpoint is None:
             self.open(trainer)
-            return
-        # The run opens after its checkpoint is restored, so that a rejected checkpoint changes no run.
-        self._expect_user_calls(trainer)
+        else:  # the run opens after its checkpoint is restored, so that a rejected checkpoint changes no run
+            self._expect_user_calls(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._is_checkpoint_loaded, self._frozen = True, checkpoint.get("frozen")
@@ -306,11 +306,7 @@ class Record(Callback):
                 logger.log_dataset(dataset)
 
     def log_model(self, kind: str) -> None:
-        """Register the run's MLflow model, if there is one, with the trackers; to be called on rank 0.
-
-        Args:
-            kind: the task's kind.
-        """
+        """Register the run's MLflow model, if there is one, with the trackers; to be called on rank 0."""
         for logger in self.loggers if self.folder.model.is_dir() else ():
             if hasattr(logger, "log_model"):
                 logger.log_model(self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
@@ -365,6 +361,8 @@ class Record(Callback):
         checkpoint["accumulating"] = not between_steps(trainer)
         checkpoint["frozen"] = _frozen(pl_module)
         checkpoint["lost"] = self._find_lost(pl_module)
+        own = ("config", "run", "engine", "versions", "points", "frozen", "lost")
+        vars(trainer)["own_entries"] = {key: checkpoint[key] for key in own}
 
     def _find_lost(self, task: LightningModule) -> list[str]:
         """Return the tensors outside the task's `state_dict` that training has changed, which checkpoints lack; [] for

@@ -74,11 +74,9 @@ class StartWeights(Callback):
             raise CheckpointError(Fault(f"no tensor of {self.path} fits the network", "model.init_from"))
         trainer.strategy.load_model_state_dict({"state_dict": fit}, strict=False)
         log.info("starts     from %d of %d tensors of %s", len(fit), len(weights), self.path)
-        left = [name for name in {**ours, **found} if name not in fit]
-        if left:
+        if left := [name for name in {**ours, **found} if name not in fit]:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            some = ", ".join(left[:3])
-            log.warning("model.init_from: not loaded, because names or shapes differ: %s%s", some, more)
+            log.warning("model.init_from: not loaded, because names or shapes differ: %s%s", ", ".join(left[:3]), more)
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

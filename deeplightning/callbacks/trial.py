@@ -39,9 +39,7 @@ class Trial(Callback):
 
     def _send(self, trainer: Trainer, **fields: object) -> dict[str, object]:
         """Send a message on rank 0, and return the search's answer on all ranks."""
-        answer: dict[str, object] = {}
-        if trainer.is_global_zero:
-            answer = send_message(self.search, **fields)
+        answer = send_message(self.search, **fields) if trainer.is_global_zero else {}
         return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,8 +52,7 @@ class Trial(Callback):
             self._report_run(trainer)
 
     def _report_run(self, trainer: Trainer) -> None:
-        run = getattr(trainer.logger, "run_id", None)
-        self._send(trainer, run=run, folder=str(self.record.folder.path))
+        self._send(trainer, run=getattr(trainer.logger, "run_id", None), folder=str(self.record.folder.path))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = True
@@ -72,12 +69,11 @@ class Trial(Callback):
         answer = self._send(trainer, step=epoch, value=float(value))
         if answer.get("tell") == "modules" and trainer.is_global_zero:
             send_message(self.search, modules=list(sys.modules))
-        if not answer.get("prune"):
-            return
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_tags"):
-                logger.log_tags({"trial.state": "pruned"})
-        raise Pruned(f"pruned after epoch {epoch}: {metric} is {float(value):.6g}")
+        if answer.get("prune"):
+            for logger in trainer.loggers:
+                if hasattr(logger, "log_tags"):
+                    logger.log_tags({"trial.state": "pruned"})
+            raise Pruned(f"pruned after epoch {epoch}: {metric} is {float(value):.6g}")
 
 
 def send_message(search: dict[str, Any], **fields: object) -> dict[str, object]:

@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from deeplightning import own_code
-from deeplightning.batches import structure
+from deeplightning.batches import class_names_of, structure
 from deeplightning.callbacks import random_state, start
 from deeplightning.callbacks.steps import LogSteps
 from deeplightning.config.auto_values import WEIGHTS, unfilled
@@ -118,7 +118,7 @@ def example(attempt: Attempt, longest: bool = False) -> object:
         message = f"{target.type} offers no example_batch(size), so no step was tried; "
         message += "`deeplightning train … train.fast=true` runs one batch of its own loaders"
         attempt.untried.append(Fault(message, "data.module"))
-    elif getattr(data, "image_spec", None) is not None and not getattr(data, "class_names", None):
+    elif getattr(data, "image_spec", None) is not None and not class_names_of(data):
         message = "its classes are known only after the data are read, so the number of outputs was not checked"
         attempt.untried.append(Fault(message, "data.module"))
     loader = _loader(batch)

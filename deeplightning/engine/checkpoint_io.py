@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from deeplightning.faults import FREE_SPACE_HINT, CheckpointError, SetupError, free_space, is_full
+from deeplightning.faults import FREE_SPACE_HINT, CheckpointError, ConfigError, Fault, SetupError, free_space, is_full
 from deeplightning.runfolder import shards_folder, sync_names, whole
 from deeplightning.words import first_line
 
@@ -49,6 +49,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
         Its key `left_out` lists the entries for `restore_left_out`, each as a key, and a key of the dict there or None.
         """
+        own = getattr(self.trainer, "own_entries", {})
+        if taken := [key for key in own if checkpoint.get(key) is not own[key]]:
+            message = f"its `on_save_checkpoint` sets {taken[0]!r}, which the run sets; use another key"
+            raise ConfigError(Fault(message, "model.module"))
         entries = _user_entries(checkpoint)
         # A safe value may be replaced by an unsafe one, such as None by an object. Large ones are tried once.
         new = {entry: _is_unsafe(*entry, checkpoint) for entry in entries if self._unsafe.get(entry, False) is False}

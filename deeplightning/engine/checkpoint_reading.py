@@ -17,7 +17,7 @@ from deeplightning.words import first_line
 
 TYPES: dict[str, type] = {
     **dict.fromkeys(("state_dict", "loops", "callbacks", "config", "run", "engine", "versions"), dict),
-    **dict.fromkeys(("gathered", "gradients", "monitored", "plateaus", "train_metrics"), dict),
+    **dict.fromkeys(("gradients", "monitored", "plateaus"), dict),
     **dict.fromkeys(("epoch", "global_step", "threads"), int),
     **dict.fromkeys(("optimizer_states", "lr_schedulers", "points", "frozen", "left_out", "lost"), list),
 }
@@ -179,8 +179,9 @@ def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str 
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; gives their number and the first three.
     """
-    raise_for_differences(module.state_dict(), checkpoint["state_dict"], path)
-    module.load_state_dict(checkpoint["state_dict"])
+    if strict := getattr(module, "strict_loading", True):
+        raise_for_differences(module.state_dict(), checkpoint["state_dict"], path)
+    module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
 
 def raise_for_differences(ours: dict[str, Any], theirs: dict[str, Any], path: str | Path) -> None:

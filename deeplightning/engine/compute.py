@@ -39,8 +39,7 @@ def keep_memory() -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # musl has none
         mallopt(_M_TRIM_THRESHOLD, 1024 * _MIB)
         mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)  # glibc's maximum: larger blocks are still returned
         mallopt(_M_TOP_PAD, 64 * _MIB)

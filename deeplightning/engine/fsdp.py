@@ -93,8 +93,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
             super().model_to_device()
 
     def _shard(self, task: nn.Module) -> None:
-        loose = [name for name, _ in task.named_parameters(recurse=False)]
-        if loose:
+        if loose := [name for name, _ in task.named_parameters(recurse=False)]:
             message = f"fsdp shards modules, but {', '.join(loose)} of {type(task).__name__} belong to none; put them "
             message += "into a module, or use `engine.backend=ddp`"
             raise ConfigError(Fault(message, "engine.backend"))
@@ -125,8 +124,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # it may still be gathered after a validation
-        parameters = holders_of(self.lightning_module)
-        return {parameter: _share(parameter) for parameter in parameters if isinstance(parameter.data, DTensor)}
+        return {p: _share(p) for p in holders_of(self.lightning_module) if isinstance(p.data, DTensor)}
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
         return optimizer.param_groups

@@ -109,8 +109,7 @@ class Sharded(CountsOnce, ABC):
     def refuse_scalars(self) -> None:
         """Raise a ConfigError if there are parameters without a dimension, which neither torch nor DeepSpeed can
         shard."""
-        scalars = [name for name, parameter in self.lightning_module.named_parameters() if not parameter.ndim]
-        if scalars:
+        if scalars := [name for name, parameter in self.lightning_module.named_parameters() if not parameter.ndim]:
             message = "parameters without a dimension cannot be sharded"
             remedy = "give them the shape (1,), or use `engine.backend=ddp`"
             raise ConfigError(Fault(f"{message}: {', '.join(scalars[:3])}; {remedy}", "engine.backend"))

@@ -56,8 +56,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def stage(self) -> int:
         """The stage of ZeRO; 0 is plain data parallelism."""
         assert isinstance(self.config, dict)
-        zero = self.config.get("zero_optimization") or {}
-        return zero.get("stage", 0)
+        return (self.config.get("zero_optimization") or {}).get("stage", 0)
 
     # ---- processes
 
@@ -68,16 +67,12 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         # DeepSpeed needs an index even for the CPU.
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 
-    @property
-    def _on_cpu(self) -> bool:
-        return self.root_device.type == "cpu"
-
     def setup_environment(self) -> None:
         DDPStrategy.setup_environment(self)  # skips Lightning 2.6's own version, which refuses the CPU
 
     def setup_distributed(self) -> None:
         destroy_group_at_exit()
-        if not self._on_cpu:
+        if self.root_device.type != "cpu":
             super().setup_distributed()
             return
         skip_shared_memory_sums()
@@ -216,9 +211,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         zero = self._zero
         if self.stage == 3:
             return {p: self._share_of_3(p, zero) for p in self.lightning_module.parameters()}
-        if zero is None:
-            return {}
-        return {p: self._share_of_2(p) for group in zero.bit16_groups for p in group}
+        return {} if zero is None else {p: self._share_of_2(p) for group in zero.bit16_groups for p in group}
 
     def _share_of_2(self, parameter: Tensor) -> Share:
         (flat, start, size), fragment = self._flat_position(parameter), fragment_of(parameter)

@@ -66,8 +66,7 @@ def curve(chart: Chart, best: int | None = None) -> style.Drawing:
         best: step of the best checkpoint, whose validation is marked; None: no mark.
     """
     ends = ", ".join(f"{_STAGE_NAME.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
-    name = style.label(chart.name)
-    return style.Drawing(lambda: _draw(chart, best), f"{name} over the steps: {ends} at the end")
+    return style.Drawing(lambda: _draw(chart, best), f"{style.label(chart.name)} over the steps: {ends} at the end")
 
 
 def _draw(chart: Chart, best: int | None) -> "Figure":

@@ -65,10 +65,7 @@ class Launcher(Protocol):
         ...
 
     def run(self, job: Job) -> int:
-        """Start a job and wait for its end; before returning, print all its messages to stderr.
-
-        Returns:
-            The exit code.
+        """Start a job and wait for its end; print all its messages to stderr, and then return the exit code.
 
         Raises:
             deeplightning.faults.UserError: the job cannot be started.

@@ -51,7 +51,7 @@ def seal(
     linked: Iterable[str] | None = None,
     git: Mapping[str, str | None] | None = None,
 ) -> Path:
-    """Freeze code and configs in a folder.
+    """Freeze code and configs in a folder, and return it.
 
     Args:
         folder: the seal, created completely or not at all. It must not exist.
@@ -59,9 +59,6 @@ def seal(
         code: the code to freeze; None for the user's code in this process.
         linked: the roots whose other entries are linked; None for all.
         git: the result of `git_state`, for runs that record the commit; without it they call git themselves.
-
-    Returns:
-        The folder.
 
     Raises:
         SetupError: the folder cannot be written.

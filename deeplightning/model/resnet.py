@@ -31,11 +31,7 @@ class _Residual(resnet.ResNet):
         if not isinstance(small_images, bool):
             raise ValueError(f"small_images must be true or false, not {small_images!r}")
         super().__init__(
-            self.kind,
-            [*self.depths],
-            num_classes=num_classes,
-            groups=self.group_count,
-            width_per_group=self.group_width,
+            self.kind, [*self.depths], num_classes, groups=self.group_count, width_per_group=self.group_width
         )
         if small_images or num_channels != 3:
             size, stride = (3, 1) if small_images else (7, 2)

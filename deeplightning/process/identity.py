@@ -260,17 +260,15 @@ def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Identity:
             f"{' and '.join(missing)} not set; {world} MPI processes on {nodes} machines need the address of rank 0 "
             "and a port that is free there: `mpirun -x MASTER_ADDR=…`, or `-env MASTER_ADDR …` with Hydra"
         )
-    port = port or port_of(job or str(os.getppid()))
+    address, port = address or "127.0.0.1", port or port_of(job or str(os.getppid()))
     node = _node(rank, local_rank, world, local_world)
-    address = address or "127.0.0.1"
     return Identity("MPI", rank, world, local_rank, local_world, node, nodes, address, port, *_launch(variables))
 
 
 def _launch(variables: _Variables) -> tuple[str | None, bool]:
     """Return the name of the launch and whether it was restarted."""
     restarts = variables.number(ATTEMPT, default=0)
-    step = slurm_step(variables.environment)
-    if step is not None:
+    if (step := slurm_step(variables.environment)) is not None:
         restarts += variables.number("SLURM_RESTART_COUNT", default=0)
     return variables.text(LAUNCH) or step, restarts > 0
 

@@ -92,9 +92,8 @@ class Ranks:
 
     def record_cause(self, cause: Cause) -> bool:
         """Record a failure cause as the first one, unless another process has recorded one."""
-        return failure.record_cause(
-            self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank
-        )
+        redacted = dataclasses.replace(cause, reason=self.redact(cause.reason))
+        return failure.record_cause(self.folder, redacted, self.rank)
 
     def write_run_folder(self, run: Path) -> None:
         """Write the path of the run's folder for the process that started this one."""

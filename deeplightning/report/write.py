@@ -63,9 +63,8 @@ def report(run: Facts, into: Path | None = None) -> str:
 
 def _svg(drawing: Drawing, into: Path | None = None, name: str = "") -> tuple[bytes, str]:
     """Return a drawing as SVG, and its description; also save it in the folder `into` if given."""
-    if into is not None:
-        return save(drawing, into / name).encode(), drawing.alt
-    return to_svg(drawn(drawing), drawing.alt).encode(), drawing.alt
+    svg = to_svg(drawn(drawing), drawing.alt) if into is None else save(drawing, into / name)
+    return svg.encode(), drawing.alt
 
 
 def _headline(run: Facts) -> list[tuple[str, str]]:

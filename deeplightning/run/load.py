@@ -67,6 +67,8 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
     task = init_module(cfg, "model")
+    if not hasattr(task, "arrives"):  # Lightning's order; our tasks build their network from the checkpoint
+        task.configure_model()
     task.on_load_checkpoint(restore_left_out(checkpoint, task))
     task.configure_model()
     own, saved = task.state_dict(), checkpoint["state_dict"]

@@ -17,6 +17,7 @@ from deeplightning.batches import by_name
 from deeplightning.callbacks.average import describe_averaging
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.faults import CheckpointError
+from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, has_spec, is_plain
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import CPU_OVERRIDES, load_run, trained_task
@@ -116,8 +117,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     if not folder.samples.is_file():  # the run ended before it stored some
         data = init_module(cfg, "data")
         if data is not None:
-            data.prepare_data()
-            data.setup("validate")
+            _set_up(data)
         keep_samples(task, data, folder)
     task = servable(task, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
@@ -136,6 +136,12 @@ INPUT_NAMES = {"image": "image", "text": "tokens", "table": "input", "array": "i
 """Names of the inputs in a batch of a data module, by what a task takes."""
 
 
+def _set_up(data: pl.LightningDataModule) -> None:
+    """Make the validation samples available; Lightning's manual teaches modules that know only `fit` and `test`."""
+    data.prepare_data()
+    data.setup("validate" if hasattr(data, "check_stages") else "fit")
+
+
 def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
     """Add an int8 model to a run's bundle, for `serve.precision: int8`; return a line with the figures.
 
@@ -150,13 +156,12 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
     from deeplightning.export.bundle import card_of
     from deeplightning.export.int8 import classification_kind, quantize
 
-    kind = classification_kind(folder, card_of(folder))
+    kind = classification_kind(folder, card := card_of(folder))
     noun, name = kind.nouns, INPUT_NAMES[kind.takes]
     cfg = load_run(folder, CPU_OVERRIDES, "serve", ("data.module",), allow)
-    data = init_module(cfg, "data")
-    data.prepare_data()
-    data.setup("validate")
-    first = by_name(next(_batches(data.val_dataloader), {}), (name, "label")) or {}
+    data = init_module(cfg, "data") or pl.LightningDataModule()  # a task with its own loaders has none
+    _set_up(data)
+    first = by_name(next(_batches(data.val_dataloader), {}), (name, "label", "weight")) or {}
     if not {name, "label"} <= first.keys():
         raise CheckpointError(
             f"{folder.path}: int8 is judged on validation batches with '{name}' and 'label', and the data module gives "
@@ -165,9 +170,12 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
 
     def validation() -> Iterator[tuple[Any, Any]]:
         for batch in _batches(data.val_dataloader):
-            columns: Mapping[str, Any] = by_name(batch, (name, "label")) or {}
+            columns: Mapping[str, Any] = by_name(batch, (name, "label", "weight")) or {}
             counts = columns["index"] >= 0 if "index" in columns else slice(None)  # the rest is padding
-            yield columns[name][counts].numpy(), columns["label"][counts].numpy()
+            inputs = columns[name][counts]
+            if kind.takes == "image" and inputs.is_floating_point():
+                inputs = pixels(inputs, ImageSpec.from_dict(card["input"]))
+            yield inputs.numpy(), columns["label"][counts].numpy()
 
     figures = quantize(folder, validation)
     scores = f"accuracy {figures['accuracy']:.2f} %, in float32 {figures['accuracy_fp32']:.2f} %"

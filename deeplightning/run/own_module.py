@@ -16,7 +16,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from deeplightning.array_spec import ArraySpec
-from deeplightning.batches import inputs_of, structure
+from deeplightning.batches import class_names_of, inputs_of, structure
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.image_spec import MODES, ImageSpec
 from deeplightning.kinds import MAX_COMPARED_NUMBERS, is_plain
@@ -60,7 +60,7 @@ def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.
     inputs, spec = inputs.detach().cpu(), getattr(data, "image_spec", None)
     about = {
         "dtype": str(inputs.dtype).removeprefix("torch."),
-        "names": [str(name) for name in getattr(data, "class_names", None) or ()],
+        "names": class_names_of(data),
     }
     modes = {channels: mode for mode, channels in MODES.items()}
     if spec is None and inputs.dtype == torch.uint8 and inputs.ndim == 4 and inputs.shape[1] in modes:
@@ -161,6 +161,10 @@ class _Forward(nn.Module):
         else:
             inputs = (inputs.to(self.dtype) / 255 - self.mean) / self.std
         return self.module(inputs) if self.name == "forward" else self.module.predict_step(inputs, 0)
+
+    def state_dict(self, **_: object) -> dict[str, Any]:  # type: ignore[override]
+        """Return all weights, also those that the module's own `state_dict` omits."""
+        return nn.Module.state_dict(self.module, prefix="module.")
 
     def forward(self, inputs: Tensor) -> Tensor:
         found: Tensor = self.outputs(inputs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from deeplightning.batches import class_names_of
 from deeplightning.config.auto_values import BALANCED, DECLARED, WEIGHT, WEIGHTS, unfilled
 from deeplightning.config.machine import world_size
 from deeplightning.config.schema import Config
@@ -76,7 +77,7 @@ def _weights(cfg: Config, data: Any, key: str, name: str) -> list[float]:
     _read(cfg, data)
     needs, found = f"`{BALANCED}` needs", f"of the training set of {cfg.data.module.type}"
     if name == WEIGHT:
-        counts = class_counts(data, len(getattr(data, "class_names", None) or []))
+        counts = class_counts(data, len(class_names_of(data)))
         if counts is None or not counts.any():
             message = f"{needs} classes, a `label` or `mask` of whole numbers {found}; remove it, or give a tensor"
             raise ConfigError(Fault(message, key, found=BALANCED))

@@ -35,11 +35,11 @@ def resumption(cfg: Config) -> Resumption:
 
     def decide() -> list[object]:
         ours = found["ours"] = _resolve(cfg)
-        return [str(ours.checkpoint) if ours.checkpoint else None, ours.kept]
+        return [str(ours.checkpoint) if ours.checkpoint else None, ours.kept, ours.epochs]
 
-    path, kept = decide_on_rank_0("train.resume_ckpt", decide)
+    path, kept, epochs = decide_on_rank_0("train.resume_ckpt", decide)
     _apply_kept(cfg, kept)
-    return found.get("ours") or Resumption(checkpoint=Path(path) if path else None)
+    return found.get("ours") or Resumption(checkpoint=Path(path) if path else None, epochs=epochs)
 
 
 def _resolve(cfg: Config) -> Resumption:
@@ -200,7 +200,7 @@ def _resume_from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resu
             inexact, threads = "", None  # no training is left to differ
         return Resumption(path, notes=notes, inexact=inexact, threads=threads, complete=done, epochs=epochs, kept=kept)
     pending = checkpoint.get("points") or []
-    return Resumption(path, run_id, path.parent, pending, lock, notes, inexact, threads, epochs=epochs, kept=kept)
+    return Resumption(path, run_id, path.parent, pending, lock, notes, inexact, threads, done, epochs, kept)
 
 
 def _kept_settings(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:

@@ -50,8 +50,11 @@ _PART_KEYS = {
 """Config keys of the parts whose errors are faults of the config, by the prefix of their module."""
 
 
-def launch(cfg: Config) -> RunFolder:
+def launch(cfg: Config, folder: Path | None = None) -> RunFolder:
     """Run the stages of a config in order, and export the trained model.
+
+    Args:
+        folder: local folder of the run that is joined, if its tracker keeps no files on this machine.
 
     Returns:
         The run's folder; its path is the last line on stdout once the run has begun, even if it fails. If there is
@@ -90,6 +93,7 @@ def launch(cfg: Config) -> RunFolder:
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
     record.resumption = resumed
+    record.fallback = folder or record.fallback
     member.prepare(cfg.redact_message, lambda error: _end(record, trainer, error))
     if world_size(cfg.engine) > 1:
         from deeplightning.process.rendezvous import connect
@@ -103,7 +107,7 @@ def launch(cfg: Config) -> RunFolder:
         for stage in ("validate", "test", "predict"):
             if stage in cfg.stages:
                 path = _weights_for(cfg, record, trains)
-                quiet = {} if stage == "predict" else {"verbose": False}
+                quiet = {"return_predictions" if stage == "predict" else "verbose": False}
                 run_stage(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
         if learns and cfg.train.export and not cfg.train.fast and trainer.is_global_zero:
             _export(task, data, record)
@@ -151,7 +155,13 @@ def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None
     record.close()
 
 
-def _train(cfg: Config, trainer: pl.Trainer, task: object, data: object, resumed: Resumption | None) -> None:
+def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: object, resumed: Resumption | None) -> None:
+    from pytorch_lightning.utilities.model_helpers import is_overridden
+
+    hook = "configure_gradient_clipping"
+    if (clip := cfg.train.gradient_clip) and clip.norm_type != 2 and not is_overridden(hook, task):
+        message = f"Lightning clips the gradients of your module by the 2-norm; remove it, or override `{hook}`"
+        raise ConfigError(Fault(message, "train.gradient_clip.norm_type", found=str(clip.norm_type)))
     if cfg.train.num_epochs == 0:
         run_stage(trainer.validate, task, data, verbose=False)
         return
@@ -204,11 +214,13 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
         store = folder.path.parents[2] if folder.path.parent.name == run["id"] else None
         if store and (store / DATABASE).is_file() and not any("tracking_uri" in text for text in overrides):
             cfg.logger.params["tracking_uri"] = str(store)  # the config's path may be relative to another directory
-    return launch(cfg)
+    return launch(cfg, folder.path if "run_id" in cfg.logger.params else None)
 
 
-def _export(task: Any, data: object, record: Any) -> None:
+def _export(task: Any, data: Any, record: Any) -> None:
     """Store some validation samples, then export the best weights if the task supports it."""
+    from pytorch_lightning.utilities.model_helpers import is_overridden
+
     from deeplightning.export.bundle import NotExpressible, card_of
     from deeplightning.kinds import is_plain
     from deeplightning.run.make_bundle import export_run, is_servable, keep_samples
@@ -219,6 +231,8 @@ def _export(task: Any, data: object, record: Any) -> None:
         log.info("bundle     none: the task has no inference_model, or its data module does not describe its inputs")
         return
     try:
+        if is_overridden("teardown", data):  # it may have closed what its loaders read
+            data.setup("fit")
         keep_samples(task, data, record.folder)
         export_run(record.folder)
         record.log_model(card_of(record.folder)["task"])

@@ -427,14 +427,11 @@ class _Reader:
 
 
 def _merge_names(several: list[Names]) -> Names:
-    first, *others = several
-    if not others:
-        return first
-    names: Names = {}
-    for name in {name for each in several for name in each}:
-        found = [binding for each in several for binding in each.get(name, (UNBOUND,))]
-        names[name] = tuple(dict.fromkeys(found))
-    return names
+    if len(several) == 1:
+        return several[0]
+    names = {name for each in several for name in each}
+    found = {name: [binding for each in several for binding in each.get(name, (UNBOUND,))] for name in names}
+    return {name: tuple(dict.fromkeys(bindings)) for name, bindings in found.items()}
 
 
 def absolute(node: ast.ImportFrom, module: Module) -> str:

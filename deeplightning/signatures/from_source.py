@@ -241,9 +241,7 @@ class FunctionReader:
         if place >= len(positional) or any(isinstance(a, ast.Starred) for a in call.args[:place]):
             return None
         uses = uses_of(found.node, positional[place])
-        if uses.other or uses.calls or uses.passed:
-            return None
-        return uses.words
+        return None if uses.other or uses.calls or uses.passed else uses.words
 
 
 def _annotation_text(annotation: ast.expr) -> str:
