@@ -1,7 +1,7 @@
-"""What the tests of whole runs share: a working directory with own code, a tracking store, and `deeplightning` to call.
+"""Fixtures that the tests share: a working directory with user code, a tracking store, and `deeplightning` to call.
 
-A run is told by `TINY` and overrides. Those that several tests look at are made once, by fixtures. It imports nothing
-that takes long to import: each worker and each small test file loads it.
+Runs are configured by `TINY` and overrides. This module imports nothing slow: every worker and every small test file
+loads it.
 """
 
 import atexit
@@ -28,8 +28,8 @@ pytest_plugins = ["hangs", "leftovers"]
 
 
 def pytest_configure() -> None:
-    """Make the folder that says which runs are one's own. A test may import this module again, which must not make
-    another."""
+    """Create the state folder, which records the runs of this user. It is not created at import, since a test may
+    import this module again."""
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deeplightning-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
@@ -41,10 +41,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as `run` the tests that use a fixture which trains or starts `deeplightning`; those of plug-ins are `slow`,
-    so that only `bash test.sh --all` runs them. Workers get the files that take longest first: none of them is left
-    for the end, where the other workers would wait."""
-    costs: Counter[Path] = Counter()  # of a file: about the tenths of a second that its tests take
+    """Mark tests that train or start `deeplightning` through a fixture as `run`, and those of plug-ins also as `slow`:
+    only `bash test.sh --all` runs them. Workers get the slowest files first, so that none runs alone at the end."""
+    costs: Counter[Path] = Counter()  # per file: estimated tenths of a second
     for item in items:
         used = {*getattr(item, "fixturenames", ())}
         if {"command", "jobs", "fit"} & used:  # `train` and `job` use the first two
@@ -58,19 +57,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave out what the collection has made, in this process and its forks, when garbage is collected."""
+    """Exclude the objects created by the collection of tests from garbage collection, here and in forks."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Collect it after all: Triton's bindings print a page about objects that are left at exit."""
+    """Include them again: Triton's bindings print a page about objects that still exist at exit."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def log_levels():
-    """The levels of the root logger and ours, which a training in this process sets, are as before after a module."""
+    """Restore after each module the levels of the root logger and ours, which a training in this process changes."""
     loggers = [logging.getLogger(), logging.getLogger("deeplightning")]
     before = [logger.level for logger in loggers]
     yield
@@ -80,8 +79,8 @@ def log_levels():
 
 @pytest.fixture(autouse=True, scope="session")
 def packed_code() -> Iterator[None]:
-    """A run that trains in this process packs the code of its user, without the two hundred modules of tests that are
-    imported here: reading them takes two seconds in each run."""
+    """Exclude the two hundred imported modules of tests from the code that a run in this process packs: reading them
+    takes two seconds per run."""
     from deeplightning.tracking import code
 
     root, is_installed = Path(__file__).parent, code._is_installed
@@ -93,12 +92,12 @@ def packed_code() -> Iterator[None]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory of a test, an import root; what was imported from it is forgotten afterwards."""
+    """Working directory of a test, and an import root; modules imported from it are unloaded afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = {*sys.modules}
     yield tmp_path
-    for name in sorted({*sys.modules} - before, reverse=True):  # a package behind what is in it, which asks for it
+    for name in sorted({*sys.modules} - before, reverse=True):  # submodules first: their lookup needs the package
         spec = getattr(sys.modules[name], "__spec__", None)
         folders = getattr(spec, "submodule_search_locations", None) or ()  # a folder without `__init__.py` has no file
         if any(str(place).startswith(str(tmp_path)) for place in (getattr(spec, "origin", None), *folders)):
@@ -107,7 +106,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No MLflow variable of the caller's, and a state folder of the test's own."""
+    """Remove the caller's MLflow variables, and use a separate state folder."""
     for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -115,7 +114,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of the commands; nothing that was not asked for may appear in it."""
+    """Working directory of the commands; asserts that they create no file in it."""
     folder = tmp_path_factory.mktemp("work") / "a place"
     folder.mkdir()
     (folder / "own.py").write_text(OWN)
@@ -126,13 +125,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tracking store of all runs: making one costs two seconds."""
+    """Tracking store of all runs; creating one takes two seconds."""
     return tmp_path_factory.mktemp("store") / "mlruns"
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
-    """A config that trains in a fraction of a second."""
+    """Config that trains in a fraction of a second."""
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
     path.write_text(TINY.replace("STORE", str(store)))
     return path
@@ -140,30 +139,30 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    """`command(VERB, …, cwd=…)` runs `deeplightning VERB …` and gives its Outcome."""
+    """`command(VERB, …, cwd=…)` runs `deeplightning VERB …` and returns its Outcome."""
     commands = Commands(tmp_path_factory.mktemp("commands"))
-    commands("--help", cwd=commands.folder)  # returns once the server has imported all; no test waits for it
+    commands("--help", cwd=commands.folder)  # returns when the server has imported everything
     yield commands
     commands.close()
 
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """`answer(words)`: the exit code of `deeplightning WORDS` in this process, its stdout and its stderr."""
+    """`answer(word, …)` runs `deeplightning WORD …` in this process; returns exit code, stdout and stderr."""
     from deeplightning.cli import cli
     from deeplightning.cli.exit_codes import run_verb
 
-    def given(*words: str) -> tuple[int, str, str]:
+    def run(*words: str) -> tuple[int, str, str]:
         capfd.readouterr()
         monkeypatch.setattr(sys, "argv", ["deeplightning", *words])
         return run_verb(cli), *capfd.readouterr()
 
-    return given
+    return run
 
 
 @pytest.fixture(scope="session")
 def train(command: Commands, tiny: Path, place: Path) -> Any:
-    """`train(override, …)` runs the tiny config; `code` is the exit code that is expected."""
+    """`train(override, …)` runs the tiny config; `code` is the expected exit code."""
 
     def run(*overrides: str, code: int = 0, **variables: str) -> Outcome:
         return command("train", tiny, *overrides, cwd=place, code=code, **variables)
@@ -173,7 +172,7 @@ def train(command: Commands, tiny: Path, place: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory, command: Commands) -> Iterator[Commands]:
-    """`jobs(VERB, …, cwd=…, ranks=2)` is `command` with DeepSpeed imported, which takes seconds in each process."""
+    """`jobs(VERB, …, cwd=…, ranks=2)` is `command` with DeepSpeed preloaded, whose import takes seconds."""
     commands = Commands(tmp_path_factory.mktemp("jobs"), command, DEEPSPEED)
     yield commands
     commands.close()
@@ -181,9 +180,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory, command: Commands) -> Iterato
 
 @pytest.fixture(scope="session")
 def job(request: pytest.FixtureRequest, command: Commands, tiny: Path, place: Path) -> Any:
-    """`job(override, …)` runs the tiny config with two processes, or as many as `ranks` says; one rank is a plain run.
+    """`job(override, …)` runs the tiny config with `ranks` processes; one rank is a plain run.
 
-    `code` is the exit code that is expected of all. Only where an override says so DeepSpeed is there.
+    `code` is the expected exit code of all. DeepSpeed is preloaded if an override names it.
     """
 
     def run(*overrides: str, ranks: int = 2, code: int = 0, **variables: str) -> Outcome:
@@ -198,7 +197,7 @@ def job(request: pytest.FixtureRequest, command: Commands, tiny: Path, place: Pa
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a run that tells red, green and blue pictures apart."""
+    """Folder of a run that classifies red, green and blue pictures."""
     from served import colour_run
 
     return colour_run(tmp_path_factory.mktemp("a run"))
@@ -206,7 +205,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Any]:
-    """`serving(folder, argument, …)` starts the prediction server of a run, which is killed after the test."""
+    """`serving(folder, argument, …)` starts the prediction server of a run; it is killed after the test."""
     from served import Server
 
     servers: list[Server] = []
@@ -222,7 +221,7 @@ def serving(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def tracked(store: Path) -> Any:
-    """`tracked(folder)` is the tracker's view of a run."""
+    """`tracked(folder)` reads a run from the tracking store."""
     from mlflow.tracking import MlflowClient
 
     class Tracked:
@@ -234,23 +233,20 @@ def tracked(store: Path) -> Any:
             self.metrics = run.data.metrics
 
         def series(self) -> dict[str, list[tuple[int, float]]]:
-            """Steps and values of each metric, without the machine's load."""
-            names = [name for name in self.metrics if not name.startswith("system/")]
-            return {
-                name: [(p.step, p.value) for p in self.client.get_metric_history(self.id, name)]
-                for name in sorted(names)
-            }
+            """Return steps and values of each metric except system metrics."""
+            names = sorted(name for name in self.metrics if not name.startswith("system/"))
+            return {n: [(p.step, p.value) for p in self.client.get_metric_history(self.id, n)] for n in names}
 
     return Tracked
 
 
 @pytest.fixture
 def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`fit(override, …)` trains the tiny config in this process, and gives a Fitted.
+    """`fit(override, …)` trains the tiny config in this process and returns a Fitted.
 
-    `task` and `data` make a module of their own from the config; the default is what the config names.
+    `task` and `data` build a module from the config, instead of the class that the config names.
     """
-    from fitted import Fitted, Seen
+    from fitted import Fitted, Recorder
 
     from deeplightning.callbacks import callback_of
     from deeplightning.callbacks.record import Record
@@ -265,7 +261,7 @@ def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         cfg = load_config(tiny, [*plain, *overrides])
         task = init_module(cfg, "model") if task is None else task(cfg)
         data = init_module(cfg, "data") if data is None else data(cfg)
-        trainer, seen = init_trainer(cfg), Seen()
+        trainer, seen = init_trainer(cfg), Recorder()
         trainer.callbacks.append(seen)
         trainer.fit(task, data)
         return Fitted(trainer, task, data, seen, callback_of(trainer, Record).folder.path)

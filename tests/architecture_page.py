@@ -1,12 +1,12 @@
-"""Generate a part of docs/explanation/architecture.md, and its picture: which folder imports which, and why.
+"""Generate the table of folders and the import graph in docs/explanation/architecture.md.
 
-`python tests/architecture_page.py` renews both; the text around them is written by hand.
+`python tests/architecture_page.py` updates both; the text around them is written by hand.
 """
 
 import ast
 import re
 
-from test_layers import BASE, ENTRIES, FILES, LAYERS, PARTS, ROOT, imported_by, name_of, room
+from test_layers import BASE, ENTRIES, FILES, LAYERS, PARTS, ROOT, imported_by, layer, name_of
 
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 PICTURE = ROOT / "docs" / "pictures" / "architecture.svg"
@@ -18,8 +18,8 @@ WIDTH, STEP, BOX = 720, 62, (104, 30)
 
 
 def imports() -> dict[str, set[str]]:
-    """Return the folders that each folder imports; single files of the base count as one folder, entry points are left
-    out."""
+    """Return the folders that each folder imports; single files of the base count as one folder, entry points are
+    omitted."""
     found: dict[str, set[str]] = {name: set() for name in [*LAYERS, *sorted(PARTS), "serve", BASE_NAME]}
     for file in FILES:
         here = _folder(name_of(file))
@@ -31,7 +31,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def _folder(name: str) -> str | None:
-    place = room(name)
+    place = layer(name)
     return BASE_NAME if place in BASE else None if place in ENTRIES or name.endswith("pyfunc") else place
 
 
@@ -57,7 +57,7 @@ def idea(folder: str) -> str:
 
 
 def picture() -> str:
-    """Draw the graph as SVG: a folder is above all that it imports; colours follow the reader's light or dark mode."""
+    """Draw the graph as SVG: a folder is above all folders that it imports; colours follow light or dark mode."""
     arrows = needed(imports())
     heights = {name: _height(name, arrows) for name in imports()}
     rows: dict[int, list[str]] = {}
@@ -91,7 +91,7 @@ def picture() -> str:
 
 
 def _height(name: str, arrows: list[tuple[str, str]]) -> int:
-    """Return how many rows a folder is above the last one: one more than the highest that it imports."""
+    """Return how many rows a folder is above the last row: one more than the highest folder that it imports."""
     return max((1 + _height(there, arrows) for here, there in arrows if here == name), default=0)
 
 

@@ -1,6 +1,6 @@
-"""Control a headless Chromium by its DevTools protocol over two pipes.
+"""Control headless Chromium through the DevTools protocol over two pipes.
 
-The tests of the server's pages and `tools/screenshots/page.py` share it. The protocol:
+Shared by the tests of the server's pages and `tools/screenshots/page.py`. The protocol:
 https://chromedevtools.github.io/devtools-protocol/
 """
 
@@ -21,7 +21,7 @@ from PIL import Image
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 ANSWER_SECONDS = 30
-"""Time for an answer of the browser: far more than it needs."""
+"""Timeout for a response of the browser; it usually takes milliseconds."""
 
 FLAGS = [
     *("--remote-debugging-pipe", "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
@@ -73,15 +73,15 @@ class Browser:
     def __init__(self, folder: Path):
         ours, theirs = os.pipe(), os.pipe()
         self.output, self.input = ours[0], theirs[1]
-        given = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs[0], ours[1])]
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs[0], ours[1])]
         os.close(theirs[0])
         os.close(ours[1])
-        start = [sys.executable, "-c", BECOMES_3_AND_4, *map(str, given), str(CHROMIUM), *FLAGS]
+        start = [sys.executable, "-c", BECOMES_3_AND_4, *map(str, ends), str(CHROMIUM), *FLAGS]
         with (folder / "chromium.log").open("w") as log:
             self.process = subprocess.Popen(
-                [*start, f"--user-data-dir={folder / 'profile'}", "about:blank"], pass_fds=given, stdout=log, stderr=log
+                [*start, f"--user-data-dir={folder / 'profile'}", "about:blank"], pass_fds=ends, stdout=log, stderr=log
             )
-        for end in given:
+        for end in ends:
             os.close(end)
         self.number, self.unread = 0, b""
         self.events: list[dict[str, Any]] = []
@@ -107,13 +107,13 @@ class Browser:
         """Return the next message; an event is also recorded."""
         while b"\0" not in self.unread:
             readable, _, _ = select.select([self.output], [], [], ANSWER_SECONDS)
-            assert readable, "Chromium says nothing"
+            assert readable, "Chromium does not respond"
             self.unread += os.read(self.output, 1 << 20)
         text, _, self.unread = self.unread.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
         if "method" in message:
             self.events.append(message)
-        if message.get("method") == "Fetch.requestPaused":  # play the proxy that takes the prefix away
+        if message.get("method") == "Fetch.requestPaused":  # act as a proxy that strips the prefix
             paused = message["params"]
             url = paused["request"]["url"].replace(PREFIX, "")
             self.send("Fetch.continueRequest", message["sessionId"], requestId=paused["requestId"], url=url)
@@ -127,7 +127,7 @@ class Browser:
 
 
 class Page:
-    """Tab with its own profile that shows `url`, or a page below it."""
+    """Tab with a separate profile that shows `url/path`, behind a proxy if there is a prefix."""
 
     def __init__(self, browser: Browser, url: str, prefix: str = "", path: str = ""):
         self.browser, self.url = browser, url
@@ -172,7 +172,7 @@ class Page:
         return result["result"].get("value")
 
     def look(self, width: int = 1000, scheme: str = "light", motion: str = "reduce") -> None:
-        """Set the size and the media features of the window; a narrow window is a phone's."""
+        """Set size and media features of the window; a narrow one is a phone with touch."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500
         )
@@ -215,14 +215,14 @@ class Page:
             return np.asarray(image.convert("RGB"))
 
     def close(self) -> None:
-        """Close the tab; assert that the browser had no complaint, and that nothing went to another host."""
+        """Close the tab; assert that the browser logged nothing and sent no request to another host."""
         self.browser.call("Target.disposeBrowserContext", browserContextId=self.context)
         entries = [event["entry"] for event in self.events("Log.entryAdded")]
-        assert [entry for entry in entries if entry["source"] != "network"] == []  # those are the refusals
+        assert [entry for entry in entries if entry["source"] != "network"] == []  # failed requests
         assert self.events("Runtime.exceptionThrown") == []
         assert self.events("Runtime.consoleAPICalled") == []
-        asked = {event["request"]["url"] for event in self.events("Network.requestWillBeSent")}
-        assert all(url.startswith((f"{self.url}/", "blob:", "data:")) for url in asked), asked
+        urls = {event["request"]["url"] for event in self.events("Network.requestWillBeSent")}
+        assert all(url.startswith((f"{self.url}/", "blob:", "data:")) for url in urls), urls
 
 
 KEYS = {"Tab": 9, "Enter": 13}

@@ -1,4 +1,4 @@
-"""Connect two network namespaces of this machine by a cable that can be cut and mended. It needs root and `ip`."""
+"""Connect two network namespaces of this machine by a virtual cable that can be cut and mended, with root and `ip`."""
 
 import contextlib
 import ctypes
@@ -12,13 +12,13 @@ ADDRESS = "10.77.0.1"
 
 
 class NoCable(Exception):
-    """Raised if no cable can be made here; the message has the reason."""
+    """Raised if this machine cannot create the cable; the message gives the reason."""
 
 
 def in_namespace() -> None:
     """Run the command in the network namespace that NAMESPACE names, instead of `deeplightning.cli:main`.
 
-    If HIDDEN names a folder, the command sees an empty disk there.
+    If HIDDEN names a folder, the command sees an empty file system there.
     """
     from deeplightning import cli
 
@@ -77,7 +77,7 @@ class Cable:
         self._ip("-n", self.names[1], "link", "set", "vb", "down")
 
     def mend(self) -> None:
-        """End the cut; waiting connections continue."""
+        """Restore the link; stalled connections continue."""
         self._ip("-n", self.names[1], "link", "set", "vb", "up")
 
     def remove(self) -> None:

@@ -1,6 +1,6 @@
-"""Run `deeplightning check` in child processes, forked from one that has imported what it needs.
+"""Run `deeplightning check` in processes forked from one that has imported everything.
 
-The system sets their limits: a process that exceeds them is killed.
+The kernel kills a process that exceeds its CPU time or memory.
 """
 
 import contextlib
@@ -17,12 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from commands import end_with
+
 from deeplightning.config.examine import check
 from deeplightning.config.schema import Config
 
-CPU_SECONDS = 2  # with the imports
-MEMORY_BYTES = 500_000_000  # of address space: more than what is really used
-LIMIT_SECONDS = 30  # on the clock: a case that waits is killed
+CPU_SECONDS = 2  # including the imports
+MEMORY_BYTES = 500_000_000  # of address space, which is more than resident memory
+LIMIT_SECONDS = 30  # wall clock: a check that blocks is killed
 SECRET = "s3cr3t-of-this-test"
 
 BASE = """\
@@ -59,7 +61,6 @@ logger:
 serve: {port: 5000}
 """
 
-
 GOOD = """\
 data:
   module: {type: deeplightning.data.digits.Digits}
@@ -77,7 +78,7 @@ def write_mnist(root: Path, images: Any, labels: Any, split: int | None = None) 
     """Write images (N, H, W) and labels (N,), 0 to 255, as an MNIST below `root`.
 
     Args:
-        split: so many train, the others test; None: all do both.
+        split: number of training images, the others are for testing; None: all are in both sets.
     """
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -104,18 +105,18 @@ class Checker:
         )
 
     def __call__(self, *arguments: str) -> str:
-        """Check a config, which must be answered; return the output."""
+        """Check a config, assert that the command ends properly, and return its stderr."""
         end = self._ask(arguments)
         for _ in range(5):
-            if end["seconds"] > CPU_SECONDS:  # a busy neighbour slows it down, and nothing speeds it up
+            if end["seconds"] > CPU_SECONDS:  # only other load slows it down, so try again
                 end = self._ask(arguments)
         out, err = ((self.folder / name).read_bytes().decode() for name in ("out", "err"))
         assert end["code"] in (0, 2, 3), f"ended with {end['code']}: {err}"
         assert end["seconds"] <= CPU_SECONDS, err[:1000]
         assert "Traceback" not in err
-        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err), "what steers a terminal is written out"
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err), "control characters are escaped"
         assert SECRET not in out + err
-        assert max(map(len, err.split("\n"))) < 10_000, "a note is no longer than a screen"
+        assert max(map(len, err.split("\n"))) < 10_000, "a message fits on a screen"
         assert bool(re.search("^error: ", err, re.MULTILINE)) == (end["code"] != 0), err[:1000]
         return err
 
@@ -131,10 +132,10 @@ class Checker:
 
 
 def load(path: Any, overrides: list[str] | None = None) -> Config:
-    """The config of a file and its overrides, as it is written; everything that it names is imported.
+    """Load a config file with overrides, unresolved; import everything that it names.
 
     Raises:
-        UserError: with every fault.
+        UserError: it lists every error.
     """
     return check(path, overrides, importing=True).checked()
 
@@ -168,15 +169,7 @@ def _check(cli: Any, arguments: list[str]) -> None:
     for number, name in enumerate(("out", "err"), 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_TRUNC), number)
     sys.argv = ["deeplightning", "check", *arguments]
-    code: object = 1
-    try:
-        cli.main()
-    except SystemExit as ended:
-        code = ended.code
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    end_with(cli.main)
 
 
 if __name__ == "__main__":

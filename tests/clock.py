@@ -1,4 +1,4 @@
-"""Measure the present speed of this machine, for tests that bound CPU time."""
+"""Measure the current speed of this machine, for tests that bound CPU time."""
 
 import time
 

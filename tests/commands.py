@@ -1,9 +1,9 @@
-"""Run `deeplightning VERB` in child processes, forked from one that has imported what they need.
+"""Run `deeplightning VERB` in processes forked from one that has imported everything.
 
-A new process spends four seconds on imports, a forked one some milliseconds. Everything else is the same: arguments in
-`sys.argv`, working directory, environment, signals, output as it is written, `atexit`, and the exit code.
+A new process spends four seconds on imports, a fork some milliseconds. Everything else is the same: `sys.argv`, working
+directory, environment, signals, unbuffered output, `atexit`, and the exit code.
 
-A job of several ranks is as many forked processes, with the environment variables that a launcher would set.
+A job of several ranks is one fork per rank, with the environment variables that a launcher would set.
 """
 
 import atexit
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LIMIT_SECONDS = 300  # nothing here takes thirty on an idle machine, but machines are busy and compilers cold
+LIMIT_SECONDS = 300  # a command takes less than 30 on an idle machine with warm compiler caches
 MAIN = "deeplightning.cli:main"
 DEEPSPEED = (
     "deepspeed.module_inject.auto_ep_layer",
@@ -87,13 +87,12 @@ class Outcome:
         return Path(last.removeprefix("Artifact storage path: "))
 
     def __str__(self) -> str:
-        told = [f"exit code {self.code}\n{self.out}\n{self.err}"]
-        told += [f"rank {number}: {outcome}" for number, outcome in enumerate(self.ranks[1:], start=1)]
-        return "\n".join(told)
+        ranks = [f"rank {number}: {outcome}" for number, outcome in enumerate(self.ranks[1:], start=1)]
+        return "\n".join([f"exit code {self.code}\n{self.out}\n{self.err}", *ranks])
 
 
 class Running:
-    """Command that was started; `files` + `.out`, `.err`, `.pid`, `.code` have its output, process and exit code.
+    """Started command. The files `files` + `.out`, `.err`, `.pid`, `.code` have output, process id and exit code.
 
     Attributes:
         ranks: the processes of a job; the first represents all.
@@ -104,14 +103,12 @@ class Running:
         self.ranks = [self, *(Running(path) for path in others)]
 
     def _wait(self, happened, what: str):
-        end = time.monotonic() + LIMIT_SECONDS
-        while not (found := happened()):
-            if time.monotonic() > end:
-                told = "\n".join(f"{rank._read('out')}\n{rank._read('err')}" for rank in self.ranks)
-                self._kill()
-                raise AssertionError(f"timed out after {what}:\n{told}")
-            time.sleep(POLL_SECONDS)
-        return found
+        try:
+            return wait_for(happened, what)
+        except AssertionError as late:
+            output = "\n".join(f"{rank._read('out')}\n{rank._read('err')}" for rank in self.ranks)
+            self._kill()
+            raise AssertionError(f"{late}:\n{output}") from None
 
     def _kill(self) -> None:
         for rank in self.ranks:
@@ -130,24 +127,24 @@ class Running:
         os.kill(int(self._wait(lambda: self.ranks[rank]._read("pid"), "its start")), number)
 
     def ended(self, seconds: float) -> bool:
-        """Return whether all its processes end within so many seconds."""
+        """Return whether all its processes end within `seconds`."""
         end = time.monotonic() + seconds
         while not (over := all(rank._read("code") for rank in self.ranks)) and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
         return over
 
     def processes(self) -> list[int]:
-        """Return the processes that have not ended."""
+        """Return the ids of the processes that have not ended."""
         self._wait(lambda: all(rank._read("pid") for rank in self.ranks), "its start")
         return [int(rank._read("pid")) for rank in self.ranks if not rank._read("code")]
 
     def end(self, code: int | None = None) -> Outcome:
-        """Wait until all its processes have ended; `code` is the exit code that all of them must have."""
+        """Wait until all its processes have ended; `code` is the expected exit code of all."""
         self._wait(lambda: all(rank._read("code") for rank in self.ranks), "its end")
         ended = [Outcome(int(rank._read("code")), rank._read("out"), rank._read("err")) for rank in self.ranks]
         missing = re.fullmatch(r"error: `(\w+)` is a plug-in: pip install .*\n", ended[0].err)
         if missing and importlib.util.find_spec(f"deeplightning_{missing[1]}") is None:
-            import pytest  # imported lazily: the server does without it
+            import pytest  # imported lazily: the server does not need it
 
             pytest.skip(f"the plug-in `{missing[1]}` is not installed")
         if len(ended) > 1:
@@ -160,8 +157,8 @@ class Commands:
     """Start commands, whose stdout and stderr go to files in `folder`.
 
     Args:
-        parent: of whose server this one is a fork; None: it is a new process.
-        preload: further modules for the server to import.
+        parent: fork the server of this one; None: start a new process.
+        preload: additional modules that the server imports.
     """
 
     def __init__(self, folder: Path, parent: "Commands | None" = None, preload: Sequence[str] = ()):
@@ -173,10 +170,10 @@ class Commands:
         else:
             os.mkfifo(orders := folder / "orders")
             parent._send({"orders": str(orders), "preload": preload})
-            self._orders, self._wait = orders.open("wb"), lambda: 0  # which waits until the fork reads
+            self._orders, self._wait = orders.open("wb"), lambda: 0  # `open` waits for the fork
 
     def start(self, *arguments: object, cwd: Path, ranks: int = 1, main: str = MAIN, **variables: str) -> Running:
-        """Start a command, as several processes for several `ranks`, which Lightning would start itself otherwise.
+        """Start a command in one process per rank, so that Lightning starts none itself.
 
         Args:
             main: MODULE:FUNCTION to call instead of `deeplightning`; the module may be one of the tests.
@@ -196,7 +193,7 @@ class Commands:
         self._orders.flush()
 
     def __call__(self, *arguments: object, cwd: Path, code: int | None = None, **options: Any) -> Outcome:
-        """Run a command; `code` is the exit code that all of its processes must have."""
+        """Run a command; `code` is the expected exit code of all its processes."""
         return self.start(*arguments, cwd=cwd, **options).end(code)
 
     def close(self) -> None:
@@ -205,7 +202,7 @@ class Commands:
 
 
 class Forking(Commands):
-    """Start commands as forks of this process, which has imported what they need: see `import_all`."""
+    """Start commands as forks of this process, which has called `import_all`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -216,7 +213,7 @@ class Forking(Commands):
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return the caller's environment without variables that would change a run."""
+    """Return the environment of this process without variables that would change a run."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("MLFLOW_", "DEEPLIGHTNING_", "PYTEST_"))}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DEEPLIGHTNING_CACHE": "off"} | variables
 
@@ -228,8 +225,17 @@ def free_port() -> str:
         return str(made.getsockname()[1])
 
 
+def wait_for(happened: Callable[[], Any], what: str, seconds: float | None = None) -> Any:
+    """Poll `happened()` until its result is true; return it. The default limit is LIMIT_SECONDS."""
+    end = time.monotonic() + (LIMIT_SECONDS if seconds is None else seconds)
+    while not (found := happened()):
+        assert time.monotonic() < end, f"timed out waiting for {what}"
+        time.sleep(POLL_SECONDS)
+    return found
+
+
 def answer_of(server: "subprocess.Popen[bytes]", address: str, seconds: float = 120) -> bytes:
-    """Return what a server that was just started says at an address, as soon as it answers."""
+    """Poll an address of a server that was just started; return the body of the first answer."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -242,9 +248,9 @@ def answer_of(server: "subprocess.Popen[bytes]", address: str, seconds: float = 
 
 
 def read_terminal(leader: int) -> bytes:
-    """Read all that is written to a terminal until its other end is closed, then close this end."""
+    """Read a pseudo-terminal until its other end is closed, then close this end."""
     shown = b""
-    with contextlib.suppress(OSError):  # the terminal's end on Linux
+    with contextlib.suppress(OSError):  # end of file of a pseudo-terminal on Linux
         while part := os.read(leader, 10_000):
             shown += part
     os.close(leader)
@@ -254,17 +260,17 @@ def read_terminal(leader: int) -> bytes:
 def real(
     *arguments: object, cwd: Path, code: int | None = None, limit: float = LIMIT_SECONDS, **variables: str
 ) -> Outcome:
-    """Run a command in a new process, as a person starts it.
+    """Run a command in a new process, as a user starts it.
 
     Args:
-        code: the exit code that it must have.
+        code: the expected exit code.
         limit: seconds after which it and every process that it has started are killed.
 
     Raises:
-        AssertionError: it has not ended within the limit.
+        AssertionError: it timed out, or has another exit code.
     """
     command = [sys.executable, "-m", "deeplightning", *map(str, arguments)]
-    # Files, since a process that outlives its parent would keep a pipe open and block the reader.
+    # Files, because a process that outlives its parent would keep a pipe open and block the reader.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         env = environment(**variables)
         child = subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, start_new_session=True)
@@ -286,7 +292,7 @@ def real(
 
 
 def python(*words: object, cwd: Path | None = None, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run Python in a new process, which finds the package of the clone."""
+    """Run Python in a new process that imports the package of this clone."""
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = environment(PYTHONPATH=os.pathsep.join(paths), **variables)
     command = [sys.executable, *map(str, words)]
@@ -296,7 +302,7 @@ def python(*words: object, cwd: Path | None = None, **variables: str) -> "subpro
 def import_all(preload: Sequence[str]) -> None:
     """Import what every command needs and the given modules, and freeze all objects for the garbage collector.
 
-    Otherwise each collection in a fork writes to every page of the imported modules, which doubles the training time.
+    Otherwise each collection in a fork copies every page of the imported modules, which doubles the training time.
     """
     import mlflow.tracking  # noqa: F401
     import sklearn.datasets.data  # noqa: F401
@@ -308,7 +314,7 @@ def import_all(preload: Sequence[str]) -> None:
 
     own = [module.name for module in pkgutil.walk_packages(deeplightning.__path__, "deeplightning.")]
     for name in (*own, *_LATER, *preload):
-        with contextlib.suppress(ImportError):  # other versions have other modules; only time is lost
+        with contextlib.suppress(ImportError):  # missing in other versions, which only costs time
             __import__(name)
     sqlalchemy.orm.configure_mappers()  # half a second in each training otherwise
     gc.collect()
@@ -317,8 +323,8 @@ def import_all(preload: Sequence[str]) -> None:
 
 def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
     import_all(preload)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children here
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child becomes a zombie
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup, pytest outlives its terminal
     for line in iter(orders.readline, b""):
         if os.fork() == 0:
             order = json.loads(line)
@@ -326,11 +332,11 @@ def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
                 with Path(order["orders"]).open("rb") as others:
                     _serve(others, order["preload"])
             _watch(order)
-    os._exit(0)  # Triton's bindings print a page about objects that are left at exit
+    os._exit(0)  # Triton's bindings print a page about objects that still exist at exit
 
 
 def _watch(order: dict) -> None:
-    """Start the command; record its process and its exit code."""
+    """Start the command; record its process id and its exit code."""
     for number in (signal.SIGCHLD, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -367,7 +373,7 @@ def _run(order: dict, files: Path) -> None:
 
 
 def end_with(call: Callable[[], object]) -> None:
-    """Call a function, and end this forked process with its exit code, as a new one would end."""
+    """Call a function, and end this fork like a new process, with the function's exit code."""
     code: object = 1
     try:
         call()

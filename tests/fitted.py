@@ -9,8 +9,8 @@ import pytorch_lightning as pl
 import torch
 
 
-class Seen(pl.Callback):
-    """Record what happens while a network trains.
+class Recorder(pl.Callback):
+    """Record the events of a training.
 
     Attributes:
         gradients: the optimizer's gradients at each step, in one vector.
@@ -34,7 +34,7 @@ class Seen(pl.Callback):
             self.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.optimizers[0].register_step_post_hook(self._record_step)  # the closure inside it computes them
+        trainer.optimizers[0].register_step_post_hook(self._record_step)  # after the closure has computed them
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.backward += 1
@@ -53,7 +53,7 @@ class Fitted:
     trainer: pl.Trainer
     task: Any
     data: Any
-    seen: Seen
+    seen: Recorder
     folder: Path
 
     def series(self, name: str) -> list[tuple[int, float]]:

@@ -1,8 +1,7 @@
 """Run `deeplightning` so that the processes that `deeplightning.launch.Local` starts are forks of it.
 
-It has imported all; a new process spends five seconds of CPU on imports. The launcher, and the environment, sessions,
-signals and ends of its processes are real; only `python -m deeplightning` is called in the forked process instead of a
-new one.
+A fork has everything imported; a new process spends five seconds of CPU on imports. The launcher is real, as are the
+environment, sessions, signals and exit codes of its processes; only `python -m deeplightning` is called in a fork.
 """
 
 import errno
@@ -65,7 +64,7 @@ def _wait_for_a_key(port: int) -> None:
 
 
 def become(argv: Sequence[str], env: dict[str, str]) -> None:
-    """Be a new `deeplightning ARGV` in this forked process, and end with its exit code."""
+    """Run `deeplightning ARGV` in this fork, and exit with its exit code."""
     from deeplightning import cli
 
     os.setsid()

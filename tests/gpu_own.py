@@ -1,5 +1,4 @@
-"""Define a user's own code for the runs on GPUs: synthetic pictures, small networks, and callbacks that record and that
-kill.
+"""Provide user code for the runs on GPUs: synthetic pictures, small networks, and callbacks that record or kill.
 
 `gpu_runs.py` copies this file into the working directory of its runs. It needs only torch and Lightning.
 """
@@ -20,12 +19,12 @@ from deeplightning.data.images import ImageData, height_width
 from deeplightning.image_spec import ImageSpec
 
 
-class Made(ImageData):
-    """Noise with a bright spot whose position is the class, one of ten; 80 % train, 10 % validation, 10 % test.
+class Synthetic(ImageData):
+    """Noise with a bright spot at one of ten positions, which is the class; 80 % train, 10 % validation, 10 % test.
 
     Args:
-        size: of all sets together.
-        image_size: pixels of a side, a multiple of 8.
+        size: number of pictures in all sets together.
+        image_size: height and width in pixels, a multiple of 8.
     """
 
     def __init__(self, cfg, size=300, image_size=8, **options):
@@ -43,7 +42,7 @@ class Made(ImageData):
 
 
 def network(width, depth=1, norm=False):
-    """Build linear layers, whose results on a CPU and a GPU agree to a few millionths."""
+    """Build linear layers, whose results on CPU and GPU differ by at most a few millionths."""
     sizes = [64, *[width] * depth]
     layers = [nn.Flatten()]
     for before, after in itertools.pairwise(sizes):
@@ -58,7 +57,7 @@ def mixed():
 
 
 class TooLarge(nn.Module):
-    """Allocate more than any GPU has, on the device of the input, when training."""
+    """In training, allocate more memory on the input's device than any GPU has."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +71,7 @@ class TooLarge(nn.Module):
 
 
 class Notes(pl.Callback):
-    """Write the device of each process, and its peak memory there, to `folder/RANK.json`."""
+    """Write the device and the peak GPU memory of each process to `folder/RANK.json`."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)

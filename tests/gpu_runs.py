@@ -1,8 +1,8 @@
-"""Train small networks on GPUs, each in new processes, and summarize them by engine and precision.
+"""Train small networks on GPUs, each in new processes, and summarize the runs by engine and precision.
 
-CUDA does not survive a fork, so runs share only the tracking store. The same runs also work with CPU processes, which
-is how a machine without a GPU tests this file. Only torch, torchvision, Lightning, numpy and the packages of
-`tools/gpu_wheels.sh` are used.
+CUDA does not survive a fork, so runs share only the tracking store. They also work on CPU processes, which tests this
+file on a machine without a GPU. They use only torch, torchvision, Lightning, numpy and the packages of
+`tools/gpu_wheels.sh`.
 """
 
 import importlib.util
@@ -18,13 +18,13 @@ from typing import Any
 from commands import Outcome, real
 from tiny import digest
 
-LIMIT_SECONDS = 75.0  # of one run; the slowest that was measured on an H100 took 35
-KILL_AT = "13"  # an optimizer step in the middle of the second epoch, after the checkpoint of step 12
+LIMIT_SECONDS = 75.0  # per run; the slowest took 35 on an H100
+KILL_AT = "13"  # optimizer step in the second epoch, after the checkpoint of step 12
 
 CONFIG = """\
 seed: 7
 stages: [train, test]
-data: {module: {type: gpu_own.Made}, batch_size: 16}     # 240 train, 30 validate, 30 test
+data: {module: {type: gpu_own.Synthetic}, batch_size: 16}     # 240 train, 30 validate, 30 test
 model:
   module: {type: deeplightning.task.img_classif.ImageClassification}
   network: {type: gpu_own.mixed}
@@ -52,7 +52,7 @@ def lacks(engine: str | None) -> str | None:
 
 
 def precision_of(engine: str | None, precision: str, on_gpu: bool = True) -> str:
-    """Return the value of `engine.precision`: fsdp has no loss scale, and computes entirely in 16 bits."""
+    """Return the value of `engine.precision`: fsdp has no loss scaling, and trains entirely in 16 bits on a GPU."""
     return "16-true" if (engine, precision, on_gpu) == ("fsdp", "16", True) else precision
 
 
@@ -62,11 +62,11 @@ class Cell:
 
     Attributes:
         devices: `1 GPU`, `2 CPU processes`.
-        train: whether a run of two epochs, with the test after it, ends with exit code 0.
+        train: whether a run of two epochs and its test ends with exit code 0.
         test: its test_acc.
-        resumed: whether a run that was killed in an epoch, and resumed, ends with the same weights and results.
-        exported: whether the run left a bundle, which is compared with the checkpoint before it is kept.
-        seconds: of all three runs.
+        resumed: whether a run that is killed within an epoch and resumed ends with the same weights and results.
+        exported: whether the run exports a bundle, which the export compares with the checkpoint.
+        seconds: duration of all three runs.
         reason: the last line of a run that failed.
     """
 
@@ -86,7 +86,7 @@ class Cell:
 
 
 class Runs:
-    """Start runs in a working directory with `gpu_own.py`, tracked in a separate store.
+    """Start runs in a working directory that has `gpu_own.py` and a tracking store.
 
     Args:
         place: an empty folder.
@@ -103,15 +103,15 @@ class Runs:
     def start(
         self, *overrides: str, config: Path | None = None, limit: float = LIMIT_SECONDS, **variables: str
     ) -> Outcome:
-        """Run `deeplightning train CONFIG override …`, whatever its exit code.
+        """Run `deeplightning train CONFIG override …`; any exit code is accepted.
 
         Raises:
-            AssertionError: it has not ended in time.
+            AssertionError: it timed out.
         """
         return self.run("train", config or self.config, *overrides, cwd=self.place, limit=limit, **variables)
 
     def train(self, *overrides: str, code: int = 0, **options: Any) -> Outcome:
-        """Run the same; assert its exit code."""
+        """Call `start`, and assert the exit code."""
         outcome = self.start(*overrides, **options)
         assert outcome.code == code, outcome
         return outcome
@@ -144,7 +144,7 @@ class Runs:
                 return cell
             same = json.loads((resumed.folder / "test_results.json").read_text()) == results
             cell.resumed = same and digest(resumed.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
-            cell.reason = "" if cell.resumed else "the resumed run ends with other weights"
+            cell.reason = "" if cell.resumed else "the resumed run has other weights or results"
         except AssertionError as error:
             cell.reason = str(error).splitlines()[0]
         finally:
@@ -153,7 +153,7 @@ class Runs:
 
 
 def spread(engine: str | None, gpus: int | list[int] | None, processes: int = 1) -> list[str]:
-    """Return overrides for an engine on a number of GPUs, on these GPUs, or (None) on CPU processes."""
+    """Return overrides for an engine on `gpus` (a number or indices), or on CPU processes if that is None."""
     return [f"engine.backend={engine or 'null'}", f"engine.gpus={json.dumps(gpus)}", f"engine.processes={processes}"]
 
 
@@ -163,7 +163,7 @@ def last_line(text: str) -> str:
 
 
 def note(cell: Cell) -> None:
-    """Append a line to the file that GPU_CELLS names, from which `benchmarks/gpu.py` makes its table."""
+    """Append a line to the file that GPU_CELLS names; `benchmarks/gpu.py` builds its table from it."""
     if path := os.environ.get("GPU_CELLS"):
         with Path(path).open("a") as file:
             file.write(json.dumps(asdict(cell)) + "\n")

@@ -1,8 +1,8 @@
-"""End hangs: `limited` runs code that may hang in a process that is killed, and a test that hangs ends with all stacks.
+"""End hangs: `limited` runs code in a child process with a time limit; a test that hangs ends with the stacks of all
+threads.
 
-A plugin of pytest, which `conftest.py` loads. No timer raises in a process that runs tests: an exception of a signal
-handler can leave a library between taking a lock and releasing it, and a later test would then wait for that lock for
-ever.
+A pytest plug-in that `conftest.py` loads. No timer raises in a process that runs tests: an exception from a signal
+handler can interrupt a library while it holds a lock, and a later test would then wait for that lock forever.
 """
 
 import ctypes
@@ -24,17 +24,17 @@ import pytest
 LIMIT_SECONDS, SLOW_LIMIT_SECONDS = 600.0, 1800.0
 """Limits for each phase of a test (setup, call, teardown), after which its process ends."""
 SECONDS_PER_CPU_SECOND = 10
-"""Time that `limited` waits for each second of CPU time, on a machine that does other work too."""
+"""Wall-clock seconds that `limited` allows for each second of CPU time, on a busy machine."""
 
 _stderr = pytest.StashKey[int]()
 _PR_SET_PDEATHSIG = 1
 
 
 def limited(seconds: int, work: Callable[[], object]) -> None:
-    """Call `work` in a forked process that may use so many seconds of CPU time.
+    """Call `work` in a forked process that may use `seconds` of CPU time.
 
     Raises:
-        AssertionError: `work` raised, with its traceback; or the process was killed, with the stacks of its threads.
+        AssertionError: with the traceback if `work` raised, or the stacks of all threads if the process was killed.
     """
     with tempfile.TemporaryFile("w+") as report:
         process = multiprocessing.get_context("fork").Process(target=_limited, args=(seconds, work, report))
@@ -64,10 +64,10 @@ def _limited(seconds: int, work: Callable[[], object], report: IO[str]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the standard error of this process: during a test its descriptor is pytest's.
+    """Duplicate the standard error of this process, whose descriptor pytest captures during a test.
 
-    What it forks dies with it on Linux: a child that hangs would keep its pipes open, and xdist would wait for their
-    end. The kernel counts the thread that forks as the parent, so this holds for the main thread only.
+    On Linux, forks die with this process: a child that hangs would keep its pipes open, and xdist would wait for them
+    to close. The kernel counts the thread that forks as the parent, so this holds only for the main thread.
     """
     config.stash[_stderr] = os.dup(2)
     pid, forks_itself = os.getpid(), False
@@ -101,5 +101,5 @@ pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
 
 def pytest_runtest_logfinish() -> None:
-    """Cancel the timer: a worker of xdist may wait long for the others."""
+    """Cancel the timer: an xdist worker may wait long for the others."""
     faulthandler.cancel_dump_traceback_later()

@@ -1,12 +1,12 @@
-"""Provide a run that is hard to resume, and user code that kills it at one of its events.
+"""Provide a run that is hard to resume, and user code that kills it at a numbered event.
 
-The events are: before or after a batch, inside the writing of a checkpoint, before or after a file is synced, renamed
-or linked, before or after lines are appended to `metrics.jsonl` or sent.
+Events are: before or after a batch, halfway through a checkpoint file, before or after a file is synced, renamed or
+linked, before or after lines are appended to `metrics.jsonl` or sent.
 """
 
 KILLS = '''\
-"""Counts the events of a process; at the one that KILL names, sends it SIGKILL, or the signal that HOW names, and the
-process beside it if asked to."""
+"""Counts the events of each process. KILL=RANKS:NUMBER sends SIGKILL, or the signal that HOW names, to these ranks at
+the event of this number of the first one."""
 
 import functools
 import io
@@ -55,13 +55,13 @@ def around(owner, name, what):
 
 def save(content, file, *args, real=torch.save, **kwargs):
     """Writes a checkpoint in two halves."""
-    whole = io.BytesIO()
-    real(content, whole, *args, **kwargs)
-    half = len(whole.getvalue()) // 2
-    file.write(whole.getvalue()[:half])
+    buffer = io.BytesIO()
+    real(content, buffer, *args, **kwargs)
+    half = len(buffer.getvalue()) // 2
+    file.write(buffer.getvalue()[:half])
     file.flush()
     happens("inside a checkpoint")
-    file.write(whole.getvalue()[half:])
+    file.write(buffer.getvalue()[half:])
 
 
 torch.save = save
@@ -72,7 +72,7 @@ around(Delivery, "deliver", "deliver")
 
 
 class Events(pl.Callback):
-    """Tells where a run is."""
+    """Counts the hooks of a run as events."""
 
     def setup(self, trainer, module, stage):
         happens(f"setup of {stage}")
@@ -97,7 +97,7 @@ class Events(pl.Callback):
 '''
 
 GOES_WRONG = '''\
-"""A user's own code that goes wrong."""
+"""User code that fails."""
 
 import builtins
 import logging
@@ -115,8 +115,8 @@ class NoSuchData(Exception):
 
 
 class At(pl.Callback):
-    """Does something at the start of the third batch of an epoch, in one process, or in all if that is none, in the
-    starts of a launch that `when` names."""
+    """Calls the method `what` before the third batch of an epoch, on one rank or (None) on all. `when` contains the
+    numbers of the launch's restarts in which it does."""
 
     def __init__(self, rank, what, epoch=0, when="0"):
         self.at, self.rank, self.what, self.when = (epoch, 2), rank, what, str(when)
@@ -163,7 +163,7 @@ class At(pl.Callback):
 
 
 class AbortsLate:
-    """As a thread of a library can: it aborts the process while Python ends, after its exit functions."""
+    """Aborts the process during interpreter shutdown, after the exit functions, as a library's thread may."""
 
     def __del__(self, abort=os.abort):
         abort()

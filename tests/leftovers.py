@@ -1,8 +1,8 @@
-"""Set the default signals for tests, and end what a test leaves: signals, processes, open files.
+"""Set the default signals for tests, and clean up processes and open files after each test.
 
-A plugin of pytest, which `conftest.py` loads. Whatever started pytest, the programs that tests start have the signal
-handling of a terminal. A test must end every process that it started: a test that passes and leaves some is an error.
-What a failed test leaves is killed and closed, so that no later test fails because of it.
+A pytest plug-in that `conftest.py` loads. Programs that tests start have the signal handling of a terminal, however
+pytest was started. A test must end every process that it starts: a test that passes and leaves some is an error.
+Processes and files of a failed test are killed and closed, so that no later test fails because of them.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ import pytest
 SENT = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGCHLD", "SIGALRM", "SIGUSR1", "SIGUSR2")
 """Signals that tests and programs under test send."""
 GRACE_SECONDS = 20.0
-"""Time for the processes of a test that passed to end."""
+"""Time that the processes of a test that passed have to end."""
 
 _FAILED = pytest.StashKey[bool]()
-_tests: list[str] = []  # that are running: at most one
+_tests: list[str] = []  # the running test, if any
 _scopes: list[str] = []  # of the fixtures that are being set up
-_processes: list[subprocess.Popen[Any]] = []  # that the current test has started
+_processes: list[subprocess.Popen[Any]] = []  # started by the current test
 _runs: list[commands.Running] = []
 
 
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _of_a_test() -> bool:
-    """Return whether a process started now must end with the current test, unlike one of a fixture of a wider scope."""
+    """Return whether a process started now must end with the current test: no fixture of a wider scope starts it."""
     return bool(_tests) and all(scope == "function" for scope in _scopes)
 
 
@@ -150,7 +150,7 @@ def _kill(number: int) -> None:
 
 
 def _forget() -> None:
-    """Close the files of a failed test: its traceback keeps them open until the next one fails."""
+    """Close the files of a failed test: its traceback keeps them open until another test fails."""
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         with contextlib.suppress(AttributeError):
             delattr(sys, name)

@@ -1,4 +1,4 @@
-"""Run `deeplightning` with a stdout that is closed, full, or without a reader, instead of `deeplightning.cli:main`."""
+"""Replacements for `deeplightning.cli:main` that run it with a stdout that is closed, full, or without a reader."""
 
 import os
 import sys
@@ -15,13 +15,13 @@ def _without_reader(*descriptors: int) -> None:
 
 
 def stdout() -> None:
-    """Run it with a stdout that has no reader."""
+    """Run it with a pipe without a reader as stdout."""
     _without_reader(1)
     cli.main()
 
 
 def both() -> None:
-    """Run it with a stdout and a stderr that have no reader."""
+    """Run it with a pipe without a reader as stdout and stderr."""
     _without_reader(1, 2)
     cli.main()
 

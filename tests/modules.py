@@ -1,4 +1,4 @@
-"""Set data modules up without a run: with the part of a config that they read, and what they ask of a trainer."""
+"""Set up data modules without a run: with the part of a config and of a trainer that they read."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,14 +6,14 @@ from typing import Any
 
 
 def data_config(root: str | Path | None = None, seed: int = 42, **data: Any) -> SimpleNamespace:
-    """Return what a data module reads of a config; `data` are values that differ from the usual ones."""
-    usual = {"root": None if root is None else str(root), "dataset": None, "sampler": None, "loader": {}}
-    usual |= {"batch_size": 64, "num_workers": 0, "num_splits": None, "fold": 0}
-    return SimpleNamespace(seed=seed, data=SimpleNamespace(**usual | data))
+    """Return the part of a config that data modules read; `data` overrides the defaults."""
+    values = {"root": None if root is None else str(root), "dataset": None, "sampler": None, "loader": {}}
+    values |= {"batch_size": 64, "num_workers": 0, "num_splits": None, "fold": 0}
+    return SimpleNamespace(seed=seed, data=SimpleNamespace(**values | data))
 
 
 def on_rank(module: Any, rank: int = 0, world: int = 1) -> Any:
-    """Return a module after `setup`, as it is on one of several ranks when a training begins."""
+    """Call a module's `setup` as at the start of a training on one of several ranks; return the module."""
     count = SimpleNamespace(processed=0, ready=0)
     batches = SimpleNamespace(batch_progress=SimpleNamespace(current=count))
     loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=count), epoch_loop=batches)

@@ -1,6 +1,6 @@
-"""Pretend that a CPU is a GPU under every engine, to check where tensors are during a run.
+"""Pretend that a CPU is a GPU under every engine, to check the device of tensors during a run.
 
-A tensor that C++ code creates belongs to no device, and mixes with both, until an operation in Python uses it.
+A tensor that C++ code creates has no device, and is accepted as either, until a Python operation uses it.
 
 `main` runs `deeplightning` with strategies that compute on the pretended device once the process group is set up.
 """
@@ -18,14 +18,14 @@ from deeplightning_plan.fake_gpu import FakeGpu, mark_of, tensors
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-DEVICE = torch.device("xpu", 0)  # a type that neither torch's CUDA build nor this project has code for
+DEVICE = torch.device("xpu", 0)  # a type without code in torch's CUDA build and this project
 
 
-class Places(pl.Callback):
+class DeviceChecks(pl.Callback):
     """Assert at each hook of a run that the task's tensors are on the device that the process computes on.
 
     Args:
-        offloaded: what must be on the CPU instead: `parameters`, `state` of the optimizer.
+        offloaded: what must be on the CPU instead: `parameters`, `state` (of the optimizer).
     """
 
     def __init__(self, offloaded: Sequence[str] = ()):
@@ -33,7 +33,7 @@ class Places(pl.Callback):
 
     def check_devices(self, trainer: Any, task: pl.LightningModule, *_: Any) -> None:
         found = [("parameters", f"parameter {name}", p) for name, p in task.named_parameters() if p.numel()]
-        if "parameters" in self.offloaded:  # temporarily gathered ones are on the device
+        if "parameters" in self.offloaded:  # temporarily gathered parameters are on the device
             found = [row for row in found if isinstance(row[2], DTensor)]
         found += [("buffers", f"buffer {name}", buffer) for name, buffer in task.named_buffers()]
         for name, metric in task.named_modules():
@@ -76,7 +76,7 @@ def pretend() -> None:
         DeepSpeed._on_cpu = True
     mode = FakeGpu(DEVICE)
     active: list[bool] = []
-    settling: list[bool] = []
+    in_setup: list[bool] = []
     run_backward = torch.autograd._engine_run_backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -105,15 +105,15 @@ def pretend() -> None:
             return DEVICE if active else real.fget(self)
 
         def environment(self: Any, set_up: Any = set_up) -> None:
-            if settling:  # a strategy calls its base class
+            if in_setup:  # the call of the base class
                 set_up(self)
                 return
-            settling.append(True)
+            in_setup.append(True)
             if active:
                 active.clear()
                 mode.__exit__(None, None, None)
             set_up(self)
-            settling.clear()
+            in_setup.clear()
             active.append(True)
             mode.__enter__()
 
@@ -126,7 +126,7 @@ def pretend() -> None:
 
 
 def _between_devices(function: Callable[..., Any], active: list[bool]) -> Callable[..., Any]:
-    """Wrap a collective of the main group, which refuses CPU tensors like NCCL."""
+    """Wrap a collective so that, like NCCL, it rejects CPU tensors in the main group."""
 
     @functools.wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def _between_devices(function: Callable[..., Any], active: list[bool]) -> Callab
 
 
 def _pretend_fsdp() -> None:
-    """Let fully_shard put parameters on the pretended device, whose streams are the CPU's."""
+    """Let fully_shard put parameters on the pretended device, with the streams of the CPU."""
     from torch.distributed.fsdp import _fully_shard as package
 
     for name in ("_fully_shard", "_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init"):

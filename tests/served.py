@@ -1,4 +1,4 @@
-"""Share between the server's tests: a run whose network recognizes colours, pictures, and the server's process."""
+"""Provide runs whose networks classify colours, image files, and server processes, for the tests of the server."""
 
 import base64
 import contextlib
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from commands import environment, free_port
+from commands import environment, free_port, wait_for
 from PIL import Image
 
 from deeplightning.image_spec import ImageSpec
@@ -28,16 +28,14 @@ from deeplightning.tracking.flavour import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = {"red": (200, 30, 10), "green": (20, 180, 40), "blue": (10, 20, 220)}
-
-
 THRESHOLDS = {"red": 0.5, "green": 0.0, "blue": 0.5}
 
 
 def run_of(kind: str, path: Path, labels: Sequence[str] = tuple(COLOURS)) -> RunFolder:
-    """Return the run of a network that answers a picture by the mean of each channel, with labels from red to blue.
+    """Create a run whose network classifies a picture by the mean of each channel, with labels from red to blue.
 
-    A reconstruction answers its negative, a segmentation the largest channel of each pixel; of several labels `green`
-    fits each picture.
+    A reconstruction returns the negative, a segmentation the largest channel of each pixel; a multi-label run predicts
+    `green` for every picture.
     """
     folder = RunFolder(path)
     folder.bundle.mkdir(parents=True, exist_ok=True)
@@ -55,7 +53,7 @@ masked_run = functools.partial(run_of, "image_segmentation")
 @functools.cache
 def _exported(kind: str, labels: tuple[str, ...]) -> dict[str, bytes]:
     """Return the files of a bundle, cached: an export takes seconds, and a dozen test files need the same one."""
-    import torch  # lazily, since everything else does without
+    import torch  # lazily: nothing else here needs it
 
     from deeplightning.export.bundle import export
 
@@ -94,7 +92,7 @@ def picture(
 
 
 def probabilities(colour: str) -> np.ndarray:
-    """Compute the expected probabilities, float64 (3,), independently of the graph."""
+    """Compute the expected probabilities, float64 (3,), without the exported graph."""
     scores = np.exp(np.array(COLOURS[colour], dtype=np.float64) / 32)
     return scores / scores.sum()
 
@@ -109,15 +107,15 @@ class Server:
 
     Attributes:
         line: the first line that it printed.
-        port, url: its address.
-        errors, log: the files of its stderr and stdout.
+        port, url: address.
+        errors, log: files with its stderr and stdout.
     """
 
     program = (sys.executable, "-m", "serve")
 
     def __init__(self, folder: Path, errors: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str):
         self.errors, self.log = errors, errors.with_suffix(".log")
-        # On the CPU by default: `auto` would report on stderr that it has found no GPU.
+        # On the CPU by default: `auto` reports on stderr that it found no GPU.
         program = [*self.program[:1], *flags, *self.program[1:]]
         command = [*program, str(folder), "--port", "0", "--device", "cpu", *arguments]
         with errors.open("w") as stderr, self.log.open("w") as stdout:
@@ -131,7 +129,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def connect(self) -> http.client.HTTPConnection:
-        """Return a connection that is not open yet."""
+        """Return an unopened connection."""
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -145,7 +143,7 @@ class Server:
             connection.close()
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the lines of its log without the first."""
+        """Return the entries of its log, which follow the first line."""
         return [json.loads(line) for line in self.log.read_text().splitlines()[1:]]
 
     def events(self) -> list[str]:
@@ -179,7 +177,7 @@ sys.meta_path.insert(0, Refuse())
 import base64, json, pathlib
 import mlflow.pyfunc, pandas
 """
-"""The start of a program that loads MLflow models."""
+"""Start of a program that loads MLflow models."""
 
 LOGGED = f"""{WITHOUT_TORCH}
 rows = pandas.DataFrame(json.load(sys.stdin))
@@ -188,7 +186,7 @@ print(mlflow.pyfunc.load_model(sys.argv[1]).predict(rows).to_json(orient="record
 
 
 def logged_answers(folder: RunFolder, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the answers of a bundle's MLflow model to rows, in a process without torch."""
+    """Predict rows with a bundle's MLflow model, in a process that cannot import torch."""
     write_model(folder)
     done = subprocess.run(
         [sys.executable, "-c", LOGGED, folder.model],
@@ -208,19 +206,19 @@ class WsgiServer:
 
     Attributes:
         process, port: of the server.
-        said: the file of its output.
+        output: file with its stdout and stderr.
     """
 
     def __init__(self, folder: Path, *arguments: str):
         self.port = int(free_port())
-        self.said = folder / "said"
+        self.output = folder / "output"
         command = [sys.executable, *(text.replace("{port}", str(self.port)) for text in arguments)]
-        with self.said.open("w") as said:
-            self.process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said)
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
         wait_until(self._answers, 60)
 
     def _answers(self) -> bool:
-        assert self.process.poll() is None, self.said.read_text()
+        assert self.process.poll() is None, self.output.read_text()
         try:
             return self.ask("GET", "/health")[0] == 200
         except (OSError, http.client.HTTPException):
@@ -232,7 +230,7 @@ class WsgiServer:
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, bytes]:
-        """Send one request; return status, headers and body. A server may refuse a body before it has read it all."""
+        """Send one request; return status, headers and body. A server may reject a body before it has read it."""
         connection = self.connect()
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -264,8 +262,5 @@ def gone(process: int) -> bool:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
-    """Wait until `holds()`, for at most so many seconds."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+    """Poll `holds()` until it is true; fail after `seconds`."""
+    wait_for(holds, "a condition", seconds)

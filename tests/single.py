@@ -1,7 +1,7 @@
 """Run `deeplightning` so that one CPU process keeps the configured engine, as one GPU does.
 
-Without a GPU a single process needs no backend, and `resolve_engine` removes it. No test would then run fsdp and ZeRO
-in one process, which is common on a machine with one GPU.
+Without a GPU a single process needs no backend, and `resolve_engine` removes it. This keeps it, so that tests cover
+fsdp and ZeRO in one process, which is common on a machine with one GPU.
 """
 
 from typing import Any
@@ -11,13 +11,12 @@ from deeplightning.config import examine
 
 
 def keep_backend() -> None:
-    """Let configs keep their backend as on a machine with one GPU."""
+    """Keep the backend of a config as on a machine with one GPU."""
     resolve_engine = examine.resolve_engine
 
     def resolved(cfg: Any) -> Any:
-        asked = cfg.engine.backend
-        found = resolve_engine(cfg)
-        cfg.engine.backend = asked
+        backend, found = cfg.engine.backend, resolve_engine(cfg)
+        cfg.engine.backend = backend
         return found
 
     examine.resolve_engine = resolved

@@ -47,7 +47,7 @@ logger:
   params: {experiment_name: Default, tracking_uri: mlruns}
   log_every_n_steps: 10
 """
-"""The first configuration of the project, as it was printed."""
+"""The first config of the project, as published."""
 
 PAIRS = """\
 import pytorch_lightning as pl
@@ -84,7 +84,7 @@ logger: {params: {tracking_uri: STORE, system_metrics: false}}
 """
 
 OWN = '''\
-"""A user's own code, in the working directory."""
+"""User code in the working directory."""
 
 import json
 import os
@@ -118,7 +118,7 @@ class Raises(ImageClassification):
 
 
 class Norms(pl.Callback):
-    """Logs metrics whose names only a run tells, at the steps that many examples of Lightning choose."""
+    """Logs metrics whose names are known only at run time, at the steps that many Lightning examples use."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step % trainer.log_every_n_steps == 0:
@@ -126,7 +126,7 @@ class Norms(pl.Callback):
 
 
 class Stuck(ImageClassification):
-    """Waits in its first batch until a file is there."""
+    """Waits in its first batch until a file exists."""
 
     def __init__(self, cfg, file):
         super().__init__(cfg)
@@ -140,7 +140,7 @@ class Stuck(ImageClassification):
 
 
 class Guarded(Digits):
-    """Takes a password."""
+    """Takes a secret param."""
 
     def __init__(self, cfg, token, **params):
         super().__init__(cfg, **params)
@@ -148,7 +148,7 @@ class Guarded(Digits):
 
 
 class Waits(pl.Callback):
-    """Stops in the third batch of the second epoch, or in the validation after it, until a file is there."""
+    """Waits in the third batch of the second epoch, or in the validation after it, until a file exists."""
 
     def __init__(self, until, validating=False):
         self.until = pathlib.Path(until)
@@ -169,7 +169,7 @@ class Waits(pl.Callback):
 
 
 class Killed(pl.Callback):
-    """Kills its process before a batch, or in the validation before it; the signal leaves no time to save anything."""
+    """Sends its process SIGKILL before a training batch, or before a validation batch of that epoch."""
 
     def __init__(self, epoch, batch, validating=False):
         self.at, self.validating = (epoch, batch), validating
@@ -184,7 +184,7 @@ class Killed(pl.Callback):
 
 
 class Measured(pl.LightningModule):
-    """A task that measures its epochs as Lightning's and torchmetrics' manuals show."""
+    """Logs epoch metrics as shown in the manuals of Lightning and torchmetrics."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -221,8 +221,8 @@ class Measured(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Piles(pl.LightningModule):
-    """Steps one optimizer at each batch, and another at each second one, also over the end of an epoch."""
+class TwoOptimizers(pl.LightningModule):
+    """Steps one optimizer at each batch and another at every second batch, counted across epochs."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -246,7 +246,7 @@ class Piles(pl.LightningModule):
 
 
 class Thaws(BaseFinetuning):
-    """Freezes all but the last layer, batch norm too, and lets it learn from the second epoch on."""
+    """Freezes all but the last layer, including batch norm, and unfreezes them at the second epoch."""
 
     def freeze_before_training(self, module):
         self.freeze(list(module.network)[:-1], train_bn=False)
@@ -264,8 +264,8 @@ class Normed(nn.Sequential):
         super().__init__(*layers)
 
 
-class Hungry(nn.Module):
-    """A network that takes 8 MB for each sample; or as much as a GPU does not have, for more than so many."""
+class MemoryHungry(nn.Module):
+    """Allocates 8 MB per sample; raises torch.OutOfMemoryError for more than `most` samples."""
 
     def __init__(self, most=1000):
         super().__init__()
@@ -291,16 +291,16 @@ class Tied(nn.Module):
 
 
 class Partitioned(pl.Callback):
-    """Says whether DeepSpeed has every parameter in parts when a test begins."""
+    """Prints whether DeepSpeed has partitioned every parameter when a test begins."""
 
     def on_test_start(self, trainer, module):
         held = [(p.ds_status.name, p.numel()) for p in module.network.parameters()]
-        told = "all in parts" if set(held) == {("NOT_AVAILABLE", 0)} else str(held)
-        print("parameters of the test:", told, flush=True)
+        state = "all in parts" if set(held) == {("NOT_AVAILABLE", 0)} else str(held)
+        print("parameters of the test:", state, flush=True)
 
 
 class AsksForSteps(ImageClassification):
-    """A task that builds its own schedule from the number of steps, as Lightning's manual shows it."""
+    """Builds its schedule from the number of steps, as Lightning's manual shows."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.network.parameters(), lr=0.01)
@@ -310,7 +310,7 @@ class AsksForSteps(ImageClassification):
 
 
 class Gradients(pl.Callback):
-    """Writes down the gradients of each optimizer step, as the optimizer gets them: all in one vector."""
+    """Saves the gradients that the optimizer gets at each step, in one vector."""
 
     def __init__(self, file):
         self.file = file
@@ -327,8 +327,18 @@ class Gradients(pl.Callback):
             torch.save(self.seen, self.file)
 
 
+class Stops(pl.Callback):
+    """Stops training after a number of steps."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop |= trainer.global_step == self.batch
+
+
 class Batches(pl.Callback):
-    """Writes down the positions of each batch's samples, of training and of validation."""
+    """Saves the sample indices of each training and validation batch."""
 
     def __init__(self, file):
         self.file, self.seen = file, {"train": [], "val": []}
@@ -343,8 +353,8 @@ class Batches(pl.Callback):
         torch.save(self.seen, self.file)
 
 
-class Saw(pl.Callback):
-    """Writes down a column of each batch of each epoch, a file per process."""
+class SavedColumn(pl.Callback):
+    """Saves a column of each batch of each epoch, in one file per process."""
 
     def __init__(self, folder, column):
         self.folder, self.column, self.seen = pathlib.Path(folder), column, []
@@ -360,7 +370,7 @@ class Saw(pl.Callback):
 
 
 class Weights(pl.Callback):
-    """Writes down the task's weights after each optimizer step."""
+    """Saves the task's weights after each optimizer step."""
 
     def __init__(self, file):
         self.file = file
@@ -373,8 +383,8 @@ class Weights(pl.Callback):
         torch.save(self.seen, self.file)
 
 
-class Few(Digits):
-    """The same digits in every set, as many as asked for."""
+class SameDigits(Digits):
+    """The same `size` digits in every set."""
 
     def __init__(self, cfg, size, **params):
         super().__init__(cfg, **params)
@@ -409,7 +419,7 @@ def schedule(optimizer):
 
 
 class Words(nn.Module):
-    """A network that adds up what each token says about two classes."""
+    """Averages the embeddings of the tokens to logits of two classes."""
 
     def __init__(self):
         super().__init__()
@@ -427,21 +437,16 @@ class Constant(nn.Module):
 
 
 class NoNumber(nn.Module):
-    """A loss that is no number while the network is judged."""
+    """A loss that is NaN outside training."""
 
     def forward(self, logits, labels):
         loss = nn.functional.cross_entropy(logits, labels)
         return loss if torch.is_grad_enabled() else loss * float("nan")
-
-
-def half(number):
-    """A resolver."""
-    return number // 2
 '''
 
 
 def weights(checkpoint: Path) -> dict[str, Any]:
-    """Return the tensors of a checkpoint; shards are put together."""
+    """Return the weights in a checkpoint; shards are merged."""
     import torch
 
     from deeplightning.engine.checkpoint_reading import read_checkpoint
@@ -468,12 +473,12 @@ def csv_rows(path: Path) -> list[dict[str, str]]:
 
 
 def git(folder: Path, *arguments: str) -> None:
-    """Run Git in a folder, with the name of an author."""
+    """Run Git in a folder, with an author's name and email set."""
     author = ["-c", "user.name=N", "-c", "user.email=n@e"]
     subprocess.run(["git", "-C", str(folder), *author, *arguments], check=True, capture_output=True)
 
 
 def write_pairs(folder: Path, store: Path, task: str, settings: str) -> None:
-    """Write `pairs.py`, a data module of pairs (x, y) and a class `Task`, and `c.yaml` with further settings."""
+    """Write `pairs.py` with a data module of pairs (x, y) and the class `Task`, and `c.yaml` with more settings."""
     (folder / "pairs.py").write_text(PAIRS + task)
     (folder / "c.yaml").write_text(PAIRS_CONFIG.replace("STORE", str(store)) + settings)

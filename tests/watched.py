@@ -1,8 +1,7 @@
 """Run verbs under an audit hook, for `command("", main="watched:each", WATCHED=FILE, WORDS=LINES)`.
 
-The process runs the verbs of the JSON list LINES one after the other. FILE gets as JSON an object for each: how it
-ended, which files it opened, which processes it started, where it connected, what it imported, and which variables it
-read.
+The process runs the verbs of the JSON list LINES one after the other. FILE gets a JSON object for each: exit code,
+output, and events (files opened, processes started, connections, imports, environment variables read).
 """
 
 import contextlib
@@ -43,13 +42,13 @@ def each() -> None:
 def watching() -> Iterator[list[tuple[str, str]]]:
     """Yield the list of events in the block, each (kind, what)."""
     seen: list[tuple[str, str]] = []
-    there, watching = set(sys.modules), True
+    before, watching = set(sys.modules), True
 
     def hook(event: str, arguments: tuple) -> None:
         if not watching:
             return
         opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
-        if (opens and not isinstance(arguments[0], int)) or event in CHANGES:  # a number is an open file
+        if (opens and not isinstance(arguments[0], int)) or event in CHANGES:  # a number is a file descriptor
             seen.append(("writes", str(arguments[0])))
         elif event == "open" and not isinstance(arguments[0], int):
             seen.append(("reads", os.path.abspath(os.fsdecode(arguments[0]))))  # noqa: PTH100
@@ -63,16 +62,16 @@ def watching() -> Iterator[list[tuple[str, str]]]:
     kind = type(os.environ)
     get = kind.__getitem__
 
-    def noted(variables: os._Environ, name: str) -> str:
+    def recorded(variables: os._Environ, name: str) -> str:
         seen.append(("variables", os.fsdecode(name)))
         return get(variables, name)
 
     sys.dont_write_bytecode = True
     sys.addaudithook(hook)
-    kind.__getitem__ = noted
+    kind.__getitem__ = recorded
     try:
         yield seen
     finally:
         watching = False
         kind.__getitem__ = get
-        seen += [("imports", name) for name in sorted(set(sys.modules) - there)]
+        seen += [("imports", name) for name in sorted(set(sys.modules) - before)]

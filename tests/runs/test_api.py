@@ -1,10 +1,9 @@
-"""`deeplightning` from Python: training in a process of its own, and what a run gives back."""
+"""The Python API: `train` trains in a child process and returns a run with its files, metrics and predictions."""
 
 import io
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -14,22 +13,24 @@ from conftest import TINY
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
+from served import wait_until
 from sklearn.datasets import load_digits
 
 import deeplightning as dl
+from deeplightning.api import _command_arguments
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, ConfigError, RunError, UserError
 from deeplightning.process.child import watch
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
 
 SCRIPT = """\
-import os, sys
 import deeplightning as dl
-print("parent", os.getpid(), flush=True)
 try:
-    run = dl.train({config!r}, {overrides!r})
+    dl.train({config!r}, {overrides!r})
 except KeyboardInterrupt:
-    print("interrupted, and alive", flush=True)
+    print("alive after KeyboardInterrupt", flush=True)
 """
 
 
@@ -50,7 +51,7 @@ def run(config):
 
 @pytest.fixture(scope="module")
 def digits():
-    """Pictures of digits, uint8 (200, 8, 8)."""
+    """Images of digits, uint8 (200, 8, 8)."""
     return np.rint(load_digits().images[:200] * 255 / 16).astype(np.uint8)
 
 
@@ -61,7 +62,7 @@ def png(pixels):
 
 
 def test_a_run_knows_its_state(run, folder):
-    """Folder, id and status; results and metrics are those of the files that the run has left."""
+    """A run has a folder, an id and a status; its `results` and `metrics` match the files in the folder."""
     assert run.folder.parent.name == run.id
     assert run.folder.is_relative_to(folder)
     assert run.status == "FINISHED"
@@ -75,7 +76,7 @@ def test_a_run_knows_its_state(run, folder):
 
 
 def test_the_config_of_a_run_can_be_changed_and_used_again(run):
-    """It is an OmegaConf object, which `load_config` takes: the same config as that of the file."""
+    """`run.config` is an OmegaConf object that `load_config` accepts; it gives the same config as `cfg.yaml`."""
     assert OmegaConf.is_config(run.config)
     assert run.config.train.num_epochs == 3
     again = dl.load_config(run.config, ["train.num_epochs=9"])
@@ -86,11 +87,11 @@ def test_the_config_of_a_run_can_be_changed_and_used_again(run):
 
 
 def test_predictions_are_those_of_the_network(run, digits):
-    """200 pictures, as plain torch computes them with the weights of the bundle, to 1e-5."""
-    network, held = run.network(), load_file(run.bundle / "weights.safetensors")
+    """The probabilities of 200 images match plain torch with the weights of the bundle, to 1e-5."""
+    network, stored = run.network(), load_file(run.bundle / "weights.safetensors")
     assert not network.training
     for name, value in network.state_dict().items():
-        assert torch.equal(value, held[f"network.{name}"]), name
+        assert torch.equal(value, stored[f"network.{name}"]), name
     task, _, _ = trained_task(RunFolder(run.folder))
     with torch.inference_mode():
         expected = task.inference_model()(torch.from_numpy(digits)[:, None]).numpy()  # (200, 10)
@@ -103,11 +104,12 @@ def test_predictions_are_those_of_the_network(run, digits):
 
 
 def test_a_picture_may_be_a_path_bytes_an_image_or_an_array(run, digits, tmp_path):
-    file = tmp_path / "a digit.png"
+    """All forms of one image get the same answer; a Pillow image may also be CMYK, which PNG does not support."""
+    file, grey = tmp_path / "a digit.png", Image.fromarray(digits[0])
     file.write_bytes(png(digits[0]))
-    inputs = [file, str(file), png(digits[0]), Image.fromarray(digits[0]), digits[0], digits[0][:, :, None]]
-    answers = run.predict(inputs)
-    assert all(answer["label"] == answers[0]["label"] for answer in answers)
+    inputs = [file, str(file), png(digits[0]), grey, digits[0], digits[0][:, :, None]]
+    *answers, cmyk = run.predict([*inputs, grey.convert("RGB").convert("CMYK")])
+    assert {answer["label"] for answer in answers} == {cmyk["label"]}
     probabilities = [float(answer["predicted_probability"]) for answer in answers]
     assert probabilities == pytest.approx([probabilities[0]] * 6, abs=1e-6)
     assert run.predict([]) == []
@@ -124,14 +126,14 @@ def test_a_picture_may_be_a_path_bytes_an_image_or_an_array(run, digits, tmp_pat
         ([3], ValueError, "input 0: a picture is a path, bytes, a Pillow image or an array, not int"),
     ],
 )
-def test_what_is_no_picture_is_named(run, inputs, kind, message):
+def test_an_invalid_input_is_reported_by_its_position(run, inputs, kind, message):
     with pytest.raises(kind) as caught:
         run.predict(inputs)
     assert str(caught.value).startswith(message)
 
 
 def test_faults_are_exceptions(config, capfd, tmp_path):
-    """Of a config, a file, a run that fails, and a run that is not there; the note is in the exception alone."""
+    """An invalid or missing config and a missing run raise an exception; nothing is printed to stderr."""
     with pytest.raises(ConfigError) as caught:
         dl.train(config | {"seed": "seven"}, ["train.num_epoch=3"])
     assert "dict: seed: must be a whole number or null, not the text 'seven'" in str(caught.value)
@@ -147,16 +149,14 @@ def test_faults_are_exceptions(config, capfd, tmp_path):
 
 
 def test_a_training_that_is_killed_is_an_exception_with_its_exit_code():
-    """The last line before the end, such as a warning, does not pass for the reason."""
+    """The message has the exit code and quotes the last line of stderr as such, not as the cause."""
     code = "import os, sys; print('a warning', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
     with pytest.raises(RunError, match="the command ended with exit code 137; its last line: a warning"):
         watch([sys.executable, "-c", code], {}, "nothing")
 
 
-def test_a_config_object_that_was_changed_is_what_trains_and_a_training_that_fails_is_an_exception(
-    config, tmp_path, monkeypatch
-):
-    """The exception has the place in own code; the run keeps a reference where a value is from the environment."""
+def test_a_changed_config_trains_and_a_failed_training_is_an_exception(config, tmp_path, monkeypatch):
+    """The exception names file and line in the user's code; `cfg.yaml` keeps references to environment variables."""
     (tmp_path / "loss_of_mine.py").write_text(
         "from torch import nn\nclass Bad(nn.Module):\n    def forward(self, logits, labels):\n"
         "        raise RuntimeError('of mine')\n"
@@ -178,38 +178,30 @@ def test_a_config_object_that_was_changed_is_what_trains_and_a_training_that_fai
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_ends_with_a_checkpoint_when_its_program_is_interrupted_or_killed(kill, config, tmp_path):
-    """A program that gets Ctrl-C lives on with KeyboardInterrupt."""
+    """The run is KILLED and has `last.ckpt`; on Ctrl-C the program itself gets a KeyboardInterrupt and continues."""
     overrides = ["train.num_epochs=100000", f"logger.params.tracking_uri={tmp_path / 'runs'}"]
     program = tmp_path / "train it.py"
     program.write_text(SCRIPT.format(config=config, overrides=overrides))
     process = subprocess.Popen(
         [sys.executable, str(program)], stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=tmp_path
     )
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("epoch 1 of"):
-            break
-    else:
-        raise AssertionError("".join(lines))
+    assert any(line.startswith("epoch 1 of") for line in process.stdout), "the program ended before its first epoch"
     process.send_signal(kill)
     if kill == signal.SIGINT:
         rest, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        assert "interrupted, and alive" in rest
+        assert (process.returncode, "alive after KeyboardInterrupt" in rest) == (0, True)
     else:
         process.wait()
         process.stdout.close()
     (folder,) = (tmp_path / "runs").glob("*/*/artifacts")
-    ends = time.monotonic() + 60
-    while dl.load_run(folder).status == "RUNNING" and time.monotonic() < ends:
-        time.sleep(0.1)
+    wait_until(lambda: dl.load_run(folder).status != "RUNNING", 60)
     assert dl.load_run(folder).status == "KILLED"
     assert (folder / "last.ckpt").is_file()
 
 
-def test_a_picture_may_have_the_colours_of_print(run, digits):
-    """PNG has no CMYK."""
-    grey = Image.fromarray(digits[0])
-    one, other = run.predict([grey, grey.convert("RGB").convert("CMYK")])
-    assert one["label"] == other["label"]
+def test_overrides_of_a_dict_choose_options():
+    """An override chooses an option of a group also if the config is a dict."""
+    images = "pkg://deeplightning/configs/images.yaml"
+    with _command_arguments({"_base_": images}, ["model=vit", "seed=3"]) as (words, _):
+        found = read(words[0], words[1:])
+    assert (found.faults, plain(found.root)) == ([], plain(read(images, ["model=vit", "seed=3"]).root))

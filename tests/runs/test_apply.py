@@ -1,4 +1,4 @@
-"""Reading a config leaves the process as it was; launching one sets what it asks for, in one place."""
+"""`load_config` does not change the environment; launching a run applies the config's environment, in one place."""
 
 import os
 import sys
@@ -25,13 +25,13 @@ class Mine(Digits):
 
 
 def state():
-    """What of this process a config could change."""
+    """Return the state of this process that a config could change."""
     return dict(os.environ), list(sys.path), list(sys.meta_path), sorted(n for n in sys.modules if "mine" in n)
 
 
 @pytest.fixture
 def two(tmp_path, monkeypatch):
-    """Two configs in folders of their own, each with a module `mine` beside it, and different environments."""
+    """Two configs in two folders, each beside its own module `mine` and with another `engine.env`."""
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
     for name in ("one", "two"):
@@ -51,7 +51,7 @@ def two(tmp_path, monkeypatch):
 
 
 def test_reading_a_config_changes_no_environment(two):
-    """Neither variables nor the finders of imports; the folders of its own code are those of the last config."""
+    """`load_config` changes neither variables nor `sys.meta_path`; `sys.path` gains the last config's folders only."""
     load_config(BASE)  # libraries set variables of their own when they are first imported
     variables, path, finders, _ = state()
     for config in two:
@@ -63,15 +63,15 @@ def test_reading_a_config_changes_no_environment(two):
 
 
 def test_variables_of_a_config_are_there_when_its_code_is_imported(two):
-    """Libraries read their variables then; afterwards they are as before."""
+    """The variables of `engine.env` are set while the config's code is imported, and are removed afterwards."""
     load_config(two[0])
-    # A worker that has run other tests may have another `mine` on its path; then this one has a longer name.
+    # A worker that ran other tests may have another `mine` on its path; then this one has a longer name.
     assert sys.modules[own_code.full_name("mine")].AT_IMPORT == "one"
     assert "OF_THE_CONFIG" not in os.environ
 
 
-def test_two_configs_of_one_process_do_not_meet(two):
-    """Each gets the module of its own folder, whichever was read last, and its own variables, once it is launched."""
+def test_two_configs_of_one_process_do_not_mix(two):
+    """Each config builds the module of its own folder, whichever was loaded last, and sets its own variables."""
     first, second = map(load_config, two)
     assert first.seed != second.seed
     for cfg, name in ((first, "one"), (second, "two"), (first, "one")):
@@ -81,7 +81,7 @@ def test_two_configs_of_one_process_do_not_meet(two):
 
 
 def test_launching_sets_the_environment_once(two, monkeypatch):
-    """Variables, the name of a secret, the seed and the folders for processes that are started; again: nothing."""
+    """A launch exports variables, seed and import folders to child processes; a second launch changes nothing."""
     cfg = load_config(two[0])
     monkeypatch.delenv(DECIDED, raising=False)
     apply_environment(cfg)

@@ -1,5 +1,8 @@
-"""What a step does beside a GPU: nothing that waits for it. On a machine without one the same code runs on CPU tensors:
-`transfer.is_asynchronous` says of the CPU what it says of a GPU, and the data module takes it for its GPU."""
+"""A training step does not synchronise with the GPU, except when it is logged.
+
+The same code runs here on CPU tensors: `transfer.is_asynchronous` is true for the CPU, and the data module uses the CPU
+as its GPU.
+"""
 
 import random
 import sys
@@ -26,32 +29,26 @@ AUGMENT = (
 
 
 @pytest.fixture
-def beside_a_gpu(monkeypatch):
-    """Runs what is done beside a GPU, on the CPU."""
+def cpu_as_gpu(monkeypatch):
+    """Run the code path of a GPU on the CPU."""
     monkeypatch.setattr(transfer, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(ImageData, "_gpu", lambda self: torch.device("cpu"))
 
 
-# ---- seeds
-
-
-def drawn() -> list:
+def draw() -> list:
     return [random.random(), np.random.rand(), torch.rand(3).tolist()]
 
 
-@pytest.mark.parametrize("word", [0, 7, 2**63 + 5, 2**64 - 1])
-def test_a_step_is_seeded_as_by_manual_seed(word, monkeypatch):
-    """Python, NumPy and torch draw the same; `torch.manual_seed`, which formats tracebacks, is not called."""
-    random.seed(word)
-    np.random.seed(word >> 32)
-    torch.manual_seed(word)
-    expected = drawn()
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**64 - 1])
+def test_a_step_is_seeded_as_by_manual_seed(seed, monkeypatch):
+    """Python, NumPy and torch draw the same numbers without a call of `torch.manual_seed`, which formats tracebacks."""
+    random.seed(seed)
+    np.random.seed(seed >> 32)
+    torch.manual_seed(seed)
+    expected = draw()
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("slow"))
-    random_state._seed_from(word)
-    assert drawn() == expected
-
-
-# ---- a run
+    random_state._seed_from(seed)
+    assert draw() == expected
 
 
 class Counts(TorchDispatchMode):
@@ -68,8 +65,8 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Look(pl.Callback):
-    """Notes what is counted from the start of a batch to that of the next, and whether its step is logged."""
+class StepCounts(pl.Callback):
+    """Records the operations from the start of each batch to that of the next, and whether the step is logged."""
 
     def __init__(self, monkeypatch):
         self.counts, self.steps, self._begun = Counts(), [], None
@@ -77,12 +74,12 @@ class Look(pl.Callback):
             self._watch(monkeypatch, name)
 
     def _watch(self, monkeypatch, name):
-        own = getattr(torch.Tensor, name)
+        original = getattr(torch.Tensor, name)
 
         def call(tensor, *args, **kwargs):
             moves = name != "to" or "device" in kwargs or any(isinstance(a, torch.device | str) for a in args)
             self.counts.found[f".{name}()"] += moves
-            return own(tensor, *args, **kwargs)
+            return original(tensor, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, call)
 
@@ -94,7 +91,7 @@ class Look(pl.Callback):
         self._begun = Counter(self.counts.found), trainer.log_every_n_steps == 1
 
     def on_train_epoch_end(self, *_):
-        self._begun = None  # the last batch may have rows that do not count, and is looked at
+        self._begun = None  # the last batch may have padding rows, and is read
 
     def _end(self):
         if self._begun is not None:
@@ -114,32 +111,32 @@ class Look(pl.Callback):
     ],
     ids=["pictures on the GPU", "pictures pinned", "augmented"],
 )
-def test_a_step_that_is_not_logged_waits_for_nothing(overrides, copies, beside_a_gpu, fit, monkeypatch):
-    """No number is read and nothing copied, but for pictures that are not on the GPU: they go there in one copy."""
-    look = Look(monkeypatch)
-    watched(fit, monkeypatch, look, "logger.log_every_n_steps=4", *overrides)
-    unlogged = [found for due, found in look.steps if not due]
+def test_a_step_that_is_not_logged_waits_for_nothing(overrides, copies, cpu_as_gpu, fit, monkeypatch):
+    """An unlogged step reads no number and copies nothing, except images in pinned memory, in one copy."""
+    counts = StepCounts(monkeypatch)
+    fit_with(counts, fit, monkeypatch, "logger.log_every_n_steps=4", *overrides)
+    unlogged = [found for due, found in counts.steps if not due]
     assert len(unlogged) >= 10
     assert unlogged == [copies] * len(unlogged)
 
 
 @pytest.mark.slow
-def test_a_run_beside_a_gpu_is_that_of_the_cpu(fit, request):
-    """The same weights, and the same points at the same steps; with augmentation, the set in memory or moved."""
-    words = ["logger.log_every_n_steps=4", AUGMENT]
-    here = fit(*words)
-    request.getfixturevalue("beside_a_gpu")
+def test_asynchronous_steps_give_the_same_run(fit, request):
+    """Weights and logged points equal those of synchronous steps; with augmentation, in host memory or on the GPU."""
+    settings = ["logger.log_every_n_steps=4", AUGMENT]
+    synchronous = fit(*settings)
+    expected = synchronous.task.network.state_dict()
+    request.getfixturevalue("cpu_as_gpu")
     for where in ("true", "device"):
-        there = fit(*words, f"data.module.params.in_memory={where}")
-        assert bool(there.data.dataset("train").on_device) is (where == "device")
-        expected = here.task.network.state_dict()
-        assert all(torch.equal(values, expected[name]) for name, values in there.task.network.state_dict().items())
+        fitted = fit(*settings, f"data.module.params.in_memory={where}")
+        assert bool(fitted.data.dataset("train").on_device) is (where == "device")
+        assert all(torch.equal(values, expected[name]) for name, values in fitted.task.network.state_dict().items())
         for name in ("train_loss", "train_acc", "train_loss_epoch", "val_loss", "lr"):
-            assert there.series(name) == here.series(name), name
+            assert fitted.series(name) == synchronous.series(name), name
 
 
 class Points(pl.Callback):
-    """Notes at each checkpoint which steps' losses the logger has; `fails_at`: raises before this step."""
+    """Records at each checkpoint which steps' losses the logger has; raises before the step `fails_at`."""
 
     def __init__(self, fails_at=None):
         self.fails_at, self.steps, self.trainer = fails_at, [], None
@@ -156,77 +153,69 @@ class Points(pl.Callback):
 
 
 def logged(trainer):
-    """The steps of which a CSVLogger has a loss."""
+    """Return the steps of which the CSVLogger has a loss."""
     rows = trainer.logger.experiment.metrics
     return sorted({int(row["step"]) for row in rows if "train_loss" in row})
 
 
-def watched(fit, monkeypatch, callback, *overrides):
-    """Trains with one more callback."""
+def fit_with(callback, fit, monkeypatch, *overrides):
+    """Train with one more callback."""
     from deeplightning import callbacks
 
-    own = callbacks.run_callbacks
-    monkeypatch.setattr(callbacks, "run_callbacks", lambda cfg: [*own(cfg), callback])
+    original = callbacks.run_callbacks
+    monkeypatch.setattr(callbacks, "run_callbacks", lambda cfg: [*original(cfg), callback])
     fit(*overrides)
 
 
-def test_what_waits_is_logged_before_a_checkpoint_and_when_a_run_fails(beside_a_gpu, fit, monkeypatch):
-    """A run that resumes would not log these points again; nor are the last before a failure lost."""
+def test_deferred_points_are_logged_before_a_checkpoint_and_when_a_run_fails(cpu_as_gpu, fit, monkeypatch):
+    """Deferred points are logged before each checkpoint, since a resumed run would not log them, and on a failure."""
     points = Points(fails_at=14)
     monkeypatch.setattr("pytorch_lightning.loggers.csv_logs.ExperimentWriter.save", lambda self: None)
-    words = ["logger.log_every_n_steps=4", "train.checkpoint={every_n_steps: 6}", "train.num_epochs=2"]
+    settings = ["logger.log_every_n_steps=4", "train.checkpoint={every_n_steps: 6}", "train.num_epochs=2"]
     with pytest.raises(RuntimeError, match="the end"):
-        watched(fit, monkeypatch, points, *words)
+        fit_with(points, fit, monkeypatch, *settings)
     assert points.steps == [(6, [0, 4]), (9, [0, 4, 8]), (12, [0, 4, 8])]
     assert logged(points.trainer) == [0, 4, 8, 12]
 
 
-# ---- a loss that is not a number
-
-
-def test_no_weights_that_a_loss_has_spoilt_are_saved(beside_a_gpu, fit, monkeypatch):
-    """Where only logged steps are looked at, and those late, the last loss is looked at before a checkpoint is."""
+def test_no_weights_that_a_loss_has_spoilt_are_saved(cpu_as_gpu, fit, monkeypatch):
+    """The last loss is checked before a checkpoint is saved, although only logged steps are checked, and later."""
     points = Points()
-    words = ["model.optimizer.params.lr=1e20", "logger.log_every_n_steps=1000", "train.checkpoint={every_n_steps: 5}"]
+    settings = ["model.optimizer.params.lr=1e20", "logger.log_every_n_steps=1000"]
     with pytest.raises(RunError, match=r"train_loss is (nan|inf) at step 4 \(epoch 1\)"):
-        watched(fit, monkeypatch, points, *words)
+        fit_with(points, fit, monkeypatch, *settings, "train.checkpoint={every_n_steps: 5}")
     assert points.steps == []
 
 
-def test_the_loss_of_a_logged_step_is_looked_at_when_the_next_is_logged(beside_a_gpu, monkeypatch):
-    """With the step that it is from; others are not looked at."""
-    look, trainer = steps.FiniteLoss(), SimpleNamespace(global_step=0, current_epoch=0, log_every_n_steps=1)
-    look.on_before_backward(trainer, None, torch.tensor(1.0))
-    trainer.global_step, trainer.log_every_n_steps = 1, sys.maxsize
-    look.on_before_backward(trainer, None, torch.tensor(float("nan")))
-    trainer.global_step, trainer.log_every_n_steps = 2, 1
-    look.on_before_backward(trainer, None, torch.tensor(float("inf")))
+def test_the_loss_of_a_logged_step_is_checked_when_the_next_is_logged(cpu_as_gpu):
+    """The error names the step of the loss; losses of unlogged steps are not read."""
+    check = steps.FiniteLoss()
+    for step, log_every, loss in ((0, 1, 1.0), (1, sys.maxsize, float("nan")), (2, 1, float("inf"))):
+        trainer = SimpleNamespace(global_step=step, current_epoch=0, log_every_n_steps=log_every)
+        check.on_before_backward(trainer, None, torch.tensor(loss))
     trainer.global_step = 3
     with pytest.raises(RunError, match=r"train_loss is inf at step 2 \(epoch 1\)"):
-        look.on_before_backward(trainer, None, torch.tensor(2.0))
+        check.on_before_backward(trainer, None, torch.tensor(2.0))
 
 
-def test_a_label_without_an_output_is_named_without_a_look_at_a_batch(beside_a_gpu, fit, monkeypatch):
-    """The labels of the set are looked at once, on the CPU."""
+def test_a_label_without_an_output_is_named_without_reading_a_batch(cpu_as_gpu, fit, monkeypatch):
+    """The labels of the training set are checked once, on the CPU."""
     monkeypatch.setattr("deeplightning.task.classes.Classification.check_outputs", lambda self, outputs: None)
     with pytest.raises(LabelError, match="the data holds label 9, the network has 7 outputs"):
         fit("model.network.params.num_classes=7")
 
 
 def test_deferred_numbers_are_those_of_the_moment():
-    """What happens to the tensor afterwards changes nothing."""
+    """A Deferred keeps the values that the tensor had when it was made."""
     values = torch.tensor([1.0, 2.0])
-    late = transfer.Deferred(values)
+    deferred = transfer.Deferred(values)
     values.fill_(3)
-    assert late.read() == [1.0, 2.0]
-    assert not late.is_late
-
-
-# ---- on a GPU
+    assert deferred.read() == [1.0, 2.0]
+    assert not deferred.is_late
 
 
 class Strict(pl.Callback):
-    """Has torch raise where a step that is not logged would wait for the GPU."""
+    """Makes torch raise where an unlogged step would synchronise with the GPU."""
 
     def __init__(self):
         self.steps = 0
@@ -247,21 +236,20 @@ class Strict(pl.Callback):
 @pytest.mark.parametrize("where", ["auto", "device", "true"])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_on_a_gpu_a_step_that_is_not_logged_waits_for_nothing(where, fit, monkeypatch):
-    """As torch itself sees it (`set_sync_debug_mode`); and the points are there in the end."""
+    """torch's own check (`set_sync_debug_mode`) finds no synchronisation in an unlogged step."""
     strict = Strict()
     in_memory = f"data.module.params.in_memory={where}"
-    watched(fit, monkeypatch, strict, "engine.gpus=1", "logger.log_every_n_steps=4", in_memory, AUGMENT)
+    fit_with(strict, fit, monkeypatch, "engine.gpus=1", "logger.log_every_n_steps=4", in_memory, AUGMENT)
     assert strict.steps >= 8
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_numbers_of_a_gpu_arrive():
-    """What was sent and fetched without a wait is what it was, whatever the GPU does meanwhile."""
-    device = torch.device("cuda", 0)
+    """Values copied to the GPU and back without a wait are unchanged, although the GPU overwrites its copy."""
     values = torch.arange(1000.0)
-    there = transfer.to_device(values, device)
-    late = transfer.Deferred(there)
-    there.fill_(3)
-    assert late.is_late
-    assert late.read() == values.tolist()
+    moved = transfer.to_device(values, torch.device("cuda", 0))
+    deferred = transfer.Deferred(moved)
+    moved.fill_(3)
+    assert deferred.is_late
+    assert deferred.read() == values.tolist()

@@ -1,4 +1,4 @@
-"""`auto` in the params of a network: the number comes from the data module, and the run keeps it."""
+"""`auto` in the params of a network: the data module provides the number, and `cfg.yaml` records it."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ AUTO = "model.network.params={num_classes: auto, num_channels: auto, image_size:
 
 
 def test_a_run_keeps_the_numbers_and_resumes(train):
-    """`cfg.yaml` holds what the digits declare; a second run with `auto` knows it for the same config."""
+    """`cfg.yaml` has the numbers that the data module declares; `resume_ckpt: auto` finds the run of this config."""
     first = train(AUTO, "train.num_epochs=1", "logger.params.experiment_name=Auto")
     kept = yaml.safe_load((first.folder / "cfg.yaml").read_text())["model"]["network"]["params"]
     assert kept == {"num_classes": 10, "num_channels": 1, "image_size": 8}
@@ -27,24 +27,23 @@ def test_a_run_keeps_the_numbers_and_resumes(train):
     assert again.folder == first.folder
 
 
-def test_check_and_explain_know_it(tiny, command, place):
-    """The text is no fault where a number is wanted, and its source is named; a dry run fills it."""
+def test_check_explain_and_a_dry_run_accept_auto(tiny, command, place):
+    """`check` accepts `auto` where a number is expected; `explain` names its source; a dry run resolves it."""
     report = examine(tiny, [AUTO])
     assert report.faults == []
     source = "from image_spec of deeplightning.data.digits.Digits"
-    assert "num_channels: auto" in explain(report)
-    assert explain(report).count(source) == 1
-    assert explain(report).count(source.replace("image_spec", "image_spec or array_spec")) == 1
-    assert f"  means       a number, resolved at run start {source}\n" in explain(
-        report, "model.network.params.image_size"
-    )
+    shown = explain(report)
+    assert "num_channels: auto" in shown
+    assert [shown.count(source), shown.count(source.replace("image_spec", "image_spec or array_spec"))] == [1, 1]
+    means = f"  means       a number, resolved at run start {source}\n"
+    assert means in explain(report, "model.network.params.image_size")
     wrong = examine(tiny, ["model.network.params={num_classes: some, num_channels: 1, image_size: 8}"]).faults
     assert "takes a whole number here, not the text 'some'" in str(wrong[0])
     command("check", tiny, AUTO, "--dry-run", cwd=place, code=0)
 
 
 def test_a_network_is_not_built_before_the_data(tiny):
-    """In Python the data module comes first; until then there is no number."""
+    """In Python the data module must be built first: until then `auto` has no number."""
     cfg = load_config(tiny, [AUTO])
     with pytest.raises(ConfigError, match=r"num_classes: `auto` is filled when the data module is built; call"):
         init_module(cfg, "model")
@@ -66,7 +65,7 @@ DIGITS, KEY = "deeplightning.data.digits.Digits", "model.network.params.num_clas
     ],
 )
 def test_what_a_data_module_does_not_declare_is_named(tiny, declared, expected):
-    """With the key, the attribute, and what to write instead."""
+    """The error has the key, the attribute that the data module lacks, and what to write instead."""
     cfg = load_config(tiny, [AUTO])
     data = SimpleNamespace(prepare_data=lambda: None, setup=lambda stage: None, **declared)
     if isinstance(expected, list):
@@ -79,7 +78,7 @@ def test_what_a_data_module_does_not_declare_is_named(tiny, declared, expected):
 
 
 def test_a_vocabulary_is_known_when_the_texts_are_read(tiny):
-    """The data are prepared and set up where a number is not declared before; not where nothing may be read."""
+    """If a number is not declared before, the data are prepared and set up, unless reading is forbidden."""
     cfg = load_config(tiny)
     cfg.model.network.params = {"vocabulary_size": "auto", "width": 3}
     calls = []

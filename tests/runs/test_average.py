@@ -1,4 +1,4 @@
-"""Averaged weights: what is judged, kept, tested and served are the averages, and training resumes from the weights
+"""Averaged weights: validation, checkpoints, test and bundle use the averages, and training resumes from the weights
 that learn."""
 
 import json
@@ -7,7 +7,6 @@ import signal
 import pytest
 import torch
 from conftest import digest, weights
-from fitted import Fitted
 from safetensors.torch import load_file
 from test_resume import RANDOM, assert_ends_like
 
@@ -15,19 +14,21 @@ from deeplightning.callbacks.average import EMA
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.runfolder import RunFolder
 
-AVERAGE = "deeplightning.callbacks.average"
 NORMED = "model.network={type: own.Normed}"
 
 
 def callbacks(file=None, **params):
-    """An override: the average, and a callback that writes the weights of each step into a file."""
+    """Return an override with EMA, and with a callback that writes the weights of each step into `file`."""
     given = ", ".join(f"{name}: {value}" for name, value in params.items())
-    watches = f", {{type: own.Weights, params: {{file: '{file}'}}}}" if file else ""
-    return f"train.callbacks=[{{type: {AVERAGE}.EMA, params: {{{given}}}}}{watches}]"
+    recorder = f", {{type: own.Weights, params: {{file: '{file}'}}}}" if file else ""
+    return f"train.callbacks=[{{type: deeplightning.callbacks.average.EMA, params: {{{given}}}}}{recorder}]"
+
+
+SETTINGS = [*RANDOM, callbacks(decay=0.8, every_n_steps=2)]
 
 
 def own_ema(seen, decay):
-    """The exponential average, in plain torch, of the weights of each step."""
+    """Compute the exponential average of the weights of each step in plain torch."""
     average = dict(seen[0])
     for now in seen[1:]:
         for name, value in now.items():
@@ -43,7 +44,7 @@ def assert_equal(found, expected):
 
 @pytest.fixture(scope="module")
 def ema(train, tmp_path_factory):
-    """A run with batch norm that averages with a decay of 0.9, tests and exports; and the weights of each step."""
+    """A run with batch norm and a decay of 0.9 that tests and exports, and the weights of each of its steps."""
     file = tmp_path_factory.mktemp("ema") / "seen.pt"
     settings = ["stages=[train, test]", "train.export=true", "train.checkpoint.monitor=val_loss"]
     run = train(NORMED, callbacks(file, decay=0.9), *settings)
@@ -51,8 +52,8 @@ def ema(train, tmp_path_factory):
 
 
 def test_checkpoints_hold_the_exponential_average_bit_for_bit(ema):
-    """`last.ckpt` has own arithmetic's average of the weights of all 18 steps as its weights, running means of batch
-    norm included, and beside it those that learn; `best.ckpt` that of its own step."""
+    """`last.ckpt` has the average of the weights of all 18 steps, running means of batch norm included, and beside it
+    the weights that learn; `best.ckpt` has the average up to its step."""
     run, seen = ema
     assert len(seen) == 18
     last = read_checkpoint(run.folder / "last.ckpt")
@@ -63,8 +64,8 @@ def test_checkpoints_hold_the_exponential_average_bit_for_bit(ema):
     assert "averaging  EMA (decay=0.9, every_n_steps=1): validation, checkpoints, test and export use" in run.out
 
 
-def test_validation_and_test_judge_the_averages(ema, train, tracked):
-    """The tracked losses are those that a stage alone finds for the checkpoints, which hold the averages."""
+def test_validation_and_test_use_the_averages(ema, train, tracked):
+    """The tracked losses equal those of a separate validation and test of the checkpoints, which hold the averages."""
     metrics = tracked(ema[0].folder).series()
     for stage, name, loss in (("validate", "last", "val_loss"), ("test", "best", "test_loss")):
         alone = train(NORMED, f"stages=[{stage}]", f"test.ckpt='{ema[0].folder / f'{name}.ckpt'}'").folder
@@ -73,8 +74,7 @@ def test_validation_and_test_judge_the_averages(ema, train, tracked):
 
 
 def test_the_bundle_has_the_averages_and_its_card_says_so(ema):
-    """Its weights are own arithmetic's bit for bit, with which its graph was compared when it was exported; the card
-    names kind, settings and number of updates."""
+    """The bundle's weights are the averages bit for bit; its card names kind, settings and number of updates."""
     run, seen = ema
     folder = RunFolder(run.folder)
     best = json.loads((run.folder / "best.json").read_text())["step"]
@@ -86,21 +86,16 @@ def test_the_bundle_has_the_averages_and_its_card_says_so(ema):
 
 
 @pytest.fixture(scope="module")
-def settings():
-    return [*RANDOM, callbacks(decay=0.8, every_n_steps=2)]
+def whole(train):
+    """An uninterrupted run of four epochs of nine batches."""
+    return train(*SETTINGS)
 
 
-@pytest.fixture(scope="module")
-def whole(train, settings):
-    """Four epochs of nine batches at a stretch."""
-    return train(*settings)
-
-
-def test_a_resumed_average_ends_bit_for_bit_like_an_uninterrupted_one(train, settings, whole, tracked):
-    """At an epoch's edge and inside an epoch: averages, weights that learn, and all that was tracked."""
+def test_a_resumed_average_ends_bit_for_bit_like_an_uninterrupted_one(train, whole, tracked):
+    """A run resumed after or inside an epoch ends with the same averages, weights that learn, and tracked points."""
     for cut in ("train.num_epochs=2", "train.max_steps=23"):
-        half = train(*settings, cut)
-        resumed = train(*settings, f"train.resume_ckpt='{half.folder}'")
+        half = train(*SETTINGS, cut)
+        resumed = train(*SETTINGS, f"train.resume_ckpt='{half.folder}'")
         assert "will not end bit for bit" not in resumed.err
         for name in ("last.ckpt", "best.ckpt"):
             assert digest(resumed.folder / name) == digest(whole.folder / name)
@@ -112,42 +107,37 @@ def test_a_resumed_average_ends_bit_for_bit_like_an_uninterrupted_one(train, set
 
 
 def test_a_run_that_is_stopped_while_it_validates_averages_resumes_from_the_weights_that_learn(
-    command, tiny, place, settings, whole, tracked, tmp_path
+    command, train, tiny, place, whole, tracked, tmp_path
 ):
-    """Ctrl-C in a validation, when the averages are in the network."""
-    plain = [one for one in settings if not one.startswith("train.callbacks")]
-    ema = f"{{type: {AVERAGE}.EMA, params: {{decay: 0.8, every_n_steps: 2}}}}"
+    """A run that Ctrl-C ends in a validation, when the network holds the averages, resumes bit for bit."""
     until = tmp_path / "file"
-    waits = f"{{type: own.Waits, params: {{until: '{until}', validating: true}}}}"
-    running = command.start("train", tiny, *plain, f"train.callbacks=[{ema}, {waits}]", cwd=place)
+    waits = f", {{type: own.Waits, params: {{until: '{until}', validating: true}}}}]"
+    running = command.start("train", tiny, *SETTINGS[:-1], SETTINGS[-1].removesuffix("]") + waits, cwd=place)
     running.says("waits")
     running.signal(signal.SIGINT)
     until.touch()
     stopped = running.end(code=130)
-    resumed = command("train", tiny, *settings, f"train.resume_ckpt='{stopped.folder}'", cwd=place, code=0)
-    assert_ends_like(resumed, whole, tracked)
+    assert_ends_like(train(*SETTINGS, f"train.resume_ckpt='{stopped.folder}'"), whole, tracked)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_averages_resumes_only_with_them(train, settings, whole):
-    """Without the callback training would continue from the averages: exit code 4 with both ways out. Other settings
-    are reported; a checkpoint without averages begins them."""
-    plain = [one for one in settings if not one.startswith("train.callbacks")]
+def test_a_checkpoint_of_averages_resumes_only_with_them(train, whole):
+    """A resume without the callback, which would train the averages, ends with exit code 4 and both remedies. Other
+    settings are reported; averaging can start from a checkpoint without averages."""
     last = whole.folder / "last.ckpt"
-    refused = train(*plain, "train.num_epochs=5", f"train.resume_ckpt='{last}'", code=4)
+    refused = train(*RANDOM, "train.num_epochs=5", f"train.resume_ckpt='{last}'", code=4)
     assert "its weights are averages of EMA; keep the callback in train.callbacks" in refused.err
     assert f"model.init_from='{last}'" in refused.err
-    other = train(*plain, callbacks(decay=0.5), "train.num_epochs=5", f"train.resume_ckpt='{last}'")
+    other = train(*RANDOM, callbacks(decay=0.5), "train.num_epochs=5", f"train.resume_ckpt='{last}'")
     assert "EMA was decay=0.8, every_n_steps=2 and is decay=0.5, every_n_steps=1" in other.err
-    without = train(*plain, "train.num_epochs=1")
-    began = train(*settings, "train.num_epochs=2", f"train.resume_ckpt='{without.folder / 'last.ckpt'}'")
+    without = train(*RANDOM, "train.num_epochs=1")
+    began = train(*SETTINGS, "train.num_epochs=2", f"train.resume_ckpt='{without.folder / 'last.ckpt'}'")
     assert "the checkpoint has no averages; averaging starts here" in began.out
 
 
-def test_two_processes_average_like_one(job):
-    """Under ddp the average is that of one process that sees the same batches, and both validate with it."""
-    of = [callbacks(decay=0.8), NORMED, "train.num_epochs=1", "data.batch_size=8"]
-    run = job(*of, "engine.backend=ddp")
+def test_two_processes_average_once_a_step(job):
+    """Under ddp each step updates the averages once; a checkpoint has them beside the weights that learn."""
+    run = job(callbacks(decay=0.8), NORMED, "train.num_epochs=1", "data.batch_size=8", "engine.backend=ddp")
     saved = read_checkpoint(run.folder / "last.ckpt")
     assert saved["averaging"]["updates"] == 9
     name = "network.0.weight"
@@ -162,15 +152,14 @@ def test_two_processes_average_like_one(job):
     ],
 )
 def test_arguments_out_of_range_are_refused(params, words):
-    """With what is allowed."""
+    """The error names the argument and the allowed range."""
     with pytest.raises(ValueError, match=words):
         EMA(**params)
 
 
 def test_networks_that_share_weights_are_averaged_once(fit):
-    """A tensor under two names is exchanged once, so that the averages are what both names hold."""
-    shared = """model.network={type: own.Tied}"""
-    done: Fitted = fit(shared, callbacks(decay=0.5), "train.num_epochs=1")
+    """A tensor with two names is swapped once, so both names hold the average."""
+    done = fit("model.network={type: own.Tied}", callbacks(decay=0.5), "train.num_epochs=1")
     saved = read_checkpoint(done.folder / "last.ckpt")
     first, second = (saved["state_dict"][f"network.{name}.weight"] for name in ("first", "second"))
     assert torch.equal(first, second)

@@ -1,4 +1,4 @@
-"""Classes and labels of unequal size: `weight: balanced` and `pos_weight: balanced` in the params of a loss, and
+"""Unbalanced classes and labels: `weight: balanced` and `pos_weight: balanced` in the params of a loss, and
 `data.sampler: balanced`, in runs."""
 
 import json
@@ -18,24 +18,22 @@ KEY = "model.loss.params.weight"
 
 
 def test_a_run_keeps_the_weights_that_stats_prints(train, tiny, command, place):
-    """`cfg.yaml` holds the numbers; the loss multiplies by them, the test of the finished run as well; and a config
-    with these numbers written out is the same run."""
-    said = yaml.safe_load(command("stats", tiny, cwd=place).out)["class_weights"]
+    """`cfg.yaml` has the weights of `stats`, and the loss uses them; a config with these numbers gives the same run."""
+    printed = yaml.safe_load(command("stats", tiny, cwd=place).out)["class_weights"]
     run = train(WEIGHT, "train.num_epochs=1")
-    assert f"{KEY}: balanced → {said} (" in run.out
+    assert f"{KEY}: balanced → {printed} (" in run.out
     kept = yaml.safe_load((run.folder / "cfg.yaml").read_text())["model"]["loss"]["params"]["weight"]
-    assert kept == {"type": "torch.tensor", "params": {"data": said}}
+    assert kept == {"type": "torch.tensor", "params": {"data": printed}}
     cfg = load_config(tiny, [WEIGHT])
     init_module(cfg, "data")
-    assert init_module(cfg, "model").losses["loss"].weight.tolist() == pytest.approx(said)
-    again = train(f"{KEY}={{type: torch.tensor, params: {{data: {said}}}}}", "train.num_epochs=1")
+    assert init_module(cfg, "model").losses["loss"].weight.tolist() == pytest.approx(printed)
+    again = train(f"{KEY}={{type: torch.tensor, params: {{data: {printed}}}}}", "train.num_epochs=1")
     assert digest(again.folder / "last.ckpt") == digest(run.folder / "last.ckpt")
     command("test", run.folder, cwd=place, code=0)
 
 
-def test_check_explain_and_a_dry_run_know_the_word(tiny, command, place):
-    """Nothing is imported: `balanced` is no fault where a tensor is wanted, and its source is named. A misspelt word,
-    and a loss that takes no weight, are faults."""
+def test_check_explain_and_a_dry_run_accept_balanced(tiny, command, place):
+    """`balanced` is accepted for a tensor and its source is named; a typo, and a loss without a weight, are errors."""
     report = examine(tiny, [WEIGHT])
     assert report.faults == []
     source = "numbers, resolved at run start from the classes of the training set of deeplightning.data.digits.Digits"
@@ -51,7 +49,7 @@ def test_check_explain_and_a_dry_run_know_the_word(tiny, command, place):
 
 
 def test_targets_that_are_numbers_have_no_weights(command, place, store):
-    """Exit code 2, with the key; no run begins."""
+    """Targets that are numbers end with exit code 2 and the key, before a run begins."""
     config = place.parent / "line.yaml"
     config.write_text(
         "_base_: pkg://deeplightning/examples/linear_regression/linear_regression.yaml\n"
@@ -67,16 +65,14 @@ def test_targets_that_are_numbers_have_no_weights(command, place, store):
 
 
 def test_processes_share_balanced_batches(job, tmp_path):
-    """Two processes, with weights that are counted before there is a trainer: each label equally often over both."""
-    saw = f"train.callbacks=[{{type: own.Saw, params: {{folder: '{tmp_path}', column: label}}}}]"
+    """Two processes together draw each label equally often; classes are counted before there is a trainer."""
+    saw = f"train.callbacks=[{{type: own.SavedColumn, params: {{folder: '{tmp_path}', column: label}}}}]"
     job("data.batch_size=8", SAMPLER, WEIGHT, saw)
     seen = [json.loads((tmp_path / f"saw_{rank}.json").read_text()) for rank in range(2)]
     for epoch in range(2):
         labels = Counter(label for of in seen for batch in of[epoch] for label in batch)
         assert sorted(labels.values()) == [13] * 6 + [14] * 4
 
-
-# ---- several labels for each sample
 
 LABELS = """\
 seed: 3
@@ -100,7 +96,7 @@ POSITIVE = "model.loss.params.pos_weight"
 
 @pytest.fixture
 def orders(tmp_path, store):
-    """A config whose labels few samples have; `late` is written anew by tests."""
+    """The folder of a config and a table whose labels `gift` and `late` are rare."""
     (tmp_path / "labels.yaml").write_text(LABELS.format(store=store))
     rows = [f"{n},{int(n % 4 == 0)},{int(n % 10 == 0)}" for n in range(200)]
     (tmp_path / "orders.csv").write_text("\n".join(["age,gift,late", *rows, ""]))
@@ -109,8 +105,7 @@ def orders(tmp_path, store):
 
 @pytest.mark.slow
 def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
-    """`cfg.yaml` holds negatives / positives of each label in the training set, and the loss multiplies by them; the
-    finished run is tested again with them."""
+    """`cfg.yaml` has negatives / positives of each label in the training set, which loss and test use."""
     printed = yaml.safe_load(command("stats", "labels.yaml", cwd=orders).out)
     assert printed["samples"] == 160
     expected = [(160 - count) / count for count in printed["labels"].values()]
@@ -128,10 +123,10 @@ def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
 
 @pytest.mark.parametrize("late", ["0", "1", "0.5"])
 def test_labels_that_cannot_be_balanced(late, command, orders):
-    """Exit code 2, with the key and what to do; no run begins."""
+    """A label that is constant or not 0 and 1 ends with exit code 2, the key and the remedy, before a run begins."""
     rows = [f"{n},{n % 2},{late}" for n in range(200)]
     (orders / "orders.csv").write_text("\n".join(["age,gift,late", *rows, ""]))
     refused = command("train", "labels.yaml", cwd=orders)
-    told = f"{POSITIVE}: `balanced` needs labels (B, K) of 0 and 1 of the training set of deeplightning.data"
-    assert (refused.code, told in refused.err) == (2, True), refused
+    words = f"{POSITIVE}: `balanced` needs labels (B, K) of 0 and 1 of the training set of deeplightning.data"
+    assert (refused.code, words in refused.err) == (2, True), refused
     assert "Artifact storage path" not in refused.out

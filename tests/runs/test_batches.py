@@ -1,8 +1,9 @@
-"""Batches in every form that torch's loaders give, with the built-in tasks: same weights, or one note."""
+"""Built-in tasks accept batches in every form that torch's loaders yield, or refuse them with one error."""
 
 import collections
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -21,22 +22,19 @@ MSE = "{type: torch.nn.MSELoss}"
 Pair = collections.namedtuple("Pair", "x y")
 Named = collections.namedtuple("Named", "label input")
 
+LINEAR = "{{type: torch.nn.Linear, params: {{in_features: 3, out_features: {}}}}}"
+CONVOLUTION = "{type: torch.nn.Conv2d, params: {in_channels: 1, out_channels: 2, kernel_size: 1}}"
 TASKS: dict[str, tuple[str, str, str, str]] = {  # task, network, loss, and the names of the columns
-    "classification": ("classif.Classification", "{type: torch.nn.Linear, params: {in_features: 3, out_features: 2}}",
-                       "CrossEntropyLoss", "input label"),
-    "regression": ("regression.Regression", "{type: torch.nn.Linear, params: {in_features: 3, out_features: 1}}",
-                   "MSELoss", "input target"),
-    "multilabel": ("multilabel.Multilabel", "{type: torch.nn.Linear, params: {in_features: 3, out_features: 2}}",
-                   "BCEWithLogitsLoss", "input label"),
-    "segmentation": ("segmentation.Segmentation",
-                     "{type: torch.nn.Conv2d, params: {in_channels: 1, out_channels: 2, kernel_size: 1}}",
-                     "CrossEntropyLoss", "image mask"),
+    "classification": ("classif.Classification", LINEAR.format(2), "CrossEntropyLoss", "input label"),
+    "regression": ("regression.Regression", LINEAR.format(1), "MSELoss", "input target"),
+    "multilabel": ("multilabel.Multilabel", LINEAR.format(2), "BCEWithLogitsLoss", "input label"),
+    "segmentation": ("segmentation.Segmentation", CONVOLUTION, "CrossEntropyLoss", "image mask"),
     "text": ("text_classif.TextClassification", "{type: own.Words}", "CrossEntropyLoss", "tokens label"),
-}  # fmt: skip
+}
 
 
 def columns(kind: str) -> list[torch.Tensor]:
-    """Inputs and truth for a task."""
+    """Return inputs and ground truth for a task."""
     random = torch.Generator().manual_seed(3)
     inputs = torch.randn(SAMPLES, *((1, 4, 4) if kind == "segmentation" else (3,)), generator=random)
     positive = (inputs > 0).long()
@@ -65,9 +63,9 @@ class Form(Dataset):
 
 
 class Loaders(pl.LightningDataModule):
-    """A data module that knows nothing of Deep Lightning."""
+    """A data module without any code of Deep Lightning; with the size None its dataset consists of batches."""
 
-    def __init__(self, dataset: Dataset, size: int = 8):
+    def __init__(self, dataset: Any, size: int | None = 8):
         super().__init__()
         self.set, self.size = dataset, size
 
@@ -77,22 +75,9 @@ class Loaders(pl.LightningDataModule):
     val_dataloader = train_dataloader
 
 
-class Batches(pl.LightningDataModule):
-    """Batches that are made already."""
-
-    def __init__(self, batches: list[Any]):
-        super().__init__()
-        self.batches = batches
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.batches, batch_size=None)
-
-    val_dataloader = train_dataloader
-
-
 @pytest.fixture
 def learn(fit):
-    """`learn(kind, data)` trains a built-in task for an epoch, and gives a Fitted."""
+    """`learn(kind, data)` trains a built-in task for one epoch and returns a Fitted."""
 
     def run(kind: str, data: Any, *overrides: str, task: Any = None) -> Any:
         name, network, loss, _ = TASKS[kind]
@@ -110,8 +95,7 @@ def weights(fitted: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_a_pair_is_inputs_and_truth(learn, kind):
-    """Tuples and named tuples train each built-in task to the weights that a mapping gives; a named tuple with the
-    names of the columns may have any order."""
+    """Tuples, named tuples (in any order with the names of the columns) and mappings give the same weights."""
     given, names = columns(kind), TASKS[kind][3].split()
     forms = [lambda x, y: dict(zip(names, (x, y), strict=True)), lambda x, y: (x, y), Pair]
     if kind == "classification":
@@ -132,7 +116,7 @@ def test_a_pair_is_inputs_and_truth(learn, kind):
     ],
 )
 def test_a_checkpoint_has_the_shape_of_inputs_that_the_data_module_does_not_describe(learn, kind, spec, names):
-    """Of arrays, and of pictures from 0 to 1; outputs are named by their numbers."""
+    """A checkpoint has the shape of arrays and of images from 0 to 1; classes are named by their numbers."""
     inputs, truth = columns(kind)
     given = TensorDataset(inputs.sigmoid() if kind == "segmentation" else inputs, truth)
     trained = learn(kind, lambda cfg: Loaders(given))
@@ -143,7 +127,7 @@ def test_a_checkpoint_has_the_shape_of_inputs_that_the_data_module_does_not_desc
 
 
 def test_pixels_of_8_bits_are_divided_by_255(learn):
-    """Like torchvision's ToTensor does; the run has a bundle."""
+    """uint8 images are scaled as by torchvision's ToTensor, and the run can be served."""
     inputs, mask = columns("segmentation")
     pixels = (inputs.sigmoid() * 255).byte()
     data = {"as pixels": pixels, "as floats": pixels / 255}
@@ -154,35 +138,34 @@ def test_pixels_of_8_bits_are_divided_by_255(learn):
 
 
 def test_pixels_of_8_bits_that_are_no_pictures_are_refused(learn):
+    """A uint8 batch with two channels is an error, since no `image_spec` describes it."""
     given = TensorDataset(torch.zeros(24, 2, 4, 4).byte(), columns("segmentation")[1])
-    with pytest.raises(
-        MisfitError, match=r"uint8 batches \(8, 2, 4, 4\), and its data module no `image_spec`; pictures"
-    ):
+    words = r"uint8 batches \(8, 2, 4, 4\), and its data module no `image_spec`; pictures"
+    with pytest.raises(MisfitError, match=words):
         learn("segmentation", lambda cfg: Loaders(given))
 
 
 def test_pictures_of_several_sizes_are_validated(learn):
-    """Each batch has one size; the sheet of the worst pictures has those of the first batch's."""
+    """Batches may differ in image size; the sheet of the worst images has those of the first batch's size."""
     inputs, mask = columns("segmentation")
-    sizes = [4, 4, 6]
-    batches = [
-        (inputs[:8].sigmoid().repeat(1, 1, 2, 2)[..., :n, :n], mask[:8].repeat(1, 2, 2)[..., :n, :n]) for n in sizes
-    ]
-    learned = learn("segmentation", lambda cfg: Batches(batches))
+    image, mask = inputs[:8].sigmoid().repeat(1, 1, 2, 2), mask[:8].repeat(1, 2, 2)
+    learned = learn(
+        "segmentation", lambda cfg: Loaders([(image[..., :n, :n], mask[..., :n, :n]) for n in (4, 4, 6)], None)
+    )
     assert len(learned.series("val_iou")) == 1
     assert learned.task.pictures("val")["val_segmentation"]
     assert not is_servable(learned.task)
 
 
 def test_normalised_pictures_are_trained_and_not_served(learn):
-    """How they were normalised is not known."""
+    """A run of normalised images has no `image_spec` and cannot be served: the normalisation is unknown."""
     trained = learn("segmentation", lambda cfg: Loaders(TensorDataset(*columns("segmentation"))))
     assert trained.task.image_spec is None
     assert not is_servable(trained.task)
 
 
 def test_arrays_of_several_shapes_are_not_served(learn):
-    """From the first batch that differs on."""
+    """A task is not servable any more after the first batch of another shape."""
     task = learn("classification", lambda cfg: Loaders(TensorDataset(*columns("classification")))).task
     assert is_servable(task)
     for size in (5, 3):
@@ -191,8 +174,7 @@ def test_arrays_of_several_shapes_are_not_served(learn):
 
 
 def test_datasets_of_pairs_get_an_index_for_a_task_of_ours_only(learn):
-    """`OfDatasets` names the parts of a pair for a built-in task, with the position of each row; another task gets what
-    the dataset gives."""
+    """`OfDatasets` names the parts of a pair and adds row positions for a built-in task only."""
     given = columns("classification")
     trained = learn("classification", lambda cfg: OfDatasets(cfg, *[TensorDataset(*given)] * 3))
     batch = next(iter(trained.data.test_dataloader()))
@@ -204,26 +186,23 @@ def test_datasets_of_pairs_get_an_index_for_a_task_of_ours_only(learn):
     torch.testing.assert_close(plain, [part[:8] for part in given])
 
 
-# ---- weights of samples
-
-
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("classification", "segmentation"))) for k in TASKS]
 )
 def test_a_weight_counts_a_sample_as_often(learn, kind):
-    """Whole weights train as if each sample came so often: the third part of a tuple, and the column `weight`."""
+    """Integer weights, as third part of a tuple or column `weight`, train as if each sample were repeated so often."""
     inputs, truth = columns(kind)
     weight = torch.arange(SAMPLES) % 3  # 0, 1, 2
     often = torch.repeat_interleave(torch.arange(SAMPLES), weight)
-    one_batch = ["data.batch_size=24", "model.optimizer={type: torch.optim.SGD, params: {lr: 0.5}}"]
-
-    def whole(*parts, made=lambda *p: p):
-        return lambda cfg: Loaders(Form(made, *parts), len(parts[0]))
-
-    repeated = learn(kind, whole(inputs[often], truth[often]), *one_batch)
-    tuples = learn(kind, whole(inputs, truth, weight.float()), *one_batch)
     names = [*TASKS[kind][3].split(), "weight"]
-    mapped = learn(kind, whole(inputs, truth, weight, made=lambda *p: dict(zip(names, p, strict=True))), *one_batch)
+
+    def learn_in_one_batch(*parts, made=lambda *p: p):
+        settings = ["data.batch_size=24", "model.optimizer={type: torch.optim.SGD, params: {lr: 0.5}}"]
+        return learn(kind, lambda cfg: Loaders(Form(made, *parts), len(parts[0])), *settings)
+
+    repeated = learn_in_one_batch(inputs[often], truth[often])
+    tuples = learn_in_one_batch(inputs, truth, weight.float())
+    mapped = learn_in_one_batch(inputs, truth, weight, made=lambda *p: dict(zip(names, p, strict=True)))
     for other in (tuples, mapped):
         torch.testing.assert_close(weights(other), weights(repeated))
         assert other.series("val_loss")[0][1] == pytest.approx(repeated.series("val_loss")[0][1], rel=1e-5)
@@ -231,7 +210,7 @@ def test_a_weight_counts_a_sample_as_often(learn, kind):
 
 @pytest.mark.parametrize("loss", [MSE, f"{{a: {MSE}, b: {{type: torch.nn.L1Loss, weight: 0.5}}}}"])
 def test_accumulated_batches_weigh_what_their_samples_weigh(learn, loss):
-    """Three batches of 8 make the gradient of one of 24, whatever their weights add up to."""
+    """Three batches of 8 give the gradient of one batch of 24, although the sums of their weights differ."""
     inputs, truth = columns("regression")
     weight = torch.linspace(0, 3, SAMPLES)
     dataset = TensorDataset(inputs, truth, weight)
@@ -255,12 +234,10 @@ def test_accumulated_batches_weigh_what_their_samples_weigh(learn, loss):
     ],
 )
 def test_weights_that_cannot_be_used(learn, weight, loss, error, words):
+    """A loss that cannot weigh samples, and weights of another shape or below zero, are errors."""
     dataset = TensorDataset(*columns("classification"), weight)
     with pytest.raises(error, match=words):
         learn("classification", lambda cfg: Loaders(dataset), f"model.loss={loss}")
-
-
-# ---- what cannot be understood
 
 
 @pytest.mark.parametrize(
@@ -270,15 +247,12 @@ def test_weights_that_cannot_be_used(learn, weight, loss, error, words):
         (lambda x, y: {"x": x, "y": y}, r"dict \(x: float32 \(8, 3\), y: int64 \(8,\)\)"),
         (lambda x, y: ((x, x), y), r"list \(list \(float32 \(8, 3\), float32 \(8, 3\)\), int64 \(8,\)\)"),
         (lambda x, y: x, r"float32 \(8, 3\)"),
-        (
-            lambda x, y: {"input": x, "target": y},
-            r"dict \(input: .*\), and .* or an array's dtype, makes it a number or a",
-        ),
+        (lambda x, y: {"input": x, "target": y}, r"dict \(input: .*\), and .* array's dtype, makes it a number or a"),
         (lambda x, y: {"input": x, "label": "cat"}, r"dict \(input: float32 \(8, 3\), label: list of 8 str\)"),
     ],
 )
 def test_a_batch_of_another_form_is_described(learn, form, words):
-    """One note names the user's data module, shows the batch, and says what is expected."""
+    """One error names the user's data module, describes the batch, and says what is expected."""
     dataset = Form(form, *columns("classification"))
     with pytest.raises(MisfitError, match=f"gives batches of the form {words}") as error:
         learn("classification", lambda cfg: Loaders(dataset))
@@ -294,7 +268,7 @@ from deeplightning.data.of_datasets import OfDatasets
 
 
 class Parts(pl.LightningDataModule):
-    """Batches of as many tensors as asked for."""
+    """Batches of 2 * `parts` tensors."""
 
     def __init__(self, cfg, parts):
         super().__init__()
@@ -307,7 +281,7 @@ class Parts(pl.LightningDataModule):
 
 
 def weighted(cfg):
-    """Triples of inputs, label and weight; 35 are no whole number of batches."""
+    """Triples of inputs, label and weight; 35 samples end with a short batch."""
     random = torch.Generator().manual_seed(2)
     x = torch.randn(35, 2, generator=random)
     dataset = TensorDataset(x, (x.sum(1) > 0).long(), 3 * torch.rand(35, generator=random))
@@ -335,7 +309,7 @@ def here(store, tmp_path):
 
 
 def test_two_processes_weigh_samples_as_one_does(command, here):
-    """Two processes with batches of 4 learn what one learns with batches of 8, whatever their weights add up to."""
+    """Two processes with batches of 4 learn the same as one with batches of 8, although sums of weights differ."""
     data = "data.module={type: parts.weighted}"
     one = command("train", "c.yaml", data, cwd=here, code=0)
     two = command("train", "c.yaml", data, "data.batch_size=4", "engine.processes=2", cwd=here, ranks=2, code=0)
@@ -345,8 +319,7 @@ def test_two_processes_weigh_samples_as_one_does(command, here):
 
 
 def test_a_data_module_of_pairs_is_checked_and_trained(command, here):
-    """`check --dry-run` takes a batch of a data module that holds its data, and finds what `train` refuses: exit code
-    2, one note."""
+    """`check --dry-run` accepts what `train` accepts, and reports the same error, exit code 2, for a wrong batch."""
     for verb in (("check", "--dry-run"), ("train",)):
         good = command(*verb, "c.yaml", cwd=here)
         assert (good.code, "unchecked" in good.err) == (0, False), good
@@ -357,20 +330,34 @@ def test_a_data_module_of_pairs_is_checked_and_trained(command, here):
         assert "Traceback" not in bad.err
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 4])
-def test_masks_are_drawn_over_floats_of_any_channels(learn, channels):
-    """Also over those of half precision."""
+def test_masks_are_drawn_over_floats_of_any_channels(learn):
+    """The sheet of masks is drawn over images of one to four channels in half precision."""
     task = learn("segmentation", lambda cfg: Loaders(TensorDataset(*columns("segmentation")))).task
     zeros = torch.zeros(2, 4, 4, dtype=torch.int64)
-    image = torch.rand(2, channels, 4, 4).bfloat16()
-    task._sheet = {"image": image, "truth": zeros, "answered": zeros, "worth": torch.zeros(2)}
-    assert drawn(task.pictures("val")["val_segmentation"])
+    for channels in (1, 2, 3, 4):
+        image = torch.rand(2, channels, 4, 4).bfloat16()
+        task._sheet = {"image": image, "truth": zeros, "answered": zeros, "worth": torch.zeros(2)}
+        assert drawn(task.pictures("val")["val_segmentation"]), channels
 
 
-def test_columns_of_other_types_do_not_mind_padding_rows(learn):
-    """A list loses the rows that do not count; what is neither a list nor a tensor stays as it is."""
+def test_padding_rows_are_dropped_with_columns_of_other_types(learn):
+    """Padding rows are dropped from lists as from tensors; columns of other types are ignored."""
     inputs, target = columns("regression")
     task = learn("regression", lambda cfg: Loaders(TensorDataset(inputs, target))).task
     batch = {"input": inputs[:4], "target": target[:4], "index": torch.tensor([0, 1, -1, -1])}
     found = task._evaluate("test", batch | {"name": list("abcd"), "meta": {"id": torch.arange(4)}})
     assert found["index"].tolist() == [0, 1]
+
+
+def test_a_data_module_without_a_spec_names_its_classes(learn):
+    """`class_names` name the answers, also if the spec of the pictures is inferred; an array is accepted."""
+    inputs, mask = columns("segmentation")
+
+    def data(cfg):
+        made = Loaders(TensorDataset(inputs.sigmoid(), mask))
+        made.class_names = np.array(["field", "road"])
+        return made
+
+    trained = learn("segmentation", data)
+    saved = torch.load(trained.folder / "last.ckpt", weights_only=True)["image_segmentation"]
+    assert (trained.task.class_names, saved["class_names"]) == (["field", "road"],) * 2

@@ -1,7 +1,7 @@
-"""A run of ours learns what the script learns that a user would write by hand: the same weights, bit for bit.
+"""A run learns the same weights, bit for bit, as a script that a user would write by hand.
 
-The script is `by_hand` below, with torch alone: pictures decoded, scaled and normalised one by one, put together to
-batches by torch's DataLoader, a plain loop. It is fed the order of a run, which follows from the seed.
+The script, `by_hand` below, needs only torch: it decodes, scales and normalises images one by one, batches them with
+torch's DataLoader, and trains in a plain loop. Its order of samples is that of a run, which follows from the seed.
 """
 
 import numpy as np
@@ -40,8 +40,8 @@ DRAWN = [*FULL, "logger.pictures={every_n_epochs: 1}", "logger.histograms=1"]
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """The folder of a mode, L or RGB: PNG files of four classes in `train`, whose brightness tells a little of the
-    class; and its files in the order of their names, with labels."""
+    """For each mode, L and RGB: a folder with PNG files of four classes in `train`, its sorted files, and their labels.
+    The brightness of an image depends weakly on its class."""
     made = {}
     for mode, channels in (("L", 1), ("RGB", 3)):
         root, rng = tmp_path_factory.mktemp("pictures") / mode, np.random.RandomState(3)
@@ -57,7 +57,7 @@ def pictures(tmp_path_factory):
 
 
 class Decoded(torch.utils.data.Dataset):
-    """One picture at a time: what torchvision's ToTensor and Normalize do to it, each step in 32 bits."""
+    """Images one at a time, scaled and normalised as by torchvision's ToTensor and Normalize in float32."""
 
     def __init__(self, files, labels, mode):
         self.files, self.labels = files, labels
@@ -73,7 +73,7 @@ class Decoded(torch.utils.data.Dataset):
 
 
 def by_hand(files, labels, mode, seed):
-    """The weights that the script ends with."""
+    """Return the script's final weights."""
     chosen = np.flatnonzero(assign_folds(labels, 10, seed, 2) != 0)
     data = Decoded([files[position] for position in chosen], labels[chosen], mode)
     order = BatchIndices(data, BATCH, shuffle=True, seed=seed)
@@ -103,17 +103,16 @@ def by_hand(files, labels, mode, seed):
 def test_weights_are_those_of_the_script_bit_for_bit(
     options, mode, in_memory, seed, pictures, command, store, tmp_path
 ):
-    """Held in memory or decoded on demand; with nothing beside the training or with all that tracks and draws."""
+    """Images in memory or decoded on demand give the script's weights, with and without tracking and pictures."""
     root, files, labels = pictures[mode]
     params = f"{{image_size: {SIZE}, mode: {mode}, mean: {MEAN[mode]}, std: {STD[mode]}, in_memory: {in_memory}}}"
-    words = {"SEED": seed, "PARAMS": params, "ROOT": root, "CHANNELS": len(MEAN[mode]), "STORE": store}
     text = CONFIG
-    for word, value in words.items():
-        text = text.replace(word, str(value))
-    config = tmp_path / "config.yaml"
-    config.write_text(text)
+    values = {"SEED": seed, "PARAMS": params, "ROOT": root, "CHANNELS": len(MEAN[mode]), "STORE": store}
+    for placeholder, value in values.items():
+        text = text.replace(placeholder, str(value))
+    (tmp_path / "config.yaml").write_text(text)
     (tmp_path / "own.py").write_text(OWN)
-    outcome = command("train", config, *options, cwd=tmp_path, code=0)
+    outcome = command("train", "config.yaml", *options, cwd=tmp_path, code=0)
     ours = {name: value for name, value in weights(outcome.folder / "last.ckpt").items() if name.startswith("network.")}
     theirs = by_hand(files, labels, mode, seed)
     assert list(ours) == [f"network.{name}" for name in theirs]

@@ -1,9 +1,8 @@
-"""The bucketed sampler: the table of lengths, what it refuses, its order, and what another of its kind got wrong."""
+"""The bucketed sampler: its lengths, the arguments that it refuses, its order, and errors of a similar sampler."""
 
+import itertools
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections import Counter
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from commands import python
 from conftest import digest
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, default_collate
@@ -25,21 +25,21 @@ BUCKETED = f"data.sampler={{type: {SAMPLER}, params: {{buckets: 2, sort_key: lab
 
 
 def ranks(size, buckets, batch_size, world, sizes=None, epoch=0, **options):
-    """The sampler of each rank, of samples in order of size unless `sizes` says otherwise."""
+    """Return the sampler of each rank; samples are in order of size unless `sizes` is given."""
     order = np.arange(size) if sizes is None else np.argsort(sizes, kind="stable")
-    made = []
-    for rank in range(world):
-        with warnings.catch_warnings(action="ignore"):
-            sampler = BucketedDistributedSampler(
-                range(size), buckets, batch_size, order, num_replicas=world, rank=rank, **options
-            )
+    options["num_replicas"] = world
+    with warnings.catch_warnings(action="ignore"):
+        made = [
+            BucketedDistributedSampler(range(size), buckets, batch_size, order, rank=rank, **options)
+            for rank in range(world)
+        ]
+    for sampler in made:
         sampler.set_epoch(epoch)
-        made.append(sampler)
     return made
 
 
 def mixed(samplers, buckets) -> tuple[int, int]:
-    """How many batches of all ranks hold samples of several buckets, and how many batches there are."""
+    """Return how many batches of all ranks have samples of several buckets, and the number of batches."""
     of = np.empty(sum(map(len, buckets)), dtype=int)
     for number, bucket in enumerate(buckets):
         of[bucket] = number
@@ -49,7 +49,7 @@ def mixed(samplers, buckets) -> tuple[int, int]:
 
 
 def cut(size: int, buckets: int) -> list[list[int]]:
-    """0 … size - 1 in so many parts, the first ones one longer: computed another way than with numpy."""
+    """Divide 0 … size - 1 into so many parts, the first ones longer by one, without numpy."""
     short, longer = divmod(size, buckets)
     lengths = [short + (number < longer) for number in range(buckets)]
     return [list(range(sum(lengths[:n]), sum(lengths[: n + 1]))) for n in range(buckets)]
@@ -70,9 +70,9 @@ def cut(size: int, buckets: int) -> list[list[int]]:
     ],
 )
 def test_lengths_losses_and_repeats(shape, options, length, lost, repeated, of_several, shuffle):
-    """The table: samples per rank, how many never come, how many come twice, and none more often; which batches mix.
-    Positions are `int`, not one of numpy's, which JSON and some datasets do not take."""
-    size, buckets, _, world = shape
+    """The table has samples per rank, samples that are lost or come twice, none more often, and batches of several
+    buckets. Positions are `int`: JSON and some datasets do not accept NumPy's integers."""
+    size, buckets, batch_size, world = shape
     samplers = ranks(*shape, shuffle=shuffle, **options)
     assert [len(s) for s in samplers] == [len(list(s)) for s in samplers] == [length] * world
     seen = Counter(position for s in samplers for position in s)
@@ -80,9 +80,9 @@ def test_lengths_losses_and_repeats(shape, options, length, lost, repeated, of_s
     assert size - len(seen) == lost
     assert sum(seen.values()) - len(seen) == repeated
     assert max(seen.values()) == (2 if repeated else 1)
-    if not shuffle or not of_several:
-        assert mixed(samplers, cut(size, buckets))[0] == of_several
-    assert mixed(samplers, cut(size, buckets))[1] == length * world // shape[2]
+    num_mixed, num_batches = mixed(samplers, cut(size, buckets))
+    assert num_mixed == of_several or (shuffle and of_several)
+    assert num_batches == length * world // batch_size
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_lengths_losses_and_repeats(shape, options, length, lost, repeated, of_s
         ((410, 4, 51, 2), {}, r"406 of 410 samples, which repeat"),
     ],
 )
-def test_what_is_lost_or_doubled_is_said(shape, options, words):
-    """Where a twentieth or more is left out or repeated, a warning says how much; without it there is none."""
+def test_lost_and_repeated_samples_are_reported(shape, options, words):
+    """A warning says how many samples are left out or repeated, if they are a twentieth or more."""
     size, buckets, batch_size, world = shape
     with pytest.warns(UserWarning, match=words):
         BucketedDistributedSampler(range(size), buckets, batch_size, range(size), num_replicas=world, rank=0, **options)
@@ -102,7 +102,7 @@ def test_what_is_lost_or_doubled_is_said(shape, options, words):
 
 
 def test_all_ranks_draw_from_the_same_bucket_at_each_step():
-    """1,000 samples in 5 buckets, batch 10, 2 ranks: at 50 of 50 steps; each sample once."""
+    """With 1,000 samples, 5 buckets and batches of 10, two ranks draw from one bucket at each of 50 steps."""
     sizes = np.random.RandomState(3).permutation(1000)
     steps = zip(*(np.array(list(s)).reshape(-1, 10) for s in ranks(1000, 5, 10, 2, sizes)), strict=True)
     buckets = [{*(sizes[np.concatenate(both)] // 200)} for both in steps]
@@ -112,30 +112,28 @@ def test_all_ranks_draw_from_the_same_bucket_at_each_step():
 
 
 def test_a_bucket_is_filled_up_from_its_own_start():
-    """505 samples of a bucket need 15 more for 26 slices of 20: its first ones. Ranks take every second element."""
+    """A bucket of 505 samples repeats its first 15 for 26 slices of 20. Each of two ranks takes every second sample."""
     first, second = (list(s) for s in ranks(1010, 2, 10, 2, shuffle=False))
     whole = [position for pair in zip(first, second, strict=True) for position in pair]
     assert whole == [*range(505), *range(15), *range(505, 1010), *range(505, 520)]
 
 
 def test_both_permutations_change_with_the_epoch_and_seed_and_with_nothing_else():
-    """Which samples stand together, and which bucket a step draws from, differ between epochs and seeds; not between
-    two samplers of the same."""
+    """The samples of a batch and the bucket of a step depend on epoch and seed, and on nothing else."""
 
-    def looked_at(epoch, seed):
+    def order(epoch, seed):
         sampler = ranks(400, 4, 10, 1, epoch=epoch, seed=seed)[0]
         steps = np.array(list(sampler)).reshape(-1, 10)
         return steps.tobytes(), (steps[:, 0] // 100).tobytes(), sorted(map(sorted, steps.tolist()))
 
-    found = [looked_at(*key) for key in ((0, 0), (1, 0), (0, 1), (1, 1))]
-    assert found[0] == looked_at(0, 0)
-    for part in range(3):
-        values = [each[part] for each in found]
-        assert all(a != b for number, a in enumerate(values) for b in values[:number])
+    found = [order(*key) for key in ((0, 0), (1, 0), (0, 1), (1, 1))]
+    assert found[0] == order(0, 0)
+    for values in zip(*found, strict=True):
+        assert all(one != other for one, other in itertools.combinations(values, 2))
 
 
 def test_the_order_is_frozen():
-    """The order of seed 42 today is that of any later version."""
+    """The order of a seed is the same in any later version."""
     sampler = ranks(12, 2, 2, 1, seed=42, min_samples_per_bucket=1)[0]
     assert list(sampler) == [4, 1, 8, 7, 0, 2, 6, 9, 11, 10, 5, 3]
 
@@ -155,13 +153,10 @@ def test_the_order_is_frozen():
         ((1000, 1, 10, 1), {"sort_key": "labels"}, "give sort_key, .* or sorted_idx"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(shape, options, words):
-    """Too small buckets, and arguments that mean nothing."""
+def test_impossible_arguments_are_refused(shape, options, words):
+    """Buckets that are too small and invalid arguments are errors."""
     with pytest.raises(ValueError, match=words):
         ranks(*shape, **options)
-
-
-# What another sampler of this kind got wrong
 
 
 @pytest.mark.parametrize(
@@ -175,18 +170,17 @@ def test_what_cannot_be_is_refused_in_words(shape, options, words):
     ],
 )
 def test_an_order_that_is_none_is_refused(order, words):
-    """Too short, too long, a position twice, from 1 on, or no whole numbers."""
+    """An order that is too short or too long, repeats a position, starts at 1, or has floats is an error."""
     with pytest.raises(ValueError, match=words):
         BucketedDistributedSampler(range(1000), 2, 10, order)
 
 
 def test_lightning_and_our_loaders_take_it_as_it_is(job, tmp_path):
-    """Under ddp each process sees its own share, shared out once: the union is every sample, those that fill the
-    buckets up twice, and each step draws from one bucket."""
-    saw = f"train.callbacks=[{{type: own.Saw, params: {{folder: '{tmp_path}', column: index}}}}]"
+    """Under ddp nothing shards the sampler again: the processes see every sample, those that pad a bucket twice."""
+    saw = f"train.callbacks=[{{type: own.SavedColumn, params: {{folder: '{tmp_path}', column: index}}}}]"
     job(BUCKETED, saw, "data.batch_size=8")
     saw = [json.loads((tmp_path / f"saw_{rank}.json").read_text()) for rank in range(2)]
-    for epoch in range(2):  # 134 samples, 67 a bucket: 5 slices of 16, so 26 fill up
+    for epoch in range(2):  # 134 samples, 67 a bucket: 5 slices of 16 need 26 more
         steps = list(zip(*(of_rank[epoch] for of_rank in saw), strict=True))
         assert len(steps) == 10
         assert {len(batch) for both in steps for batch in both} == {8}
@@ -197,17 +191,15 @@ def test_lightning_and_our_loaders_take_it_as_it_is(job, tmp_path):
 
 
 def test_the_two_permutations_have_a_stream_each():
-    """Which slice comes when does not repeat how elements were permuted, where there are as many of both."""
-    sampler = ranks(100, 1, 1, 1)[0]
-    by_slices = np.array(list(sampler))
-    inside = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([0, 0], spawn_key=(0,)))).permutation(100)
-    slices = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([0, 0], spawn_key=(1,)))).permutation(100)
-    assert by_slices.tolist() == inside[slices].tolist()
+    """The order of slices and the order of samples have separate random streams, which differ at equal lengths."""
+    seeds = [np.random.SeedSequence([0, 0], spawn_key=(stream,)) for stream in (0, 1)]
+    inside, slices = (np.random.RandomState(np.random.MT19937(seed)).permutation(100) for seed in seeds)
+    assert list(ranks(100, 1, 1, 1)[0]) == inside[slices].tolist()
     assert inside.tolist() != slices.tolist()
 
 
 def differ():
-    """One of two processes, the second of which has sorted the other way round."""
+    """Run in each of two processes, of which the second sorts in reverse."""
     rank = int(os.environ["LOCAL_RANK"])
     distributed.init_process_group("gloo", world_size=2, rank=rank)
     same = BucketedDistributedSampler(range(400), 2, 10, range(400))
@@ -219,31 +211,31 @@ def differ():
 
 
 def test_ranks_with_different_orders_are_noticed(command, tmp_path):
-    """Two processes that sorted differently are both notified in their first iteration; rank and world size are
-    those of torch's group."""
+    """If two processes sort differently, both raise an error; rank and world size are those of the process group."""
     outcome = command(cwd=tmp_path, ranks=2, main="test_buckets:differ")
     assert [rank.out for rank in outcome.ranks] == ["noticed\n"] * 2, outcome
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_iterating_changes_nothing(shuffle):
-    """Twice the same, whether shuffled or not, and what the object holds stays as it was."""
+    """Two iterations give the same order, with or without shuffling, and leave the buckets unchanged."""
     sampler = ranks(1003, 3, 7, 3, drop_last=True, allow_bucket_overlap=True, shuffle=shuffle)[1]
     before = [bucket.copy() for bucket in sampler._buckets]
     assert list(sampler) == list(sampler)
-    assert all(np.array_equal(a, b) for a, b in zip(before, sampler._buckets, strict=True))
+    assert all(np.array_equal(*pair) for pair in zip(before, sampler._buckets, strict=True))
 
 
 def test_nothing_optional_is_imported():
-    """Torch and numpy, and nothing that a data set or an engine needs."""
+    """The sampler imports torch and numpy, but no package that a dataset or an engine needs."""
     program = "import sys, deeplightning.data.samplers; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    imported = set(python("-c", program).stdout.split())
+    assert {"torch", "numpy"} <= imported
     absent = {"pytorch_lightning", "deepspeed", "horovod", "sklearn", "mlflow", "PIL", "transformers", "torchvision"}
-    assert not absent & set(done.stdout.split())
+    assert not absent & imported
 
 
-def test_one_process_needs_not_be_told_and_goes_on_inside_an_epoch():
-    """Without a process group it is rank 0 of 1; `start` leaves out batches of this epoch and none of the next."""
+def test_one_process_needs_no_group_and_resumes_inside_an_epoch():
+    """Without a process group the sampler is rank 0 of 1; `start` skips batches of this epoch only."""
     sampler = BucketedDistributedSampler(range(1000), 2, 10, range(1000))
     assert (sampler.num_replicas, sampler.rank) == (1, 0)
     whole = list(sampler)
@@ -262,8 +254,8 @@ def test_one_process_needs_not_be_told_and_goes_on_inside_an_epoch():
         pytest.param("data.sampler=balanced", 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_inside_an_epoch_and_at_its_end_bit_for_bit(sampler, steps, train):
-    """Stopped in the first epoch, or at its end, and resumed: the weights of an uninterrupted run."""
+def test_a_run_resumes_inside_an_epoch_and_at_its_end_bit_for_bit(sampler, steps, train):
+    """A run resumed inside or at the end of the first epoch ends with the weights of an uninterrupted run."""
     settings = [sampler, "logger.log_every_n_steps=100"]
     whole = train(*settings).folder
     first = train(*settings, "~train.num_epochs", f"train.max_steps={steps}").folder
@@ -272,23 +264,19 @@ def test_a_run_goes_on_inside_an_epoch_and_at_its_end_bit_for_bit(sampler, steps
 
 
 def test_limits_can_be_warnings():
-    """Fewer than two slices, or than min_samples_per_bucket samples: a warning where it is asked for."""
-    for shape, options, words in (
-        ((202, 2, 100), {"drop_last": True}, "fewer than two steps take"),
-        ((198, 2, 10), {}, "fewer than min_samples_per_bucket=100; use fewer buckets"),
+    """`on_small_bucket: warn` turns the errors about small buckets into warnings."""
+    for (size, batch_size), options, words in (
+        ((202, 100), {"drop_last": True}, "fewer than two steps take"),
+        ((198, 10), {}, "fewer than min_samples_per_bucket=100; use fewer buckets"),
     ):
-        options["on_small_bucket"] = "warn"
         with pytest.warns(UserWarning, match=words):
-            BucketedDistributedSampler(range(shape[0]), *shape[1:], range(shape[0]), **options)
+            BucketedDistributedSampler(range(size), 2, batch_size, range(size), on_small_bucket="warn", **options)
     with warnings.catch_warnings(action="error"):
         BucketedDistributedSampler(range(198), 2, 10, range(198), min_samples_per_bucket=99)
 
 
-# By what samples are sorted
-
-
 class Sentences(Dataset):
-    """Texts of one to nine words, and a column that says how many."""
+    """Texts of one to nine words, with a column of their word counts."""
 
     def __init__(self):
         self.texts = ["word " * (1 + number * 7 % 9) for number in range(900)]
@@ -302,8 +290,8 @@ class Sentences(Dataset):
 
 
 def test_samples_are_sorted_by_a_column_a_key_or_a_function():
-    """An attribute of the set, a key of its samples, or what a function says of each; of a text its length.
-    Batches of as many buckets as there are lengths need no padding."""
+    """The sort key is an attribute of the dataset, a key of its samples (a text counts by its length), or a function.
+    With one bucket per length, batches need no padding."""
     sentences = Sentences()
     expected = [len(text.split()) for text in sentences.texts]
     assert sort_values(sentences, "words").tolist() == expected
@@ -319,9 +307,6 @@ def test_samples_are_sorted_by_a_column_a_key_or_a_function():
     assert {len({len(row["tokens"]) for row in batch}) for batch in loader} == {1}
 
 
-# In a run
-
-
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
@@ -331,8 +316,8 @@ def test_samples_are_sorted_by_a_column_a_key_or_a_function():
         ("{buckets: 2, sort_key: labels, batch_size: 3}", "data.sampler.params.batch_size cannot be set"),
     ],
 )
-def test_a_sampler_that_cannot_be_is_refused_before_a_run(sampler, words, train, store):
-    """One note, exit code 2, and no run."""
+def test_an_impossible_sampler_is_refused_before_a_run(sampler, words, train, store):
+    """An impossible sampler is one error with exit code 2, and no run is created."""
     before = [*store.glob("*/*")]
     outcome = train(f"data.sampler={{type: {SAMPLER}, params: {sampler}}}", code=2)
     assert words in outcome.err
@@ -340,8 +325,8 @@ def test_a_sampler_that_cannot_be_is_refused_before_a_run(sampler, words, train,
     assert [*store.glob("*/*")] == before
 
 
-def test_data_that_can_only_be_read_are_refused():
-    """A set without a length has no buckets."""
+def test_data_without_a_length_are_refused():
+    """A dataset without a length cannot be divided into buckets."""
 
     class Endless(IterableDataset):
         def __iter__(self):
@@ -354,8 +339,8 @@ def test_data_that_can_only_be_read_are_refused():
         train_sampler(cfg, Endless())
 
 
-def test_check_knows_what_the_run_gives(command, tiny, place):
-    """`check` asks for neither the set nor what comes from the run, and compares the rest."""
+def test_check_knows_which_params_the_run_sets(command, tiny, place):
+    """`check` does not require the dataset and the params that the run sets, and checks the other params."""
     good = f"data.sampler={{type: {SAMPLER}, params: {{buckets: 2, sort_key: {{ref: own.schedule}}}}}}"
     command("check", tiny, good, cwd=place, code=0)
     bad = command("check", tiny, f"data.sampler={{type: {SAMPLER}, params: {{buckets: many}}}}", cwd=place, code=2)
@@ -368,8 +353,7 @@ def weighted(dataset, batch_size, num_replicas, rank, seed):
 
 
 def test_any_sampler_of_torchs_may_order_the_training(fit):
-    """A function of the user's gives one that draws from torch's random numbers: in each epoch the same in every run,
-    another in the next, and shared out over processes."""
+    """A sampler from a user's function draws by seed and epoch, and its samples are divided among processes."""
     fitted = fit("data.sampler={type: test_buckets.weighted}", "train.num_epochs=1")
     sampler = fitted.trainer.train_dataloader.sampler
     assert isinstance(sampler, SampledBatches)
@@ -385,7 +369,7 @@ def test_any_sampler_of_torchs_may_order_the_training(fit):
 
 
 def test_a_function_gets_the_samples_of_a_set_of_tuples():
-    """As the user's own set has them."""
+    """A sort function gets each sample in the form of the user's dataset."""
     pairs = [(torch.ones(1 + n % 9), n % 2) for n in range(18)]
     found = sort_values(_Batches(pairs, default_collate), lambda pair: len(pair[0]), batched=True)
     assert found.tolist() == [1 + n % 9 for n in range(18)]

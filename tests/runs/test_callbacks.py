@@ -1,4 +1,4 @@
-"""What happens beside learning: when it is validated and saved, what is best, when it stops, which steps are logged."""
+"""When a run validates, saves checkpoints, stops and logs; which checkpoint is best; initial weights; images."""
 
 import io
 import json
@@ -13,23 +13,20 @@ from safetensors.torch import save_file
 from deeplightning.callbacks.on_request import ShowPictures
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Pictures
-from deeplightning.faults import CheckpointError, ConfigError, RunError
+from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.runfolder import RunFolder
 
 BEST = "train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}"
 
 
-# ---- validation
-
-
 def test_every_second_epoch_is_validated(fit):
-    """`val_every_n_epoch: 2` in four epochs: two points, at the ends of the second and the fourth."""
+    """`val_every_n_epoch: 2` validates at the ends of the second and the fourth epoch."""
     fitted = fit("train.val_every_n_epoch=2", "train.num_epochs=4")
     assert [step for step, _ in fitted.series("val_acc")] == [17, 35]
 
 
 def test_twice_an_epoch_is_validated(fit):
-    """`val_every_n_epoch: 0.5`: after the half of the nine batches and at the end."""
+    """`val_every_n_epoch: 0.5` validates after half of the nine batches and at the end of an epoch."""
     fitted = fit("train.val_every_n_epoch=0.5")
     assert fitted.seen.validations == [(0, 4), (0, 9), (1, 13), (1, 18)]
 
@@ -39,9 +36,6 @@ def test_batches_are_limited(fit):
     fitted = fit("train.limit_batches={train: 3, val: 0.5}", "train.num_epochs=1", "data.batch_size=4")
     assert fitted.trainer.global_step == 3
     assert fitted.trainer.num_val_batches == [2]
-
-
-# ---- checkpoints
 
 
 @pytest.mark.parametrize(
@@ -55,15 +49,15 @@ def test_batches_are_limited(fit):
     ],
 )
 def test_last_is_saved_when_it_is_due_and_at_the_end(settings, saves, fit):
-    """Every n epochs, at fractions of an epoch, every n steps; without anything at the end, and never twice a step."""
+    """`last.ckpt` is saved every n epochs, parts of an epoch or steps, and at the end, but only once for a step."""
     fitted = fit(f"train.checkpoint={settings}", "train.num_epochs=3")
     assert [(min(epoch, 2), step) for epoch, step in fitted.seen.saves] == saves
     assert {path.name for path in fitted.folder.glob("*.ckpt")} == {"last.ckpt"}
 
 
-def test_the_best_k_are_kept_and_the_best_is_told(fit):
-    """`save_top_k: 2` of four epochs: `best.ckpt` and the next best under its epoch and step; `best.json` tells value,
-    epoch and step, of equal values the first. Callbacks ask `trainer.checkpoint_callback` for them."""
+def test_the_best_k_are_kept_and_the_best_is_recorded(fit):
+    """`save_top_k: 2` keeps `best.ckpt` and the second best, named by epoch and step. `best.json` has value, epoch and
+    step; of equal values the first is best. `trainer.checkpoint_callback` has their paths."""
     fitted = fit(BEST, "train.num_epochs=4")
     points = [(step + 1, value) for step, value in fitted.series("val_acc")]
     order = sorted(points, key=lambda point: (-point[1], point[0]))
@@ -73,13 +67,14 @@ def test_the_best_k_are_kept_and_the_best_is_told(fit):
     assert best["epoch"] == best["step"] // 9 - 1
     second = f"epoch={order[1][0] // 9 - 1}-step={order[1][0]}.ckpt"
     assert {path.name for path in fitted.folder.glob("*.ckpt")} == {"last.ckpt", "best.ckpt", second}
-    asked = fitted.trainer.checkpoint_callback
-    assert asked.best_model_path == f"{asked.dirpath}/best.ckpt" == str(fitted.folder / "best.ckpt")
-    assert (asked.last_model_path, float(asked.best_model_score)) == (f"{asked.dirpath}/last.ckpt", best["value"])
+    callback = fitted.trainer.checkpoint_callback
+    assert callback.best_model_path == f"{callback.dirpath}/best.ckpt" == str(fitted.folder / "best.ckpt")
+    assert callback.last_model_path == f"{callback.dirpath}/last.ckpt"
+    assert float(callback.best_model_score) == best["value"]
 
 
 def test_no_number_is_never_best(fit, caplog):
-    """A validation loss that is NaN leaves no `best.ckpt`, and a warning for each; training goes on."""
+    """Each validation loss of NaN gives a warning and no `best.ckpt`; training continues."""
     fitted = fit("model.loss.type=own.NoNumber", "train.checkpoint.monitor=val_loss")
     assert all(math.isnan(value) for _, value in fitted.series("val_loss"))
     assert len(fitted.series("val_loss")) == 2
@@ -88,50 +83,41 @@ def test_no_number_is_never_best(fit, caplog):
 
 
 def test_a_metric_that_nothing_logs_is_named(fit):
-    """`monitor` of an unknown metric, where something computes its names so that the source does not tell: a fault of
-    the config after the first validation, which lists what there is."""
-    computes_names = "train.callbacks=[{type: own.Norms}]"
+    """An unknown `monitor` that the source cannot rule out is an error after the first validation."""
     with pytest.raises(ConfigError, match=r"train.checkpoint.monitor: no metric is called 'val_f1'; .*val_acc"):
-        fit(computes_names, "train.checkpoint.monitor=val_f1")
+        fit("train.callbacks=[{type: own.Norms}]", "train.checkpoint.monitor=val_f1")
 
 
-# ---- the end
+CONSTANT = ["model.loss.type=own.Constant", "train.early_stop={metric: val_loss, mode: max, patience: 2}"]
 
 
-def test_training_stops_early_and_says_why(fit, caplog):
-    """A metric that stays as it is, with patience 2: three validations, and a line that names it."""
+@pytest.mark.parametrize(
+    ("settings", "epochs", "reason"),
+    [
+        (CONSTANT, 3, "was no better than 1.5000 for 2 validations"),
+        ([*CONSTANT, "train.val_every_n_epoch=0.25"], 1, "was no better than 1.5000 for 2 validations"),
+        (["train.early_stop={metric: val_loss, delta: 100, patience: 1}"], 2, "was no better than "),  # by `delta`
+        (["model.loss.type=own.NoNumber", "train.early_stop={metric: val_loss}"], 1, "is nan"),
+    ],
+)
+def test_training_stops_early_and_says_why(settings, epochs, reason, fit, caplog):
+    """A metric that does not improve by `delta` within `patience` validations, or is NaN, ends training, inside an
+    epoch too; a log line has epoch, metric and reason."""
     caplog.set_level("INFO")
-    stop = "train.early_stop={metric: val_loss, mode: max, patience: 2}"
-    fitted = fit("model.loss.type=own.Constant", stop, "train.num_epochs=9")
-    assert len(fitted.series("val_loss")) == 3
-    assert "stopped    early, after epoch 3: val_loss was no better than 1.5000 for 2 validations" in caplog.text
-
-
-def test_smaller_changes_than_delta_do_not_count(fit):
-    """A falling loss with a huge `delta` is no better."""
-    stop = "train.early_stop={metric: val_loss, delta: 100, patience: 1}"
-    assert len(fit(stop, "train.num_epochs=9").series("val_loss")) == 2
+    fitted = fit(*settings, "train.num_epochs=9")
+    assert {step // 9 for step, _ in fitted.series("val_loss")} == set(range(epochs))
+    assert f"stopped    early, after epoch {epochs}: val_loss {reason}" in caplog.text
 
 
 def test_steps_end_a_training_that_has_no_epochs(fit):
-    """`max_steps` alone: so many optimizer steps, in the middle of an epoch, and saved."""
+    """`max_steps` alone ends training after so many optimizer steps, inside an epoch, and saves a checkpoint."""
     fitted = fit("~train.num_epochs", "train.max_steps=12")
     assert fitted.trainer.global_step == 12
     assert fitted.seen.saves[-1][1] == 12
 
 
-def test_a_loss_that_is_no_number_spoils_no_weights(fit):
-    """The run ends with metric, value, step and epoch before the optimizer steps."""
-    with pytest.raises(RunError, match=r"train_loss is (nan|inf) at step \d+ \(epoch \d\)"):
-        fit("model.optimizer.params.lr=1e20")
-
-
-# ---- the start
-
-
 def test_callbacks_find_the_loggers_when_they_are_set_up(fit):
-    """DeviceStatsMonitor logs the load of the machine, a ModelCheckpoint without `dirpath` saves in the folder of its
-    run, and a progress bar may be there."""
+    """DeviceStatsMonitor logs, a ModelCheckpoint saves in the run folder, and Lightning's progress bar is accepted."""
     names = ("DeviceStatsMonitor", "ModelCheckpoint", "TQDMProgressBar")
     targets = ", ".join(f"{{type: pytorch_lightning.callbacks.{name}}}" for name in names)
     fitted = fit(f"train.callbacks=[{targets}]", "train.num_epochs=1")
@@ -144,8 +130,7 @@ STILL = ["model.optimizer.params.lr=0.0", "train.num_epochs=1"]
 
 @pytest.mark.slow
 def test_training_starts_from_weights(fit, tmp_path):
-    """`model.init_from` takes the weights of a checkpoint, of a run, or of plain tensors of the network: a file of
-    either kind, or a folder with `model.safetensors`."""
+    """`model.init_from` accepts a checkpoint, a run, a file of plain tensors, and a folder with `model.safetensors`."""
     trained = fit("train.num_epochs=1")
     plain, pth = tmp_path / "plain" / "model.safetensors", tmp_path / "plain.pth"
     plain.parent.mkdir()
@@ -161,7 +146,8 @@ def test_training_starts_from_weights(fit, tmp_path):
 
 @pytest.mark.slow
 def test_what_does_not_fit_keeps_its_first_values_and_is_named(fit, tmp_path, caplog):
-    """Another last layer: the rest is taken; nothing that fits, or no file, is refused before a run begins."""
+    """A tensor of another shape is named and not loaded. A file without any tensor that fits, and a damaged or missing
+    file, are errors before a run begins."""
     first = fit(*STILL).task.network.state_dict()
     names = list(first)
     torch.manual_seed(1)
@@ -181,22 +167,19 @@ def test_what_does_not_fit_keeps_its_first_values_and_is_named(fit, tmp_path, ca
     assert len(list((tmp_path / "runs").iterdir())) == before
 
 
-# ---- what is logged
-
-
 @pytest.mark.parametrize(
     ("every", "batches", "steps", "ends"),
     [
         ("4", 1, [0, 4, 8, 12, 16], [8, 17]),
         ("{per_epoch: 3}", 1, [0, 3, 6, 9, 12, 15], [8, 17]),
-        ("{per_epoch: 100}", 2, [*range(10)], [4, 9]),  # two batches are accumulated: a point per optimizer step
+        ("{per_epoch: 100}", 2, [*range(10)], [4, 9]),  # accumulates two batches: a point per optimizer step
     ],
 )
-def test_points_stand_at_step_0_and_every_nth_step(every, batches, steps, ends, fit):
-    """`log_every_n_steps` in two epochs of nine batches; learning rate, training metrics and those of a callback that
-    divides by `Trainer.log_every_n_steps` alike; epochs at their ends."""
-    norms = "train.callbacks=[{type: own.Norms}]"
-    fitted = fit(f"logger.log_every_n_steps={every}", f"train.accumulator_factor={batches}", norms)
+def test_points_are_logged_at_step_0_and_every_nth_step(every, batches, steps, ends, fit):
+    """`log_every_n_steps` holds for learning rate, training metrics and a callback that uses
+    `Trainer.log_every_n_steps`; metrics of an epoch are logged at its end."""
+    settings = [f"logger.log_every_n_steps={every}", f"train.accumulator_factor={batches}"]
+    fitted = fit(*settings, "train.callbacks=[{type: own.Norms}]")
     norm = next(name for name in fitted.trainer.logged_metrics if name.startswith("norm/"))
     for name in ("train_loss", "train_acc", "lr", norm):
         assert [step for step, _ in fitted.series(name)] == steps, name
@@ -223,39 +206,17 @@ def test_an_epochs_training_metrics_are_means_over_its_samples(fit):
     ],
 )
 def test_the_parts_of_an_epoch_end_with_batches(batches, share, ends):
-    """Rounded to the nearest batch, the last one with the epoch; no more than there are batches."""
+    """Each part ends with the nearest batch, the last with the epoch; there are no more parts than batches."""
     assert ends_of_parts(batches, share) == ends
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["model.loss.type=own.NoNumber", "train.early_stop={metric: val_loss}"], "val_loss is nan"),
-        (
-            [
-                "model.loss.type=own.Constant",
-                "train.early_stop={metric: val_loss, mode: max, patience: 2}",
-                "train.val_every_n_epoch=0.25",
-            ],
-            "val_loss was no better than 1.5000 for 2 validations",
-        ),
-    ],
-)
-def test_a_stop_in_the_first_epoch_is_told(settings, words, fit, caplog):
-    """With its reason."""
-    caplog.set_level("INFO")
-    fit(*settings, "train.num_epochs=9")
-    assert f"stopped    early, after epoch 1: {words}" in caplog.text
-
-
 def test_pictures_of_a_task_may_have_any_form(tmp_path, caplog):
-    """Half precision, no channel, an array; what is no picture is a warning."""
+    """Images may be half precision, without a channel axis, or arrays; anything else gives a warning."""
     given = {"brain": torch.rand(3, 8, 8).bfloat16(), "flat": torch.rand(8, 8), "array": torch.rand(1, 8, 8).numpy()}
     trainer = SimpleNamespace(max_epochs=1, current_epoch=0, state=SimpleNamespace(fn="fit"))
     show = ShowPictures(Pictures(), SimpleNamespace(folder=RunFolder(tmp_path)))
     task = SimpleNamespace(pictures=lambda stage: given | {"odd": torch.rand(2, 8, 8)})
     show.on_validation_end(trainer, task)
-    assert {
-        path.stem: Image.open(io.BytesIO(path.read_bytes())).size for path in tmp_path.glob("*.png")
-    } == dict.fromkeys(given, (8, 8))
+    sizes = {path.stem: Image.open(io.BytesIO(path.read_bytes())).size for path in tmp_path.glob("*.png")}
+    assert sizes == dict.fromkeys(given, (8, 8))
     assert "pictures   odd is not stored: A picture has 1, 3 or 4 channels" in caplog.text

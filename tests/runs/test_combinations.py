@@ -1,4 +1,4 @@
-"""A fault of two settings that exclude each other names both keys and a remedy: `deeplightning.config.combinations`."""
+"""`deeplightning.config.combinations`: an error about two incompatible settings names both keys and a remedy."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from deeplightning.config.examine import examine, load_config
 from deeplightning.config.schema import Engine, Optimizer, keys
 from deeplightning.run.load import CPU_OVERRIDES
 
-SLOW = pytest.mark.slow  # with ddp and one process other tests train; the stages differ little
+SLOW = pytest.mark.slow  # other tests train with ddp and with one process; the stages differ little
 ANYWHERE = {"a schedule per step", "a schedule on a metric", "`precision: 16`", "`compile`", "`deterministic`"}
 
 BASE = """\
@@ -45,7 +45,7 @@ class Again(Manual):
         self.automatic_optimization = True
 """
 
-# What breaks each rule, in the order of the table, and the place of both keys where they are not in one override.
+# Overrides that break each rule, in the order of RULES.
 TWO_OPTIMIZERS = "{g: {type: torch.optim.SGD, params: {lr: 1}}, d: {type: torch.optim.SGD, params: {lr: 1}}}"
 LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
 ADAM = "model.optimizer={type: torch.optim.Adam, params: {lr: 1}}"
@@ -99,7 +99,7 @@ def here(here):
 
 @pytest.mark.parametrize(("rule", "overrides"), list(zip(RULES, BREAKING, strict=True)), ids=[r.when for r in RULES])
 def test_each_pair_is_named_with_both_keys_and_a_remedy(rule, overrides):
-    """The fault stands at the first key; it has the other with its value and place, the reason, and what to do."""
+    """The error is at the first key and has the other with its value and place, the reason, and the remedy."""
     (fault,) = [f for f in examine("c.yaml", overrides).faults if f.key not in OTHER_FAULTS - {rule.key}]
     assert fault.key == rule.key
     assert fault.exit_code == rule.exit_code
@@ -111,23 +111,17 @@ def test_each_pair_is_named_with_both_keys_and_a_remedy(rule, overrides):
     assert fault.place is not None
 
 
-OF_ENGINE = [
-    (rule.when, overrides)
-    for rule, overrides in zip(RULES, BREAKING, strict=True)
-    if "engine." in f"{rule.key} {rule.other}"
-]
+OF_ENGINE = [row for rule, row in zip(RULES, BREAKING, strict=True) if "engine." in f"{rule.key} {rule.other}"]
 
 
-@pytest.mark.parametrize("overrides", [row[1] for row in OF_ENGINE], ids=[row[0] for row in OF_ENGINE])
+@pytest.mark.parametrize("overrides", OF_ENGINE, ids=str)
 def test_one_cpu_process_uses_the_weights_of_a_run_whatever_its_engine(overrides):
-    """What a rule forbids without a GPU, with another backend or precision does not stop an export: the overrides that
-    it loads a run's config with reset the engine."""
-    cfg = load_config("c.yaml", [*overrides, *CPU_OVERRIDES])
-    assert cfg.engine == Engine()
+    """A run of any engine can be exported in one CPU process: `CPU_OVERRIDES` reset all keys of the engine."""
+    assert load_config("c.yaml", [*overrides, *CPU_OVERRIDES]).engine == Engine()
 
 
 def test_every_key_of_the_engine_is_reset_to_use_weights():
-    """A key that is added to the schema cannot be forgotten."""
+    """`CPU_OVERRIDES` contain every key of the engine's schema."""
     assert {f"engine.{f.name}" for f in keys(Engine)} <= {override.partition("=")[0] for override in CPU_OVERRIDES}
 
 
@@ -136,8 +130,8 @@ KIN = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad")
 
 
 def test_half_precision_refuses_an_eps_that_it_cannot_hold():
-    """`16-true` with the default eps of Adam's kin is refused by exit code 2, with the eps that works; that of
-    params, of a group, or of one of several optimizers counts."""
+    """`16-true` with the default eps of Adam and its variants ends with exit code 2 and a valid eps; the eps may be in
+    params, in a group, or in one of several optimizers."""
     good, small = "{type: torch.optim.Adam, params: {lr: 1, eps: 1e-6}}", "{match: bias, eps: 1e-9}"
     for optimizer, is_right in [
         *((f"{{type: torch.optim.{name}, params: {{lr: 0.1}}}}", False) for name in KIN),
@@ -156,14 +150,14 @@ def test_half_precision_refuses_an_eps_that_it_cannot_hold():
 
 
 def test_half_precision_is_refused_only_where_weights_learn_in_it():
-    """`16`, `bf16-true` and a test of trained weights take Adam's default."""
+    """`16`, `bf16-true`, `32` and a test without training accept Adam's default eps."""
     assert examine("c.yaml", [HALF, ADAM, "stages=[test]", "test.ckpt=last"]).faults == []
     for precision in (16, "bf16-true", 32):
         assert examine("c.yaml", [f"engine.precision={precision}", ADAM]).faults == []
 
 
 def test_deepspeed_computes_an_optimizer_in_32_bits():
-    """ZeRO keeps a copy of the parameters in 32 bits for the optimizer, so that `16-true` does not lose its eps."""
+    """`16-true` is allowed with ZeRO, whose optimizer has a float32 copy of the parameters that keeps the eps."""
     rule = next(rule for rule in RULES if rule.other == "model.optimizer")
     adam = Optimizer(type="torch.optim.Adam", params={"lr": 0.1})
     setting = Setting("", {"model.optimizer": adam, "engine.precision": "16-true"})
@@ -192,7 +186,7 @@ def test_deepspeed_computes_an_optimizer_in_32_bits():
     ],
 )
 def test_what_goes_together_passes(overrides):
-    """Each half of a pair is right beside other settings."""
+    """Each setting of an incompatible pair is accepted with other settings."""
     assert [str(fault) for fault in examine("c.yaml", overrides).faults if fault.key not in OTHER_FAULTS] == []
 
 
@@ -200,27 +194,24 @@ def test_what_goes_together_passes(overrides):
     "callback", ["3", "null", "{type: 3}", "{params: {}}", "{type: my.OwnGradientAccumulationScheduler}"]
 )
 @pytest.mark.parametrize("backend", ["deepspeed_stage_2", "fsdp"])
-def test_a_callback_that_is_none_breaks_no_rule(callback, backend):
-    """It is a fault of its own key, or the user's own class."""
+def test_an_invalid_callback_breaks_no_rule(callback, backend):
+    """An invalid callback, or one of the user's with a similar name, gives errors of its own key only."""
     found = examine("c.yaml", [f"train.callbacks=[{callback}]", f"engine.backend={backend}"]).faults
     assert [fault.key for fault in found if fault.key == "train.callbacks"] == []
     assert any(str(fault.key).startswith("train.callbacks.0") for fault in found)
 
 
-def test_two_contradictions_are_told_at_once():
-    """With whatever else is wrong, in the order of the file."""
+def test_all_contradictions_are_reported_at_once():
+    """Contradictions and other errors are reported together, in the order of the file."""
     report = examine("c.yaml", ["stages=[test]", "data.fold=1", "data.num_worker=1", "engine.sync_batchnorm=true"])
-    told = ["data.fold", "data.num_worker", "engine.sync_batchnorm", "test.ckpt"]
-    assert [fault.key for fault in report.faults] == told
-    assert report.exit_code == 2
+    keys_in_order = ["data.fold", "data.num_worker", "engine.sync_batchnorm", "test.ckpt"]
+    assert ([fault.key for fault in report.faults], report.exit_code) == (keys_in_order, 2)
 
 
 def test_a_key_that_is_wrong_itself_contradicts_nothing():
-    """One mistake is one note."""
-    (fault,) = examine(
-        "c.yaml", ["engine.backend=deepspede_stage_2", "train.gradient_clip={value: 1, algorithm: value}"]
-    ).faults
-    assert fault.key == "engine.backend"
+    """A typo in a backend is one error, without a contradiction."""
+    overrides = ["engine.backend=deepspede_stage_2", "train.gradient_clip={value: 1, algorithm: value}"]
+    assert [fault.key for fault in examine("c.yaml", overrides).faults] == ["engine.backend"]
 
 
 MPI = "engine={backend: ddp, processes: 2, params: {process_group_backend: mpi}}"
@@ -236,20 +227,20 @@ SEED_ENGINE = "engine={backend: deepspeed_stage_3, gpus: [96, 97]}"
     ],
 )
 def test_what_this_machine_lacks_has_exit_code_3(override, key, words):
-    """A GPU for a fused optimizer, a build of torch with MPI, GPUs: one note."""
+    """A missing GPU, MPI build of torch or CUDA device for a fused optimizer is one error with exit code 3."""
     (fault,) = examine("c.yaml", [override]).faults
     assert (fault.key, fault.exit_code, words in fault.message) == (key, 3, True)
 
 
 def test_the_worst_fault_gives_the_exit_code():
-    """A wrong config comes before a lacking machine, that before missing weights."""
+    """An invalid config (2) takes precedence over a missing device (3), and that over missing weights (4)."""
     assert examine("c.yaml", ["stages=[test]"]).exit_code == 4
     assert examine("c.yaml", ["stages=[test]", "engine.gpus=[97]"]).exit_code == 3
     assert examine("c.yaml", ["stages=[test]", "engine.gpus=[97]", "sed=1"]).exit_code == 2
 
 
 def test_each_rule_and_each_setting_has_its_row():
-    """The tables of the manual, docs/reference/check.md and engines.md, leave none out."""
+    """The tables of docs/reference/check.md and engines.md contain each rule and each setting."""
     assert len(re.findall(r"^\|", table(), re.MULTILINE)) == len(RULES) + 2
     rows, anywhere = engines(), engines().partition("All engines allow ")[2].partition(".\n")[0].split(", ")
     in_rows = re.findall(r"^\| (.+?) \|", rows, re.MULTILINE)[1:]
@@ -258,10 +249,7 @@ def test_each_rule_and_each_setting_has_its_row():
 
 CELLS = [
     pytest.param(
-        setting,
-        backend,
-        id=f"{setting.words}, {name}",
-        marks=[SLOW] if setting.words in ANYWHERE or name != "fsdp" else [],
+        setting, backend, id=f"{setting.words}, {name}", marks=[SLOW] * (setting.words in ANYWHERE or name != "fsdp")
     )
     for setting in SETTINGS
     for name, backend in ENGINES.items()
@@ -270,13 +258,13 @@ LEGAL = [cell for cell in CELLS if broken_rule(*cell.values) is None]
 
 
 def spread(backend):
-    """Overrides for two processes, or one where there is no backend."""
+    """Return overrides for two processes, or for one without a backend."""
     return ["engine.processes=1"] if backend is None else [f"engine.backend={backend}", "engine.processes=2"]
 
 
 @pytest.mark.parametrize(("setting", "backend"), [cell.values for cell in CELLS if cell not in LEGAL])
 def test_what_the_table_of_engines_refuses_is_refused(setting, backend):
-    """By `check`, with the exit code of the cell."""
+    """`check` refuses each forbidden cell with the key and exit code of its rule."""
     rule = broken_rule(setting, backend)
     report = examine("c.yaml", [*spread(backend), *setting.overrides()])
     assert [(fault.key, fault.exit_code) for fault in report.faults] == [(rule.key, rule.exit_code)]
@@ -284,13 +272,10 @@ def test_what_the_table_of_engines_refuses_is_refused(setting, backend):
 
 @pytest.mark.parametrize(
     ("setting", "backend"),
-    [
-        pytest.param(*c.values, id=c.id, marks=[*c.marks, *[pytest.mark.slow] * (n % 4 > 0)])
-        for n, c in enumerate(LEGAL)
-    ],
+    [pytest.param(*c.values, id=c.id, marks=[*c.marks, *[SLOW] * (n % 4 > 0)]) for n, c in enumerate(LEGAL)],
 )
 def test_what_the_table_of_engines_allows_trains(setting, backend, job):
-    """Over two CPU processes, to its end; what it becomes there stands in cfg.yaml."""
+    """Each allowed cell trains on two CPU processes; `cfg.yaml` has the backend and precision that it used."""
     ranks = 1 if backend is None else 2
     done = job(*spread(backend), *setting.overrides(), ranks=ranks)
     assert (done.folder / "last.ckpt").is_file()

@@ -1,6 +1,6 @@
-"""`engine.compile` compiles a training step once: its results are those of eager mode, and later runs find it compiled.
+"""`engine.compile` compiles a training step once, with the results of eager mode, and later runs use the cache.
 
-On the CPU most tests take a backend that compiles nothing: what is asked of a compiler is the same for each of them.
+Most tests replace the compiler by a backend that runs graphs as they are: every backend gets the same calls.
 """
 
 import contextlib
@@ -28,11 +28,12 @@ from deeplightning.task.cuda_graphs import ModuleState, _Replay, check_recordabl
 from deeplightning.task.networks import LabelError, MisfitError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; then 16 and 150 samples are judged
+EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; 16 samples validate, 150 test
+SLOW = pytest.mark.slow
 
 
 class Counting:
-    """A backend that runs a graph as it is, and counts the graphs."""
+    """A backend that runs graphs as they are, and counts them."""
 
     def __init__(self):
         self.graphs = 0
@@ -44,17 +45,17 @@ class Counting:
 
 @pytest.fixture
 def backend(monkeypatch):
-    """`backend.use(other)` is what `torch.compile` gives its graphs to, Counting at first."""
+    """The Counting backend of `torch.compile`; `backend.use(other)` replaces it."""
     torch._dynamo.reset()
-    real, chosen = torch.compile, Counting()
+    torch_compile, counting = torch.compile, Counting()
 
     def compiled(function, mode, dynamic):
-        return real(function, backend=lambda *given: compiled.backend(*given), dynamic=dynamic)
+        return torch_compile(function, backend=lambda *graph: compiled.backend(*graph), dynamic=dynamic)
 
-    compiled.backend = chosen
-    chosen.use = lambda other: setattr(compiled, "backend", other)
+    compiled.backend = counting
+    counting.use = lambda other: setattr(compiled, "backend", other)
     monkeypatch.setattr(torch, "compile", compiled)
-    yield chosen
+    yield counting
     torch._dynamo.reset()
 
 
@@ -64,7 +65,7 @@ def last_of(fitted):
 
 @pytest.fixture
 def write(place):
-    """`write(name, text)` puts a module into the working directory, for one test."""
+    """`write(name, text)` writes a module into the working directory for one test."""
     written = []
 
     def run(name, text):
@@ -80,12 +81,12 @@ def write(place):
     ("mode", "stopped"),
     [
         pytest.param("reduce-overhead", "train.max_steps=5", id="inside an epoch"),
-        pytest.param("true", "train.max_steps=8", id="before a short batch", marks=pytest.mark.slow),
+        pytest.param("true", "train.max_steps=8", id="before a short batch", marks=SLOW),
     ],
 )
 def test_a_resumed_run_compiles_once_and_ends_like_one_that_was_not_stopped(mode, stopped, fit, backend):
-    """One graph for epochs with a short last batch, validation and test; weights bit for bit; the first batch that is
-    seen does not decide what is compiled, if it is an epoch's last."""
+    """One graph serves training with short last batches, validation and test; weights are equal bit for bit. A run that
+    resumes with a short batch does not compile for its shape."""
     compile = f"engine.compile={mode}"
     whole = fit(EPOCHS, compile)
     whole.trainer.test(whole.task, whole.data, verbose=False)
@@ -113,15 +114,14 @@ SETTINGS = {
     [
         ("plain", "true", 1),
         ("accumulated", "reduce-overhead", 1),
-        ("random", "graphs", 0),  # which a GPU would record
-        *(
-            pytest.param(name, mode, 1, marks=pytest.mark.slow)
-            for name, mode in zip([*SETTINGS][2:], ("true", "reduce-overhead", "true"), strict=True)
-        ),
+        ("random", "graphs", 0),  # recorded on a GPU only
+        pytest.param("random", "true", 1, marks=SLOW),
+        pytest.param("one batch", "reduce-overhead", 1, marks=SLOW),
+        pytest.param("losses", "true", 1, marks=SLOW),
     ],
 )
 def test_what_is_compiled_is_the_step_that_runs_eagerly(name, mode, graphs, fit, backend):
-    """With a backend that computes as eager mode does, weights and logged points are the same, bit for bit."""
+    """With a backend that computes like eager mode, weights and logged points equal those of eager mode bit for bit."""
     settings = SETTINGS[name]
     eager, compiled = fit(EPOCHS, *settings), fit(EPOCHS, *settings, f"engine.compile={mode}")
     assert backend.graphs == graphs
@@ -134,7 +134,7 @@ def test_what_is_compiled_is_the_step_that_runs_eagerly(name, mode, graphs, fit,
 
 
 class Counts(torch.nn.Linear):
-    """Drops itself out in turn, by a counter of Python's."""
+    """Returns zeros at each second call, by a Python counter."""
 
     calls = 0
 
@@ -144,7 +144,7 @@ class Counts(torch.nn.Linear):
 
 
 class Draws(torch.nn.Linear):
-    """Drops itself out at random, by a generator of the CPU's."""
+    """Returns zeros at random, by a generator of the CPU."""
 
     def __init__(self, draw):
         super().__init__(4, 2)
@@ -165,14 +165,14 @@ class Draws(torch.nn.Linear):
     ids=["a counter", "Python's numbers", "NumPy's", "torch's"],
 )
 def test_what_a_recorded_step_would_not_repeat_is_refused(network, reason):
-    """A graph would repeat what Python has decided in the first batch, without a word."""
+    """A network that depends on Python state or CPU random numbers is an error: a graph would replay its first step."""
     with pytest.raises(MisfitError, match=reason) as refused:
         check_recordable(lambda inputs: network(inputs).sum(), torch.nn.ModuleList([network]), (torch.ones(3, 4),))
     assert "set engine.compile=reduce-overhead" in str(refused.value)
 
 
 def test_a_network_that_computes_with_tensors_alone_is_recorded():
-    """Batch norm and dropout too, whose numbers are drawn where the tensors are."""
+    """A network with batch norm, which only computes with tensors, can be recorded."""
     network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Softmax(1))
     learns = check_recordable(network, torch.nn.ModuleList([network]), (torch.rand(3, 4),))
     assert learns == {"0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"}
@@ -189,7 +189,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_two_steps_shows_and_learning_does_not(change):
-    """What a graph took for granted; a step of the optimizer and of batch norm changes values alone."""
+    """A change that a recorded graph would ignore is detected; steps of optimizer and batch norm are no change."""
     network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.1))
     state = ModuleState(torch.nn.ModuleList([network]))
     network(torch.rand(3, 4)).sum().backward()
@@ -200,7 +200,7 @@ def test_a_change_between_two_steps_shows_and_learning_does_not(change):
 
 
 class Pretended(contextlib.nullcontext):
-    """Stands in for CUDA's stream, graph and recording: a recording computes once, a replay does nothing."""
+    """Replaces CUDA's stream, graph and recording: a recording computes once, a replay does nothing."""
 
     def __init__(self, *args, **options):
         super().__init__()
@@ -212,7 +212,7 @@ class Pretended(contextlib.nullcontext):
 
 
 def test_a_replay_gives_what_the_function_gives_and_its_gradients(monkeypatch):
-    """Values in the same tuples and dicts, and the gradients of inputs and of the parameters that are used."""
+    """A replay returns the function's nested values, and gradients of its inputs and the parameters that it uses."""
     for name in ("Stream", "stream", "graph", "CUDAGraph", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, Pretended)
     monkeypatch.setattr(torch.cuda, "current_stream", Pretended)
@@ -225,20 +225,18 @@ def test_a_replay_gives_what_the_function_gives_and_its_gradients(monkeypatch):
         return {"logits": outputs}, {"a": loss.detach() / 2}, loss
 
     inputs, labels = torch.rand(3, 4, requires_grad=True), torch.rand(3, 2)
-    own, parts, expected = step(inputs, labels)
-    expected.backward()
-    wanted = [inputs.grad, network["used"].weight.grad, network["used"].bias.grad]
-    inputs.grad = network["used"].weight.grad = network["used"].bias.grad = None
+    tensors = [inputs, *network["used"].parameters()]
+    expected, expected_parts, expected_loss = step(inputs, labels)
+    gradients = torch.autograd.grad(expected_loss, tensors)
     replay = _Replay(step, network, (inputs, labels))
     assert replay.trained_names == {"used.weight", "used.bias"}
     found, found_parts, loss = replay(inputs, labels)
-    assert torch.equal(found["logits"], own["logits"])
-    assert torch.equal(found_parts["a"], parts["a"])
-    assert torch.equal(loss, expected)
+    assert torch.equal(found["logits"], expected["logits"])
+    assert torch.equal(found_parts["a"], expected_parts["a"])
+    assert torch.equal(loss, expected_loss)
     assert not found["logits"].requires_grad
     loss.backward()
-    given = [inputs.grad, network["used"].weight.grad, network["used"].bias.grad]
-    assert all(torch.equal(one, other) for one, other in zip(given, wanted, strict=True))
+    assert all(torch.equal(tensor.grad, gradient) for tensor, gradient in zip(tensors, gradients, strict=True))
     assert network["other"].weight.grad is None
     alone = _Replay(lambda values: network["used"](values).sum(), network, (inputs,))
     assert torch.equal(alone(inputs), network["used"](inputs).sum())
@@ -260,7 +258,7 @@ class Wrong(ImageClassification):
 
 
 def test_a_task_with_a_step_of_its_own_is_not_recorded(fit, write):
-    """Nobody knows what such a step computes beside network and losses; likewise engines with hooks in the network."""
+    """A task with its own `training_step`, and an engine with hooks in the network, are refused."""
     write("stepping.py", STEPPING)
     with pytest.raises(MisfitError, match="Own has a training_step of its own"):
         fit("model.module={type: stepping.Own}", "engine.compile=graphs")
@@ -269,26 +267,26 @@ def test_a_task_with_a_step_of_its_own_is_not_recorded(fit, write):
 
 
 def overwriting():
-    """A backend whose graphs write what they give into the same memory each time, as CUDA graphs do, and make it
-    not-a-number in between: when the next step begins with the first graph, what the step before has given is lost."""
-    given, first = [], []
+    """Return a backend whose graphs return the same memory each time, as CUDA graphs do. When the first graph runs, a
+    step begins, and all that earlier steps returned becomes NaN."""
+    returned, graphs = [], []
 
     def graph(module, inputs):
-        first.append(module)
-        own = {}
+        graphs.append(module)
+        memory = {}
 
         def run(*arguments):
-            if module is first[0]:
-                for tensor in given:
+            if module is graphs[0]:
+                for tensor in returned:
                     if tensor.is_floating_point():
                         tensor.fill_(float("nan"))
             values = module(*arguments)
             for number, value in enumerate(values):
                 if isinstance(value, torch.Tensor):
-                    if number not in own:
-                        given.append(own.setdefault(number, value.clone()))
-                    own[number].copy_(value)
-            return [own.get(number, value) for number, value in enumerate(values)]
+                    if number not in memory:
+                        returned.append(memory.setdefault(number, value.clone()))
+                    memory[number].copy_(value)
+            return [memory.get(number, value) for number, value in enumerate(values)]
 
         return make_boxed_func(run)
 
@@ -296,13 +294,13 @@ def overwriting():
 
 
 def section(config, name, **changes):
-    """Overrides that take a section of another config for the tiny one's."""
+    """Return overrides that replace a section of the tiny config by that of another config."""
     return [f"~{name}", f"{name}={json.dumps(yaml.safe_load(config)[name] | changes)}"]
 
 
-@pytest.mark.parametrize(("mode", "graphs"), [pytest.param("true", 2, marks=pytest.mark.slow), ("reduce-overhead", 1)])
+@pytest.mark.parametrize(("mode", "graphs"), [pytest.param("true", 2, marks=SLOW), ("reduce-overhead", 1)])
 def test_texts_of_all_lengths_take_two_compilations_or_one_graph(mode, graphs, fit, backend, tmp_path):
-    """Of one length, then of any; CUDA graphs are for the first length alone. Weights as in eager mode."""
+    """Texts are compiled for one length, then for any; CUDA graphs serve the first only. Weights equal eager mode's."""
     for name in ("train", "dev", "test"):
         rows = "".join(f"{text} {'very ' * (n % 7)}good\t{label}\n" for n, (text, label) in enumerate(reviews(128)))
         (tmp_path / f"{name}.tsv").write_text(f"sentence\tlabel\n{rows}")
@@ -313,15 +311,13 @@ def test_texts_of_all_lengths_take_two_compilations_or_one_graph(mode, graphs, f
 
 
 KEEPING = '''\
-"""Keeps what a step gives."""
-
 import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
 
 
 class Kept(Metric):
-    """Mean of all outputs, which it keeps as they are."""
+    """Mean of all outputs, which it keeps without a copy."""
 
     full_state_update = False
 
@@ -348,13 +344,13 @@ class Keeps(pl.Callback):
 
 
 def test_what_outlives_a_step_is_not_overwritten_by_the_next(fit, backend, write):
-    """Values that callbacks and metrics keep are those of eager mode, though each step writes over the last's."""
+    """Values that callbacks and metrics keep equal those of eager mode, although each step reuses the memory."""
     write("keeping.py", KEEPING)
     settings = [EPOCHS, "train.callbacks=[{type: keeping.Keeps}]", "model.metrics={kept: {type: keeping.Kept}}"]
     eager = fit(*settings)
     backend.use(overwriting())
     compiled = fit(*settings, "engine.compile=reduce-overhead")
-    means = [[value for _, value in each.series("train_kept_epoch")] for each in (eager, compiled)]
+    means = [dict(each.series("train_kept_epoch")) for each in (eager, compiled)]
     assert means[1] == pytest.approx(means[0], abs=1e-4)
     callbacks = [[c for c in each.trainer.callbacks if type(c).__name__ == "Keeps"] for each in (eager, compiled)]
     kept = [torch.tensor(each.losses) for (each,) in callbacks]
@@ -362,19 +358,18 @@ def test_what_outlives_a_step_is_not_overwritten_by_the_next(fit, backend, write
     torch.testing.assert_close(*kept, atol=1e-4, rtol=0)
 
 
-def test_gradients_that_wait_for_the_next_batch_are_not_in_the_memory_of_a_graph(fit, backend):
-    """Where batches are accumulated, each but the first begins with gradients that no graph has given."""
+def test_accumulated_gradients_are_not_in_the_memory_of_a_graph(fit, backend):
+    """While batches are accumulated, a step begins with a copy of the gradients, which no graph overwrites."""
     fitted = fit("train.max_steps=1", "train.accumulator_factor=2", "engine.compile=reduce-overhead")
     parameter = next(fitted.task.network.parameters())
-    parameter.grad = torch.ones_like(parameter)
-    given = parameter.grad
+    parameter.grad = gradient = torch.ones_like(parameter)
     fitted.task._compiled.begin_step(fitted.task, torch.device("cpu"), accumulates=True)
-    assert torch.equal(parameter.grad, given)
-    assert parameter.grad.data_ptr() != given.data_ptr()
+    assert torch.equal(parameter.grad, gradient)
+    assert parameter.grad.data_ptr() != gradient.data_ptr()
 
 
 def test_a_graph_is_for_one_shape_and_the_log_says_what_runs_without(caplog):
-    """Pictures of another size in the middle of an epoch: eager, one warning with both shapes and what to set."""
+    """Batches of another shape run eagerly; one warning has both shapes and the setting for any length."""
     compiled = Compiled("reduce-overhead")
     first, other = torch.zeros(4, 10), torch.zeros(4, 12)
     assert [compiled.takes(x, may_be_short=False) for x in (first, other, first, other)] == [True, False, True, False]
@@ -387,8 +382,8 @@ def test_a_graph_is_for_one_shape_and_the_log_says_what_runs_without(caplog):
     assert [plain.takes(x, may_be_short=False) for x in (first, other)] == [True, True]
 
 
-def test_a_wrong_label_in_the_first_batch_is_told_as_without_a_compiler(fit, backend, write):
-    """By label and outputs; a compiled loss would end with an index out of bounds."""
+def test_a_wrong_label_in_the_first_batch_is_reported_as_in_eager_mode(fit, backend, write):
+    """The error has label and number of outputs, instead of a compiled loss's index out of bounds."""
     write("stepping.py", STEPPING)
     with pytest.raises(LabelError, match=r"the data holds label 1[67], the network has 10 outputs"):
         fit("model.module.type=stepping.Wrong", "engine.compile=true")
@@ -399,7 +394,7 @@ def test_a_wrong_label_in_the_first_batch_is_told_as_without_a_compiler(fit, bac
 
 @pytest.fixture
 def variables(monkeypatch):
-    """An environment in which nothing is said about compilers."""
+    """`monkeypatch`, with an environment that names no compiler."""
     for name in ("CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -413,8 +408,8 @@ def variables(monkeypatch):
         ([0], {}, r"no C compiler: the PATH has no gcc or clang; .* set CC to its name"),
     ],
 )
-def test_without_a_compiler_the_remedy_is_told_before_anything_is_trained(gpus, given, message, variables, tmp_path):
-    """Exit code 3: torch would say so after the data were read, with a traceback."""
+def test_a_missing_compiler_is_reported_before_training(gpus, given, message, variables, tmp_path):
+    """A missing compiler ends with exit code 3 and the remedy, before data are read; torch would raise later."""
     variables.setenv("PATH", str(tmp_path))
     for name, value in given.items():
         variables.setenv(name, value)
@@ -426,48 +421,44 @@ def test_without_a_compiler_the_remedy_is_told_before_anything_is_trained(gpus, 
 
 # ---- with torch's own compiler
 
-NOTES = '''\
-"""Notes what the compiler did."""
-
+COUNTERS = """\
 import json
 import pathlib
 
 import pytorch_lightning as pl
 
 
-class Notes(pl.Callback):
+class Counters(pl.Callback):
     def on_train_end(self, trainer, module):
         from torch._dynamo.utils import counters
 
         found = {"graphs": counters["stats"]["unique_graphs"], **counters["inductor"]}
-        pathlib.Path(f"notes-{trainer.global_rank}.json").write_text(json.dumps(found))
-'''
+        pathlib.Path(f"counters-{trainer.global_rank}.json").write_text(json.dumps(found))
+"""
 
 
 @pytest.fixture
 def compiled_run(tiny, tmp_path):
-    """`compiled_run(override, …)` trains in a process of its own, with the compiler's cache in `tmp_path`; gives the
-    outcome, and what the compiler did on rank 0."""
-    (tmp_path / "notes.py").write_text(NOTES)
+    """`compiled_run(override, …)` trains in a new process with its own compiler cache; returns outcome and counters."""
+    (tmp_path / "graph_counters.py").write_text(COUNTERS)
 
     def run(*overrides):
-        words = ("train", tiny, "train.callbacks=[{type: notes.Notes}]", *overrides)
+        words = ("train", tiny, "train.callbacks=[{type: graph_counters.Counters}]", *overrides)
         outcome = real(*words, cwd=tmp_path, limit=600, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), code=0)
-        return outcome, json.loads((tmp_path / "notes-0.json").read_text())
+        return outcome, json.loads((tmp_path / "counters-0.json").read_text())
 
     return run
 
 
 def assert_close(found, expected):
-    """The weights of two runs."""
-    torch.testing.assert_close(
-        weights(found.folder / "last.ckpt"), weights(expected.folder / "last.ckpt"), atol=1e-4, rtol=1e-4
-    )
+    """Assert that the weights of two runs are equal up to 1e-4."""
+    ours, others = (weights(last_of(run)) for run in (found, expected))
+    torch.testing.assert_close(ours, others, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_a_second_run_finds_what_the_first_has_compiled_and_both_learn_what_eager_mode_does(compiled_run, tmp_path):
-    """The graphs come from the cache, in a fresh process; a short batch, validation and test compile nothing."""
+def test_a_second_run_uses_the_cache_of_the_first_and_both_learn_what_eager_mode_does(compiled_run):
+    """A new process takes the graphs from the cache; a short batch, validation and test compile nothing."""
     settings = [EPOCHS, "stages=[train, test]"]
     eager, _ = compiled_run(*settings)
     first, made = compiled_run(*settings, "engine.compile=true")
@@ -475,14 +466,14 @@ def test_a_second_run_finds_what_the_first_has_compiled_and_both_learn_what_eage
     assert (made["graphs"], made["fxgraph_cache_miss"]) == (1, 2)  # forwards and backwards
     assert (found["graphs"], found["fxgraph_cache_hit"]) == (1, 2)
     assert "fxgraph_cache_miss" not in found
-    assert digest(first.folder / "last.ckpt") == digest(second.folder / "last.ckpt")
+    assert digest(last_of(first)) == digest(last_of(second))
     assert_close(first, eager)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_two_processes_learn_what_eager_mode_does(engine, compiled_run):
-    """Under ddp with one graph of network and losses, or as many as its buckets; under fsdp the network is compiled."""
+    """Under ddp the step, and under fsdp the network, is compiled, with the weights of eager mode."""
     settings = [EPOCHS, f"engine={{backend: {engine}, processes: 2}}", "data.batch_size=8"]
     eager, _ = compiled_run(*settings)
     done, made = compiled_run(*settings, "engine.compile=true")

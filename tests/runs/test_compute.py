@@ -1,4 +1,4 @@
-"""How a process computes: order in memory, threads, memory that is kept."""
+"""How a process computes: memory format, threads, and freed memory that is reused."""
 
 import inspect
 import os
@@ -24,7 +24,7 @@ from deeplightning.engine.trainer_arguments import trainer_arguments
 
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch):
-    """Threads of this process are what they were, whatever a test does."""
+    """Restore the number of threads of this process after a test."""
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     yield
@@ -32,20 +32,20 @@ def own_threads(monkeypatch):
 
 
 def test_channels_last_lays_out_weights_and_learns_the_same(fit):
-    """Convolutions have their weights in that order, and the losses are those without it but for rounding."""
-    plain, laid = fit(), fit("engine.channels_last=true")
+    """The weights of convolutions are channels-last, and the losses are equal but for rounding."""
+    plain, last = fit(), fit("engine.channels_last=true")
 
     def are_last(fitted):
         weights = [p for p in fitted.task.network.parameters() if p.ndim == 4]
         return [p.is_contiguous(memory_format=torch.channels_last) for p in weights]
 
-    assert (all(are_last(laid)), all(are_last(plain))) == (True, False)
-    one, other = (dict(fitted.series("train_loss")) for fitted in (plain, laid))
-    assert one == pytest.approx(other, abs=1e-4)
+    assert (all(are_last(last)), all(are_last(plain))) == (True, False)
+    assert dict(plain.series("train_loss")) == pytest.approx(dict(last.series("train_loss")), abs=1e-4)
 
 
 def test_channels_last_has_one_order_in_all_tensors_of_a_convolution():
-    """Also with one channel, whose strides cuDNN gives to the gradient; values and gradients are the same bits."""
+    """All tensors of a convolution are channels-last, even with one channel, whose strides cuDNN gives to the gradient;
+    gradients are the same bits."""
     task = torch.nn.Module()
     convs = [torch.nn.Conv2d(*sizes) for sizes in ((1, 4, 3), (4, 4, 1), (4, 2, 3))]
     task.configure_model = lambda: setattr(task, "network", torch.nn.Sequential(*convs))
@@ -60,15 +60,14 @@ def test_channels_last_has_one_order_in_all_tensors_of_a_convolution():
     assert [suggest_memory_format(tensor) for tensor in seen] == [torch.channels_last] * 9
     assert all(conv.weight.grad.stride() == conv.weight.stride() for conv in convs)
     assert len(convs[0]._forward_pre_hooks) == 1
-    there = pictures.grad.clone()
+    expected, pictures.grad = pictures.grad, None
     convs[0]._forward_pre_hooks.clear()
-    pictures.grad = None
     task.network(pictures).square().sum().backward()
-    assert torch.equal(pictures.grad, there)
+    assert torch.equal(pictures.grad, expected)
 
 
 def test_ddp_wraps_the_network_on_the_stream_that_computes(tiny, place, monkeypatch):
-    """Lightning wraps it on a side stream, of which torch warns at each run on GPUs."""
+    """Our DDP does not wrap the network on a side stream as Lightning does, about which torch warns on GPUs."""
     assert "torch.cuda.stream(torch.cuda.Stream())" in inspect.getsource(DDPStrategy._setup_model)  # 2.6.6
     made = {}
     monkeypatch.setattr(
@@ -86,7 +85,7 @@ def test_ddp_wraps_the_network_on_the_stream_that_computes(tiny, place, monkeypa
 
 
 def test_lightnings_advice_on_gpus_is_not_shown(tiny, place, monkeypatch, caplog):
-    """TF32 by another name than the key's, and that a GPU which was not asked for is not used; other words are."""
+    """Advice on TF32 and on an unused GPU is hidden; other warnings are shown."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
@@ -103,8 +102,8 @@ def test_lightnings_advice_on_gpus_is_not_shown(tiny, place, monkeypatch, caplog
         warnings.warn(words, stacklevel=2)  # as torch's compiler does in some versions
         warnings.warn("GPU on fire", stacklevel=2)
     cuda._check_cuda_matmul_precision.cache_clear()
-    told = [str(warning.message) for warning in seen if "srun" not in str(warning.message)]  # where Slurm is installed
-    assert told == ["GPU on fire"]
+    shown = [str(warning.message) for warning in seen if "srun" not in str(warning.message)]  # if Slurm is installed
+    assert shown == ["GPU on fire"]
     assert caplog.messages == []
     assert "GPU available but not used." in inspect.getsource(_log_device_info)
     assert "has Tensor Cores" in inspect.getsource(cuda._check_cuda_matmul_precision)
@@ -112,13 +111,13 @@ def test_lightnings_advice_on_gpus_is_not_shown(tiny, place, monkeypatch, caplog
 
 
 def test_a_number_of_threads_is_taken(fit):
-    """`engine.threads: 2` is what torch computes with, whatever the environment says, and processes that it starts."""
+    """`engine.threads` overrides the environment for torch and for child processes."""
     fit("engine.threads=2", "train.max_steps=1")
     assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (2, "2")
 
 
 def test_kept_memory_is_not_fetched_again():
-    """What is freed and needed again costs no page faults, where malloc is glibc's; without, each page does."""
+    """With glibc, memory that is freed and allocated again causes no page faults."""
 
     def faults() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,6 +1,6 @@
-"""Every config that ships trains: each is loaded as it is, and makes a step on small files of the kind that it reads.
+"""Every shipped config loads without changes, and trains one step on small files of the kind that it reads.
 
-The files are made here: MNIST's of scikit-learn's digits, CIFAR-10's and the folder of pictures of random pixels.
+The files are generated: MNIST from scikit-learn's digits, CIFAR-10 and the image folder from random pixels.
 """
 
 import json
@@ -21,8 +21,8 @@ CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")]
 NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
 STEP = ["train.max_steps=1", "train.limit_batches={train: 1, val: 1, test: 1}", "train.export=false"]
 
-# torchvision reads CIFAR-10's files only where their MD5 sums are the published ones; in a run this makes them those of
-# the files in the folder `cifar`.
+# torchvision reads CIFAR-10's files only if they have the published MD5 sums; this replaces the sums by those of the
+# files in the folder `cifar`.
 MADE_UP = """
 import hashlib
 from pathlib import Path
@@ -83,7 +83,7 @@ FILES = {"MNIST": mnist, "CIFAR10": cifar, "ImageFolder": pictures, "TableData":
 
 
 def loaded(path):
-    """Return a shipped config; skip the test where the plug-in that it needs is not installed."""
+    """Return a shipped config; skip the test if the plug-in that it needs is not installed."""
     text = (ROOT / path).read_text()
     for plugin, sign in (("ray", "type: Ray"), ("tune", "\ntune:")):
         if sign in text:
@@ -93,7 +93,7 @@ def loaded(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 def test_a_shipped_config_opens_with_its_command_and_loads(path, monkeypatch):
-    """Its first line is the command that runs it, below the repository; and nothing in it is wrong."""
+    """The first line of a shipped config is the command that runs it from the repository, and the config is valid."""
     name = str(path.relative_to(ROOT))
     command = re.match(r"# bash train\.sh(?: (\S+\.yaml))?", path.read_text())
     assert command, f"{name} does not open with its command"
@@ -110,7 +110,7 @@ def test_a_shipped_config_opens_with_its_command_and_loads(path, monkeypatch):
     ],
 )
 def test_a_shipped_config_trains(path, command, store, tmp_path):
-    """One step, then validation and test, without a download, on files of the kind that it names."""
+    """A shipped config trains one step, validates and tests, without a download."""
     config = loaded(path)
     kind = config.data.module.type.rpartition(".")[2]
     data = FILES[kind](tmp_path) if kind in FILES else []

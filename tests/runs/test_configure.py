@@ -1,4 +1,4 @@
-"""The public door from Python: four lines train and track, and nothing happens before the last of them."""
+"""The Python API for a training of one's own: four lines train and track, and only the last one has effects."""
 
 import warnings
 
@@ -16,12 +16,13 @@ def here(place, monkeypatch):
 
 
 def entries(*folders):
-    return {path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    """Return what is in folders, without compiled code and claims of other tests' runs, whose data are hashed late."""
+    found = (path for folder in folders for path in folder.rglob("*"))
+    return {path for path in found if "__pycache__" not in path.parts and ".unsent" not in str(path)}
 
 
 def test_four_lines_train_and_track(tiny, tracked, store):
-    """`load_config`, `init_module` twice, `init_trainer`, `fit`: a finished run with weights, config and metrics; the
-    same lines again are another run."""
+    """Four lines give a finished run with weights, config and metrics; the same lines again give another run."""
     folders = []
     for _ in range(2):
         cfg = load_config(tiny)
@@ -29,7 +30,7 @@ def test_four_lines_train_and_track(tiny, tracked, store):
         trainer = init_trainer(cfg)
         trainer.fit(task, data)
         folders.append(trainer.logger.artifact_folder)
-    callback_of(trainer, Record).close()  # else MLflow's variables name this run for other tests of the process
+    callback_of(trainer, Record).close()  # otherwise MLflow's variables name this run in later tests
     assert folders[0] != folders[1]
     for folder in folders:
         assert folder.is_relative_to(store)
@@ -40,28 +41,24 @@ def test_four_lines_train_and_track(tiny, tracked, store):
 
 
 def test_building_writes_nothing_and_opens_no_run(tiny, store, place):
-    """A trainer, a task and a data module that are built and not used leave no file."""
-    before = entries(store, place)
-    claimed = {path for path in before if ".unsent" in str(path)}  # by runs of other tests, whose data are hashed late
-    cfg = load_config(tiny)
+    """Building a trainer, a task and a data module creates no file."""
+    before, cfg = entries(store, place), load_config(tiny)
     init_module(cfg, "data"), init_module(cfg, "model"), init_trainer(cfg)
-    assert {path for path in entries(store, place) if ".unsent" not in str(path)} == before - claimed
+    assert entries(store, place) == before
 
 
 def test_a_trainer_trains_again_and_tests(fit):
-    """The trainer of a run tests too, with the weights in memory or of a checkpoint."""
+    """The trainer of a run can test the weights in memory or of a checkpoint, with the same results."""
     fitted = fit("train.num_epochs=1")
-    first = fitted.trainer.test(fitted.task, fitted.data, verbose=False)
+    parts, last = (fitted.task, fitted.data), str(fitted.folder / "last.ckpt")
+    first = fitted.trainer.test(*parts, verbose=False)
     with warnings.catch_warnings():
-        second = fitted.trainer.test(
-            fitted.task, fitted.data, ckpt_path=str(fitted.folder / "last.ckpt"), verbose=False
-        )
-    assert first == second
+        assert fitted.trainer.test(*parts, ckpt_path=last, verbose=False) == first
     assert (fitted.folder / "test_results.json").is_file()
 
 
 def test_runs_of_the_same_second_have_their_own_folders(tiny, monkeypatch):
-    """If no logger has a folder."""
+    """Without a logger that has a folder, runs of the same second get different folders."""
     monkeypatch.setattr("deeplightning.callbacks.time.strftime", lambda _: "2026-11-30_10-00-00")
     folders = {callback_of(init_trainer(load_config(tiny)), Record).fallback for _ in range(2)}
     assert len(folders) == 2

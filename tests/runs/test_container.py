@@ -1,7 +1,6 @@
-"""The container of the server: its Dockerfile copies what the server imports, and installs what the lock says.
+"""The server's container: the Dockerfile copies the modules that the server imports, and installs locked versions.
 
-No container engine is needed: the files that the Dockerfile copies are copied, and what it installs is installed, into
-a folder and an environment of their own.
+No container engine is needed: the tests copy and install the same files into a folder and a new environment.
 """
 
 import ast
@@ -31,7 +30,7 @@ HEAVY = ("torch", "torchvision", "pytorch_lightning", "mlflow", "pandas", "onnx"
 
 
 def instructions():
-    """The Dockerfile's lines as (instruction, the rest), of the stage that serves a mounted bundle."""
+    """Return (instruction, arguments) of the Dockerfile's stage that serves a mounted bundle."""
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     stages = [number for number, (word, _) in enumerate(lines) if word == "FROM"]
@@ -39,19 +38,19 @@ def instructions():
     return [(word, rest.strip()) for word, rest in lines[stages[0] : stages[1]]]
 
 
-def of(word):
-    """The values of all instructions of one kind."""
-    return [rest for instruction, rest in instructions() if instruction == word]
+def arguments(instruction):
+    """Return the arguments of each instruction of one kind."""
+    return [rest for word, rest in instructions() if word == instruction]
 
 
 def copied():
-    """What is copied: sources and target of each instruction."""
-    return [(words[:-1], words[-1]) for words in map(str.split, of("COPY"))]
+    """Return sources and target of each COPY."""
+    return [(words[:-1], words[-1]) for words in map(str.split, arguments("COPY"))]
 
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory):
-    """The container's working directory, with what is copied into it."""
+    """The container's working directory, with the files that are copied into it."""
     folder = tmp_path_factory.mktemp("container") / "app"
     for sources, target in copied():
         for source in sources:
@@ -64,7 +63,7 @@ def app(tmp_path_factory):
 
 
 def test_the_server_finds_all_of_its_modules_in_the_container(app):
-    """Every module of ours that the server may import is among the files that are copied, and none needs torch."""
+    """All of our modules that the server may import are copied, and none needs torch."""
     modules = [f"serve.{path.stem}" for path in sorted((app / "serve").glob("*.py")) if path.stem != "__init__"]
     program = (
         f"import sys, {', '.join(modules)}\n"
@@ -79,7 +78,7 @@ def test_the_server_finds_all_of_its_modules_in_the_container(app):
 
 
 def test_what_is_installed_is_what_the_server_imports_at_the_versions_of_the_lock(app):
-    """serve/requirements.txt has the lines of requirements.lock for each library that a copied file imports."""
+    """serve/requirements.txt has the locked version of each library that a copied file imports, and no other."""
     names = set()
     for path in app.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -96,59 +95,59 @@ def test_what_is_installed_is_what_the_server_imports_at_the_versions_of_the_loc
 
 
 def test_the_engine_gets_what_is_copied():
-    """.dockerignore keeps everything out but that, and the bundles of runs."""
+    """.dockerignore excludes everything except the copied files and the bundles of runs."""
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "*"
-    let_in = [line.removeprefix("!") for line in lines if line.startswith("!")]
+    included = {line.removeprefix("!") for line in lines if line.startswith("!")}
     sources = [source.removesuffix("/") for sources, _ in copied() for source in sources]
-    assert [s for s in sources if s not in let_in and s.partition("/")[0] not in let_in] == []
+    assert [s for s in sources if not {s, s.partition("/")[0]} & included] == []
     bundles = {"bundle", "mlruns/*/*/artifacts/bundle"}
-    assert set(let_in) - bundles == {s for s in sources if not s.startswith("serve/")}
-    assert set(lines) - {f"!{line}" for line in let_in} == {"*", "**/__pycache__"}
+    assert included - bundles == {s for s in sources if not s.startswith("serve/")}
+    assert set(lines) - {f"!{line}" for line in included} == {"*", "**/__pycache__"}
 
 
 def install(app, home, device="cpu", **variables):
-    """Runs the Dockerfile's RUN line in `app`, with the uv that is here, into a new environment `home`."""
+    """Run the Dockerfile's RUN line in `app` with our uv, into a new environment `home`."""
     uv = Path(sys.executable).with_name("uv")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, home], env=environment, check=True)
-    (line,) = of("RUN")
+    (line,) = arguments("RUN")
     assert line.count(PIP) == line.count(UV) == 1
     line = line.replace(PIP, "true").replace(UV, shlex.join([str(uv), "pip", "install", "-q", "--python", str(home)]))
-    return subprocess.run(
-        ["bash", "-ec", line], cwd=app, env={**environment, "DEVICE": device}, capture_output=True, text=True
-    )
+    environment["DEVICE"] = device
+    return subprocess.run(["bash", "-ec", line], cwd=app, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def python(app):
-    """The interpreter of an environment in which the Dockerfile's RUN line was run."""
+    """The interpreter of an environment that the Dockerfile's RUN line has filled."""
     home = app.parent / "env"
     cache = {"UV_CACHE_DIR": str(ROOT / ".uv" / "cache")} if (ROOT / ".uv" / "cache").is_dir() else {}
-    assert of("ARG") == ["DEVICE=cpu"]
+    assert arguments("ARG") == ["DEVICE=cpu"]
     done = install(app, home, **cache)
     assert done.returncode == 0, done.stderr
     return home / "bin" / "python"
 
 
 def wheel(folder, name, needs):
-    """An empty package of the version 1.0; gives its line of a lock."""
-    path = folder / f"{name.replace('-', '_')}-1.0-py3-none-any.whl"
-    info = f"{path.name.removesuffix('-py3-none-any.whl')}.dist-info"
-    extras = "".join(f"Provides-Extra: {extra}\n" for extra in ("cuda", "cudnn"))
+    """Write an empty package of version 1.0 and return its line for a lock."""
+    stem = f"{name.replace('-', '_')}-1.0"
+    path = folder / f"{stem}-py3-none-any.whl"
+    extras = "Provides-Extra: cuda\nProvides-Extra: cudnn\n"
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{extras}Requires-Dist: {needs}\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{extras}Requires-Dist: {needs}\n"
-        )
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+        for file, text in files.items():
+            archive.writestr(f"{stem}.dist-info/{file}", text)
     return f"{name}==1.0 \\\n    --hash=sha256:{sha256(path.read_bytes()).hexdigest()}\n"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_image_gets_no_file_but_those_of_the_lock(tmp_path, device):
-    """The build ends when the index gives another file for a package of the lock, and when a package is not in the
-    lock; except for DEVICE=cuda, whose onnxruntime-gpu is not in it."""
+    """The build fails for another file of a locked package, and for an unlocked one other than onnxruntime-gpu."""
     app, files = tmp_path / "app", tmp_path / "files"
     app.mkdir()
     files.mkdir()
@@ -161,41 +160,39 @@ def test_the_image_gets_no_file_but_those_of_the_lock(tmp_path, device):
         (app / "requirements.txt").write_text("onnxruntime==1.0\n")
         (app / "requirements.lock").write_text("".join(lock))
         done = install(app, tmp_path / name, device, **offline)
-        return (
-            done.stderr
-            if done.returncode
-            else sorted(path.name.partition("-")[0] for path in (tmp_path / name).rglob("*-1.0.dist-info"))
-        )
+        if done.returncode:
+            return done.stderr
+        return sorted(path.name.partition("-")[0] for path in (tmp_path / name).rglob("*-1.0.dist-info"))
 
     runtime = "onnxruntime" if device == "cpu" else PACKAGE.partition("[")[0].replace("-", "_")
-    right = build("right", lock)
-    assert right == sorted(["needed", "needed_too", runtime])
+    expected = ["needed", "needed_too", runtime]
+    assert build("complete", lock) == expected
     assert {path.name for path in app.iterdir()} == {"requirements.txt", "requirements.lock"}
-    without = build("without", [lock[0], *lock[2:]])
-    assert without == right if device == "cuda" else "needed-too" in without, without
+    incomplete = build("incomplete", [lock[0], *lock[2:]])
+    assert incomplete == expected if device == "cuda" else "needed-too" in incomplete, incomplete
     lock[1] = re.sub("sha256:.*", f"sha256:{'0' * 64}", lock[1])
     assert "Hash mismatch for `needed-too==1.0`" in build("other", lock)
 
 
 def test_a_device_that_the_image_does_not_know_ends_the_build(tmp_path):
+    """An unknown DEVICE fails the build with the allowed values."""
     done = install(tmp_path, tmp_path / "home", "rocm")
     assert (done.returncode, done.stderr) == (2, "DEVICE is rocm; it can be cpu or cuda\n")
 
 
 @pytest.mark.slow
 def test_the_server_runs_from_the_copied_files_alone(app, python, tmp_path):
-    """With the Dockerfile's entry point it becomes ready by the Dockerfile's own check, answers, and ends at SIGTERM;
-    no torch is there, and what is installed has the size that the Dockerfile tells."""
+    """The Dockerfile's entry point starts a server that passes its health check, answers, and ends on SIGTERM. Torch is
+    not installed, and the installed size is the one in the Dockerfile."""
     installed = {path.name for path in python.parents[1].glob("lib/python*/site-packages/*")}
     assert installed.isdisjoint(HEAVY)
     assert {"onnxruntime", "httptools", "flask"} <= installed
     size = sum(path.stat().st_size for path in python.parents[1].rglob("*") if path.is_file() and not path.is_symlink())
-    told = re.search(r"image of some [0-9]+ MB, ([0-9]+) are what is installed", (ROOT / "Dockerfile").read_text())
-    assert told is not None
-    assert size / 1e6 == pytest.approx(int(told[1]), rel=0.15)
+    stated = re.search(r"image of some [0-9]+ MB, ([0-9]+) are what is installed", (ROOT / "Dockerfile").read_text())
+    assert size / 1e6 == pytest.approx(int(stated[1]), rel=0.15)
 
     bundle = colour_run(tmp_path / "run").bundle
-    (entry,) = of("ENTRYPOINT")
+    (entry,) = arguments("ENTRYPOINT")
     command = [str(bundle) if word == "/bundle" else word for word in json.loads(entry)]
     environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": "/nonexistent"}
     log = tmp_path / "log"
@@ -205,18 +202,15 @@ def test_the_server_runs_from_the_copied_files_alone(app, python, tmp_path):
         )
     try:
         wait_until(lambda: "Serving image_classification" in log.read_text() or server.poll() is not None, 60)
-        found = re.search(r"http://0\.0\.0\.0:([0-9]+)", log.read_text())
-        assert found is not None
-        (check,) = [json.loads(rest[rest.index("CMD ") + 4 :]) for rest in of("HEALTHCHECK")]
-        assert of("EXPOSE") == ["5000"]
-        program = check[2].replace(":5000/", f":{found[1]}/")
+        port = re.search(r"http://0\.0\.0\.0:([0-9]+)", log.read_text())[1]
+        (check,) = [json.loads(rest[rest.index("CMD ") + 4 :]) for rest in arguments("HEALTHCHECK")]
+        assert arguments("EXPOSE") == ["5000"]
+        program = check[2].replace(":5000/", f":{port}/")
         assert program != check[2]
         subprocess.run([python, check[1], program], cwd=app, env=environment, check=True)
         body = json.dumps({"images": [encoded(picture(colour)) for colour in COLOURS]}).encode()
-        address = f"http://127.0.0.1:{found[1]}/predict"
-        with urllib.request.urlopen(
-            urllib.request.Request(address, body, {"Content-Type": "application/json"}), timeout=30
-        ) as answer:
+        address, headers = f"http://127.0.0.1:{port}/predict", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(address, body, headers), timeout=30) as answer:
             predictions = json.load(answer)["predictions"]
         assert [one["label"] for one in predictions] == list(COLOURS)
         assert predictions[0]["predictions"][0]["probability"] == pytest.approx(probabilities("red").max(), abs=1e-5)

@@ -1,4 +1,4 @@
-"""The data modules: which samples are in which set, what a batch looks like, and what is said when files are wrong."""
+"""The data modules: which samples are in each set, what a batch contains, and which errors invalid files give."""
 
 import functools
 import gzip
@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ import torchvision
 from checks import write_mnist
 from modules import data_config, on_rank
 from PIL import Image
+from served import wait_until
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -37,29 +38,28 @@ from deeplightning.data.splits import assign_folds
 from deeplightning.image_spec import ImageSpec
 
 ROOT = Path(__file__).parents[2]
+SPLITS = ("train", "val", "test")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """Where decoded images go: each test has a folder of its own, beside its `tmp_path`."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("DEEPLIGHTNING_CACHE", str(folder))
-    return folder
+    """Give each test its own folder for decoded images, outside `tmp_path`."""
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def sizes(module: ImageData) -> tuple[int, ...]:
-    return tuple(len(module.dataset(split)) for split in ("train", "val", "test"))
+    return tuple(len(module.dataset(split)) for split in SPLITS)
 
 
 def gathered(loader) -> dict[str, torch.Tensor]:
-    """All batches of a loader, one after the other."""
+    """Concatenate all batches of a loader."""
     batches = list(loader)
     return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
 
 @pytest.fixture
 def mnist_root(tmp_path):
-    """An MNIST folder of 400 and 100 digits, 8x8."""
+    """An MNIST folder of 400 training and 100 test digits, 8x8."""
     digits = load_digits()
     return write_mnist(tmp_path, np.rint(digits.images[:500] * 15.9375), digits.target[:500], 400)
 
@@ -68,18 +68,18 @@ CLASSES = ["a cat", "dog", "zebra fish"]
 
 
 def draw(path: Path, number: int) -> None:
-    """A picture of random size and content."""
+    """Write an image of random size and content."""
     random = np.random.RandomState(number)
     height, width = random.randint(20, 60, size=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(random.randint(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
 
 
-def draw_classes(root: Path, count: int, first: int = 0) -> Path:
-    """A folder of three classes."""
+def draw_classes(root: Path, count: int) -> Path:
+    """Write `count` images of each of three classes and return their folder."""
     for label, name in enumerate(CLASSES):
         for number in range(count):
-            draw(root / name / f"image {number:03}.png", first + 1000 * label + number)
+            draw(root / name / f"image {number:03}.png", 1000 * label + number)
     return root
 
 
@@ -88,7 +88,7 @@ def draw_classes(root: Path, count: int, first: int = 0) -> Path:
 
 @pytest.mark.parametrize(("size", "num_folds"), [(512, 10), (1797, 10), (60, 7), (11, 10), (10, 10), (5, 2)])
 def test_folds_are_even_and_stratified(size, num_folds):
-    """Folds differ by at most one sample, in total and in each class, and fold 0 is not the larger."""
+    """Folds differ by at most one sample, in total and in each class, and fold 0 is among the smaller ones."""
     labels = np.random.RandomState(0).randint(0, 4, size)
     folds = assign_folds(labels, num_folds, seed=3)
     for counted in (folds, *(folds[labels == label] for label in range(4))):
@@ -99,9 +99,8 @@ def test_folds_are_even_and_stratified(size, num_folds):
 
 
 def test_folds_are_frozen():
-    """The folds of a seed are the same in any later version, and on any machine."""
-    labels = np.arange(12) % 3
-    frozen = [3, 2, 2, 0, 3, 1, 2, 0, 3, 1, 1, 0]
+    """The folds of a seed are the same in any later version and on any machine."""
+    labels, frozen = np.arange(12) % 3, [3, 2, 2, 0, 3, 1, 2, 0, 3, 1, 1, 0]
     assert assign_folds(labels, 4, seed=42).tolist() == frozen
     assert assign_folds(labels, 4, seed=43).tolist() != frozen
     assert assign_folds(labels, 4, seed=42, purpose=1).tolist() != frozen
@@ -112,34 +111,33 @@ def rows(images: torch.Tensor) -> list[bytes]:
 
 
 def test_digits_are_divided_80_10_10():
-    """All 1,797 digits are in one of the sets, once, as they are in scikit-learn; the spec has their mean and std."""
+    """Each of scikit-learn's 1,797 digits is in exactly one set; the spec has their mean and standard deviation."""
     module = on_rank(Digits(data_config()))
     assert sizes(module) == (1439, 179, 179)
-    together = torch.cat([module.dataset(split).images for split in ("train", "val", "test")])
-    wanted = torch.from_numpy(np.rint(load_digits().images * 255 / 16).astype(np.uint8))
-    assert rows(wanted) == rows(together)
+    together = torch.cat([module.dataset(split).images for split in SPLITS])
+    assert rows(together) == rows(torch.from_numpy(np.rint(load_digits().images * 255 / 16).astype(np.uint8)))
     assert module.class_names == list("0123456789")
     assert module.image_spec == ImageSpec(8, 8, "L", mean=(0.3053,), std=(0.3759,))
     assert (together / 255).mean().item() == pytest.approx(0.3053, abs=1e-4)
     assert (together / 255).std().item() == pytest.approx(0.3759, abs=1e-4)
-    for split in ("train", "val", "test"):
+    for split in SPLITS:
         assert np.ptp(np.bincount(module.dataset(split).labels)) <= 0.03 * len(module.dataset("train"))
 
 
 def test_splits_depend_on_the_seed_alone():
-    """Every rank and every rerun has the same sets; another seed has others; the test set ignores num_splits."""
+    """Every rank and every rerun has the same sets, another seed has others, and the test set ignores num_splits."""
 
     def split(name, rank=0, **values):
         return on_rank(Digits(data_config(**values)), rank, 2).dataset(name).images
 
-    for name in ("train", "val", "test"):
+    for name in SPLITS:
         assert torch.equal(split(name), split(name, rank=1, batch_size=3))
         assert split(name).shape != split(name, seed=1).shape or not torch.equal(split(name), split(name, seed=1))
     assert torch.equal(split("test"), split("test", num_splits=5, fold=2))
 
 
 def test_num_splits():
-    """512 training samples in ten folds validate on 51, and over all folds each sample validates once."""
+    """512 training samples in ten folds validate on 51; over all folds each sample is validated once."""
     module = on_rank(Digits(data_config(num_splits=10), limit=512))
     assert sizes(module) == (461, 51, 179)
     held_out = []
@@ -164,7 +162,7 @@ def test_num_splits():
     ],
 )
 def test_impossible_config(loader, params, words):
-    """A value that cannot work is a ValueError of one sentence before any data is read; the exit code is 2."""
+    """An invalid value raises a ValueError of one line with exit code 2, before data are read."""
     with pytest.raises(ValueError, match=words) as error:
         Digits(data_config(loader=loader), **params)
     assert error.value.exit_code == 2
@@ -172,7 +170,7 @@ def test_impossible_config(loader, params, words):
 
 
 def test_too_few_samples():
-    """Sets too small to divide are named with their numbers."""
+    """Sets that are too small to divide or to fill a batch are errors with their sizes."""
     with pytest.raises(DataError, match="5 training samples are too few to hold out one in 9"):
         on_rank(Digits(data_config(), limit=5))
     with pytest.raises(DataConfigError, match=r"no training batch: .* 1439 samples, but a batch has 800 .* x 2"):
@@ -183,8 +181,8 @@ def test_too_few_samples():
 
 
 def test_only_training_is_shuffled():
-    """A batch is uint8 images, int64 labels and int64 positions in the set, which lead back to the samples. Validation,
-    test and prediction run in data order, the last one over the test set; training does not."""
+    """A batch has uint8 images, int64 labels and int64 positions in the set. Validation, test and prediction (of the
+    test set) run in data order; each epoch of training has another order."""
     module = on_rank(Digits(data_config()))
     for stage, split in (("val", "val"), ("test", "test"), ("predict", "test"), ("train", "train")):
         found, dataset = gathered(getattr(module, f"{stage}_dataloader")()), module.dataset(split)
@@ -197,40 +195,39 @@ def test_only_training_is_shuffled():
     loader.sampler.set_epoch(1)
     second = gathered(loader)["index"]
     assert not torch.equal(found["index"], second)
-    assert torch.equal(torch.arange(1439), found["index"].sort()[0])
-    assert torch.equal(torch.arange(1439), second.sort()[0])
+    for index in (found["index"], second):
+        assert torch.equal(torch.arange(1439), index.sort()[0])
 
 
 @pytest.mark.parametrize(("drop_last", "batches"), [(False, 3), (True, 2)])
 def test_drop_last(drop_last, batches):
-    """`drop_last` leaves out the last training batch, and nothing of the evaluation."""
+    """`drop_last` drops the last training batch, and nothing in evaluation."""
     module = on_rank(Digits(data_config(loader={"drop_last": drop_last}), limit=147))  # 131 train
     assert len(module.train_dataloader()) == len(list(module.train_dataloader())) == batches
     assert len(gathered(module.test_dataloader())["index"]) == 147
 
 
 def test_loading_leaves_the_random_state_alone():
-    """No random number of torch, numpy or Python is used up by dividing or loading."""
-    module = Digits(data_config())
-    before = torch.get_rng_state(), np.random.get_state()[2], np.random.get_state()[1].tolist()
+    """Dividing and loading data draw no random number from torch's or NumPy's global generators."""
+
+    def state():
+        return torch.get_rng_state().tolist(), np.random.get_state()[2], np.random.get_state()[1].tolist()
+
+    module, before = Digits(data_config()), state()
     on_rank(module)
     for loader in (module.train_dataloader(), module.val_dataloader()):
         list(loader)
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (np.random.get_state()[2], np.random.get_state()[1].tolist())
+    assert state() == before
 
 
 def test_workers_agree(tmp_path):
-    """Two workers that read files give the batches that no worker gives, and that memory gives, and the cache, copied
-    into memory or not, in each epoch."""
+    """Batches are the same in each epoch with or without loader workers, from files, from memory or from the cache."""
     draw_classes(tmp_path, 10)
     ways = [(True, 2, False), (False, 0, False), (False, 2, False), (True, 2, True), (False, 2, True), (None, 2, True)]
-    modules = [
-        on_rank(
-            ImageFolder(data_config(tmp_path, batch_size=4, num_workers=workers), 16, in_memory=memory, cache=cached)
-        )
-        for memory, workers, cached in ways
-    ]
+    modules = []
+    for memory, workers, cached in ways:
+        cfg = data_config(tmp_path, batch_size=4, num_workers=workers)
+        modules.append(on_rank(ImageFolder(cfg, 16, in_memory=memory, cache=cached)))
     maps = [module.dataset("train").large["image"] for module in modules[4:]]
     assert len({pixels.data_ptr() for pixels in maps}) == 2  # each has its own map
     loaders = [module.train_dataloader() for module in modules]
@@ -248,22 +245,21 @@ def test_workers_agree(tmp_path):
 
 
 def test_a_damaged_file_in_a_worker(tmp_path):
-    """A file that a worker cannot decode is named in one plain sentence, without the worker's traceback."""
+    """A file that a worker cannot decode is an error of one line with its path, without the worker's traceback."""
     draw_classes(tmp_path, 10)
-    (tmp_path / "dog" / "image 003.png").write_bytes(b"no image")
+    path = tmp_path / "dog" / "image 003.png"
+    path.write_bytes(b"no image")
     module = on_rank(ImageFolder(data_config(tmp_path, num_workers=1), in_memory=False, cache=False))
-    split = next(
-        s for s in ("train", "val", "test") if any("dog/image 003" in p for p in module.dataset(s).samples.items)
-    )
+    split = next(split for split in SPLITS if str(path) in module.dataset(split).samples.items)
     with pytest.raises(DataError) as error:
         list(getattr(module, f"{split}_dataloader")())
-    assert str(error.value).startswith(f"{tmp_path / 'dog' / 'image 003.png'}: cannot be used as an image. This is not")
+    assert str(error.value).startswith(f"{path}: cannot be used as an image. This is not")
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 3
 
 
 def test_memory_limit(monkeypatch):
-    """Without a word from the user, a set is held in memory if its prepared images stay within the limit."""
+    """By default a set is held in memory if its prepared images stay within the limit."""
     monkeypatch.setattr(loading, "IN_MEMORY_LIMIT", 1797 * 64)
     assert on_rank(Digits(data_config())).in_memory is True
     monkeypatch.setattr(loading, "IN_MEMORY_LIMIT", 1797 * 64 - 1)
@@ -275,7 +271,7 @@ def test_memory_limit(monkeypatch):
     ("stage", "prepared"), [("fit", ["train", "val"]), ("validate", ["val"]), ("test", ["test"]), ("predict", ["test"])]
 )
 def test_setup_prepares_what_the_stage_needs(stage, prepared):
-    """Images that a stage does not look at are not decoded."""
+    """A stage decodes only the sets that it reads, and only once."""
     module = Digits(data_config())
     module.setup(stage)
     assert sorted(module._datasets) == sorted(prepared)
@@ -287,16 +283,14 @@ def test_setup_prepares_what_the_stage_needs(stage, prepared):
 # Augmentation
 
 
-def numbered(batch: int, height: int = 6, width: int = 5) -> torch.Tensor:
-    """Images of which all pixels but 0 differ."""
-    return (
-        torch.arange(1, 2 * height * width + 1, dtype=torch.uint8).reshape(1, 2, height, width).repeat(batch, 1, 1, 1)
-    )
+def numbered(batch: int) -> torch.Tensor:
+    """Return equal images, (batch, 2, 6, 5), whose pixels differ from each other and from 0."""
+    return torch.arange(1, 61, dtype=torch.uint8).reshape(1, 2, 6, 5).repeat(batch, 1, 1, 1)
 
 
 @pytest.mark.parametrize(("p", "share"), [(0.0, 0.0), (1.0, 1.0), (0.25, 0.25)])
 def test_flip(p, share):
-    """Each image is mirrored or not, by itself, with the probability asked for."""
+    """Each image is mirrored independently, with probability p."""
     torch.manual_seed(0)
     images = numbered(2000)
     flipped = RandomHorizontalFlip(p)(images)
@@ -308,7 +302,7 @@ def test_flip(p, share):
 
 
 def test_crop():
-    """Each image is a window of its padded self; all windows occur, equally often."""
+    """Each crop is a window of the padded image, and all windows are equally likely; invalid arguments are errors."""
     torch.manual_seed(0)
     images = numbered(1800)
     padded = np.pad(images[0].numpy(), ((0, 0), (1, 1), (1, 1)))
@@ -326,13 +320,13 @@ def test_crop():
 
 @pytest.mark.parametrize("config", ["cifar10_resnet18", "cifar10_vit"])
 def test_the_configs_of_cifar_flip(config):
-    """Both shipped configs of CIFAR-10 name crop and flip."""
+    """Both shipped configs of CIFAR-10 crop and flip training images."""
     params = load_config(ROOT / "configs" / f"{config}.yaml").data.module.params
     assert [target["type"].rpartition(".")[2] for target in params["augment"]] == ["RandomCrop", "RandomHorizontalFlip"]
 
 
-class Looker(pl.LightningModule):
-    """Learns nothing, remembers the batches it is given."""
+class Recorder(pl.LightningModule):
+    """Records its batches and learns nothing."""
 
     def __init__(self):
         super().__init__()
@@ -361,16 +355,15 @@ class Looker(pl.LightningModule):
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_real_trainer(in_memory):
-    """Lightning trains, validates, tests and predicts, in memory and with workers, without a warning; only training
-    images are augmented."""
+    """Lightning's Trainer runs all stages without a warning, from memory or workers, and augments only training."""
     module = Digits(data_config(num_workers=2), augment=[RandomHorizontalFlip(1.0)], in_memory=in_memory)
-    looker = Looker()
+    recorder = Recorder()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     trainer = pl.Trainer(max_epochs=2, enable_model_summary=False, num_sanity_val_steps=0, **quiet)
-    trainer.fit(looker, datamodule=module)
-    trainer.test(looker, datamodule=module, verbose=False)
-    trainer.predict(looker, datamodule=module)
-    seen = {stage: gathered(batches) for stage, batches in looker.seen.items()}
+    trainer.fit(recorder, datamodule=module)
+    trainer.test(recorder, datamodule=module, verbose=False)
+    trainer.predict(recorder, datamodule=module)
+    seen = {stage: gathered(batches) for stage, batches in recorder.seen.items()}
     plain = on_rank(Digits(data_config()))
     train = seen["train"]
     assert len(train["index"]) == 2 * 1439
@@ -386,7 +379,7 @@ def test_a_real_trainer(in_memory):
 
 
 def test_mnist_reads_idx_files(mnist_root):
-    """The files' own images and labels arrive, whatever their number; a tenth of the training set validates."""
+    """MNIST has the images and labels of its files, in any number; a tenth of the training set validates."""
     module = on_rank(MNIST(data_config(mnist_root), image_size=8))
     assert sizes(module) == (360, 40, 100)
     digits = load_digits()
@@ -400,12 +393,11 @@ def test_mnist_reads_idx_files(mnist_root):
 
 @pytest.mark.parametrize("kind", [MNIST, CIFAR10])
 def test_missing_data(tmp_path, kind):
-    """Where nothing is, the absolute path and both ways out are named, exit code 3, and nothing is created."""
+    """Missing files are an error with the absolute path, both remedies and exit code 3; nothing is created."""
     module = kind(data_config(tmp_path / "nowhere"))
+    words = r"is missing\. Set data\.root .*data\.module\.params\.download=true"
     for call in (module.check, module.prepare_data, module.setup):
-        with pytest.raises(
-            DataError, match=r"is missing\. Set data\.root .*data\.module\.params\.download=true"
-        ) as error:
+        with pytest.raises(DataError, match=words) as error:
             call()
         assert str(tmp_path / "nowhere") in str(error.value)
         assert error.value.exit_code == 3
@@ -414,7 +406,7 @@ def test_missing_data(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [MNIST, CIFAR10, ImageFolder])
 def test_root_is_null(kind):
-    """No data.root at all is a fault of the config, exit code 2."""
+    """`data.root: null` is an error of the config, exit code 2."""
     with pytest.raises(DataConfigError, match=r"data\.root is null") as error:
         kind(data_config(None))
     assert error.value.exit_code == 2
@@ -435,7 +427,7 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
     ],
 )
 def test_damaged_mnist(mnist_root, name, damage, words):
-    """A file that is cut off, of another kind, or contradicts another is named with its figures, exit code 3."""
+    """A file that is truncated, of another format, or contradicts another file is an error with its path."""
     path = mnist_root / "MNIST" / "raw" / name
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=words) as error:
@@ -444,21 +436,17 @@ def test_damaged_mnist(mnist_root, name, damage, words):
 
 
 def test_one_download(mnist_root, tmp_path):
-    """Of several processes that prepare one folder at the same time, one downloads; a later one finds the files."""
+    """If several threads prepare one folder at the same time, one downloads; a later one finds the files."""
     fetched = []
 
     class Copied(MNIST):
         def fetch(self):
-            fetched.append(threading.get_ident())
+            fetched.append(self)
             shutil.copytree(mnist_root / "MNIST", self.root / "MNIST")
 
-    root = tmp_path / "new" / "folder"
-    modules = [Copied(data_config(root), download=True) for _ in range(4)]
-    threads = [threading.Thread(target=module.prepare_data) for module in modules]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    modules = [Copied(data_config(tmp_path / "new" / "folder"), download=True) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(Copied.prepare_data, modules))
     modules[0].prepare_data()
     assert len(fetched) == 1
     assert sizes(on_rank(modules[1])) == (360, 40, 100)
@@ -466,7 +454,7 @@ def test_one_download(mnist_root, tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    """A web server for the files in a folder; its address."""
+    """The folder and the address of a web server for its files."""
     folder = tmp_path / "server"
     folder.mkdir()
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
@@ -477,7 +465,7 @@ def server(tmp_path):
 
 
 def test_torchvision_downloads(mnist_root, server, tmp_path, monkeypatch):
-    """The real download, from a server of our own, ends in a set that trains; a wrong answer is named, exit code 3."""
+    """torchvision's download from a local server gives a valid set; a wrong answer is an error with exit code 3."""
     folder, address = server
     resources = []
     for path in sorted((mnist_root / "MNIST" / "raw").iterdir()):
@@ -498,7 +486,7 @@ def test_torchvision_downloads(mnist_root, server, tmp_path, monkeypatch):
 
 @pytest.fixture
 def cifar_root(tmp_path, monkeypatch):
-    """A CIFAR-10 folder of 5 x 20 and 20 images, with its MD5 sums made known to torchvision."""
+    """A CIFAR-10 folder of 5 x 20 training and 20 test images, whose MD5 sums torchvision accepts."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     random = np.random.RandomState(0)
@@ -521,7 +509,7 @@ def cifar_root(tmp_path, monkeypatch):
 
 
 def test_cifar_reads_its_files(cifar_root):
-    """Colour images arrive with channels first, as torchvision shows them one by one."""
+    """CIFAR-10 has torchvision's images and labels, with channels first."""
     module = on_rank(CIFAR10(data_config(cifar_root)))
     assert sizes(module) == (90, 10, 20)
     source = torchvision.datasets.CIFAR10(cifar_root, train=False)
@@ -535,7 +523,7 @@ def test_cifar_reads_its_files(cifar_root):
 
 
 def test_damaged_cifar_is_not_unpickled(cifar_root):
-    """A file with another MD5 sum is refused, and what hides in it does not run."""
+    """A file with another MD5 sum is refused, and a pickle in it is not loaded."""
 
     class Hostile:
         def __reduce__(self):
@@ -552,7 +540,7 @@ def test_damaged_cifar_is_not_unpickled(cifar_root):
 
 
 def test_a_folder_per_class(tmp_path):
-    """Without train, val and test, each class is divided 80/10/10; what is nested counts, what is hidden does not."""
+    """Without folders train, val and test each class is divided 80/10/10; nested files count, hidden ones do not."""
     root = draw_classes(tmp_path / "my pictures", 20)
     draw(root / "dog" / "deep" / "er" / "x.JPG", 7)
     (root / "dog" / ".hidden.png").write_bytes(b"no image")
@@ -562,9 +550,9 @@ def test_a_folder_per_class(tmp_path):
     module = on_rank(ImageFolder(data_config(root), image_size=[12, 16]))
     assert module.class_names == CLASSES
     assert sizes(module) == (49, 6, 6)
-    for split in ("train", "val", "test"):
+    for split in SPLITS:
         assert np.ptp(np.bincount(module.dataset(split).labels)) <= 1
-    paths = [path for split in ("train", "val", "test") for path in module.dataset(split).samples.items]
+    paths = [path for split in SPLITS for path in module.dataset(split).samples.items]
     assert len(set(paths)) == 61
     assert not any("/." in path for path in paths)
     for split in ("train", "test"):
@@ -577,15 +565,15 @@ def test_a_folder_per_class(tmp_path):
 
 
 def test_train_val_test_folders(tmp_path):
-    """With train, val and test folders each is what its name says; num_splits overrules val."""
-    for number, (split, count) in enumerate((("train", 20), ("val", 3), ("test", 4))):
-        draw_classes(tmp_path / split, count, first=10_000 * number)
+    """Folders train, val and test are the sets of their names; num_splits takes precedence over val."""
+    for split, count in zip(SPLITS, (20, 3, 4), strict=True):
+        draw_classes(tmp_path / split, count)
     assert sizes(on_rank(ImageFolder(data_config(tmp_path), image_size=8))) == (60, 9, 12)
     assert sizes(on_rank(ImageFolder(data_config(tmp_path, num_splits=4), image_size=8))) == (45, 15, 12)
 
 
 def test_a_run_without_the_set_of_a_later_stage_does_not_train(command, store, tiny, tmp_path):
-    """One note, exit code 3, and no run begins."""
+    """A missing test set of a later stage is an error with exit code 3 before training, and no run is created."""
     draw_classes(tmp_path / "train", 20)
     data = "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 8, mode: L}}"
     for stages in ("[train,test]", "[train,predict]"):
@@ -596,7 +584,7 @@ def test_a_run_without_the_set_of_a_later_stage_does_not_train(command, store, t
 
 
 def test_links_are_followed_once(tmp_path):
-    """A class may be a link to a folder elsewhere, and a ring of links ends."""
+    """A class may be a link to another folder, and a cycle of links is followed once."""
     draw_classes(tmp_path / "elsewhere", 10)
     root = tmp_path / "root"
     root.mkdir()
@@ -619,10 +607,10 @@ def test_links_are_followed_once(tmp_path):
     ],
 )
 def test_wrong_folders(tmp_path, break_it, place, words):
-    """What is wrong with a folder or a file is named with its path, exit code 3."""
+    """An invalid folder or file is an error with its path and exit code 3."""
     root = tmp_path / "root"
-    for number, split in enumerate(("train", "val", "test")):
-        draw_classes(root / split, 4, first=10_000 * number)
+    for split in SPLITS:
+        draw_classes(root / split, 4)
     break_it(root)
     with pytest.raises(DataError, match=words) as error:
         ImageFolder(data_config(root)).setup()
@@ -635,10 +623,9 @@ def cut(path: Path) -> None:
 
 
 def test_grey_folder_and_own_statistics(tmp_path):
-    """Mode, resize rule and statistics are the user's; unless given, they are ImageNet's."""
-    assert ImageFolder(data_config(tmp_path)).image_spec == ImageSpec(
-        64, 64, "RGB", "crop", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    )
+    """Mode, resize rule and statistics can be set; the default statistics are ImageNet's."""
+    imagenet = ImageSpec(64, 64, "RGB", "crop", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert ImageFolder(data_config(tmp_path)).image_spec == imagenet
     module = ImageFolder(data_config(tmp_path), image_size=[8, 9], mode="L", resize="pad", mean=[0.5], std=[0.25])
     assert module.image_spec == ImageSpec(8, 9, "L", "pad", (0.5,), (0.25,))
     with pytest.raises(ValueError, match="mode must be one of"):
@@ -649,7 +636,7 @@ def test_grey_folder_and_own_statistics(tmp_path):
 
 
 def test_sample_digits():
-    """The ten pictures in examples/digits are test samples of their class, decoded to exactly what the network gets."""
+    """The ten images in examples/digits are test samples of their class, and decode to the network's exact input."""
     module = on_rank(Digits(data_config(seed=42)))
     test = module.dataset("test")
     for digit in range(10):
@@ -677,26 +664,23 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_workers_end_with_a_process_that_is_killed(tmp_path):
-    """SIGKILL of the process that reads leaves no loader worker behind."""
+    """Loader workers end when the process that reads is killed by SIGKILL."""
     (tmp_path / "reads.py").write_text(READS)
     with subprocess.Popen([sys.executable, tmp_path / "reads.py"], stdout=subprocess.PIPE, text=True) as reader:
         workers = [Path("/proc") / pid for pid in reader.stdout.readline().split()]
         assert len(workers) == 2
         reader.kill()
-    end = time.monotonic() + 30
-    while any(worker.exists() for worker in workers):
-        assert time.monotonic() < end, workers
-        time.sleep(0.1)
+    wait_until(lambda: not any(worker.exists() for worker in workers), 30)
 
 
 def test_a_complete_folder_may_be_read_only(mnist_root, monkeypatch):
-    """Nothing is downloaded into it."""
+    """A complete folder is used without a lock or a download, although `download` is set."""
 
     def refuse(*_, **__):
         raise PermissionError("read-only")
 
     monkeypatch.setattr("filelock.FileLock", refuse)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may write anywhere
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root, who may run the tests, can write anywhere
     module = MNIST(data_config(mnist_root), download=True)
     module.prepare_data()
     assert sizes(on_rank(module)) == (360, 40, 100)

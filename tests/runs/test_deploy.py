@@ -1,4 +1,4 @@
-"""A run, however it is named, becomes a server: by its bundle, or by torch where ONNX cannot express the network."""
+"""`deeplightning serve` finds a run by any of its names, and serves its bundle, or its checkpoint without a bundle."""
 
 import csv
 import json
@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import urllib.request
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import environment
+from commands import python
 
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.own_runs import note_own
@@ -27,7 +26,7 @@ from serve.__main__ import options_parser
 ROOT = Path(__file__).parents[2]
 DIGITS = sorted((ROOT / "examples" / "digits").glob("*.png"))
 
-# A network that ONNX cannot express, and one that says something else when it is exported.
+# A network that ONNX cannot express, and one whose export gives other answers.
 FORKS = """\
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ class Forks(nn.Module):
         return torch.stack([self.ways[int(image.mean() > 0)](image.flatten()) for image in images])
 
 
-class Liar(nn.Module):
+class Differs(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(64, 10)
@@ -61,7 +60,7 @@ def run(train):
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A working directory with a network of the user's own."""
+    """A working directory with `forks.py`, the user's networks."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "forks.py").write_text(FORKS)
     return folder
@@ -69,13 +68,13 @@ def own(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forked(command, tiny, own):
-    """How the training of that network ended."""
+    """The outcome of a training of Forks, which has no bundle."""
     network = "model.network={type: forks.Forks}"
     return command("train", tiny, "~model.network", network, "train.export=true", cwd=own, code=0)
 
 
 def flags(run, overrides=()):
-    """Return the arguments of the server that follow the run's folder."""
+    """Return the server's arguments after the run's folder."""
     return command_of(str(run.path), overrides)[5:]
 
 
@@ -83,13 +82,9 @@ def copied(run, folder, *left_out):
     return RunFolder(shutil.copytree(run.path, folder, ignore=shutil.ignore_patterns(*left_out)))
 
 
-# ---- which run
-
-
 def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatch):
-    """Folder, relative folder, id, `runs:/ID`, `models:/NAME/VERSION` and `@ALIAS`, a copy, a bundle alone: the same
-    model is served, which has the name of its run. A copy without bundle and samples gets both; other folders are
-    refused."""
+    """Folder, relative folder, id, `runs:/ID`, `models:/NAME/VERSION` and `@ALIAS`, a copy and a bundle serve the same
+    model, with the name of its run. A copy without bundle and samples gets both; other folders are refused."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(store))
     monkeypatch.chdir(run.path.parent)
     tracker = tracked(run.path)
@@ -115,44 +110,40 @@ def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatc
 
 
 def test_a_bundle_is_served_without_torch(run):
-    """Neither torch nor Lightning nor MLflow is imported to start the server of a run with a bundle."""
+    """Starting the server of a run with a bundle imports neither torch, Lightning nor MLflow."""
     program = (
         "import sys; from deeplightning.cli.deploy import command; command(sys.argv[1]); "
         "print(*sorted({'torch', 'pytorch_lightning', 'mlflow', 'onnxruntime'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program, run.path], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == []
+    done = python("-c", program, run.path)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
-# ---- what the server is told
-
-
-def test_the_config_tells_the_server(run):
-    """What the run's config sets is passed on, and what the command line says wins; defaults are the server's own."""
+def test_the_config_sets_the_options_of_the_server(run):
+    """The run's config and the command line, which takes precedence, become arguments; the server's defaults do not."""
     assert flags(run) == ["--max-batch=4", "--max-wait=2.5"]
-    given = ["serve.max_batch=16", "serve.host='::1'", "serve.max_pixels=1_000", "serve.api_key_env=HOME"]
+    overrides = ["serve.max_batch=16", "serve.host='::1'", "serve.max_pixels=1_000", "serve.api_key_env=HOME"]
     expected = ["--host=::1", "--max-pixels=1000", "--max-wait=2.5", "--api-key-env=HOME"]
-    assert flags(run, given) == expected
-    names = flags(run, ["serve.allowed_hosts=[model.example, 10.0.0.5]"])[-1]
-    assert names == "--allowed-hosts=model.example,10.0.0.5"
+    assert flags(run, overrides) == expected
+    hosts = flags(run, ["serve.allowed_hosts=[model.example, 10.0.0.5]"])[-1]
+    assert hosts == "--allowed-hosts=model.example,10.0.0.5"
 
 
 def test_int8_is_made_where_it_is_asked_for(run, tmp_path):
-    """A bundle without an int8 model gets one, by the run's validation images; the data module must be allowed."""
+    """A bundle without an int8 model gets one from the run's validation images; the data module must be allowed."""
     copy = copied(run, tmp_path / "copy")
     assert flags(copy, ["serve.precision=int8"])[-1] == "--precision=int8"
     assert copy.bundle_int8.is_file()
     assert command_of(str(copy.path), ["serve.precision=int8"])[4] == str(copy.bundle)
     copy.bundle_int8.unlink()
     copy.config.write_text(copy.config.read_text().replace("deeplightning.data.digits.Digits", "home_made.Digits"))
-    with pytest.raises(
-        CheckpointError, match=r"data.module.type: to serve this run, home_made.Digits would be imported"
-    ):
+    words = r"data.module.type: to serve this run, home_made.Digits would be imported"
+    with pytest.raises(CheckpointError, match=words):
         command_of(str(copy.path), ["serve.precision=int8"])
 
 
-def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
-    """Code and variables of the rest of the config need not be there."""
+def test_only_the_section_of_the_server_is_read(run, tmp_path):
+    """Code and variables that other sections of the config need may be missing."""
     copy = copied(run, tmp_path / "copy")
     text = copy.config.read_text().replace("deeplightning.data.digits.Digits", "gone.Digits")
     copy.config.write_text(text.replace("seed: 7", "seed: ${oc.env:NOT_SET_ANYWHERE}"))
@@ -175,7 +166,7 @@ def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
     ],
 )
 def test_a_wrong_override_is_named(override, words, run):
-    """Exit 2, with the override and the nearest right word."""
+    """An invalid override ends with exit code 2, the override, and the nearest valid word."""
     with pytest.raises(ConfigError) as caught:
         command_of(str(run.path), [override])
     assert f"override {override}: " in str(caught.value)
@@ -183,82 +174,64 @@ def test_a_wrong_override_is_named(override, words, run):
 
 
 def test_the_key_of_the_server_stays_in_its_variable(run, monkeypatch):
-    """Only the variable's name is passed on; one that is not set, empty, or no name is refused."""
-    told = ["serve.api_key_env=SERVE_KEY", "serve.max_batch=16", "serve.max_wait=5"]
+    """Only the variable's name is passed on; an unset or empty variable and an invalid name are errors."""
+    overrides = ["serve.api_key_env=SERVE_KEY", "serve.max_batch=16", "serve.max_wait=5"]
     monkeypatch.setenv("SERVE_KEY", "a-secret")
-    assert flags(run, told) == ["--api-key-env=SERVE_KEY"]
+    assert flags(run, overrides) == ["--api-key-env=SERVE_KEY"]
     monkeypatch.setenv("SERVE_KEY", "")
     with pytest.raises(ConfigError, match="the variable SERVE_KEY is empty"):
-        command_of(str(run.path), told)
+        command_of(str(run.path), overrides)
     monkeypatch.delenv("SERVE_KEY")
     with pytest.raises(ConfigError, match="the variable SERVE_KEY is not set"):
-        command_of(str(run.path), told)
+        command_of(str(run.path), overrides)
+    monkeypatch.setenv("OTHER", "another_secret")
     for value in ("a-secret", "${oc.env:OTHER}"):
-        monkeypatch.setenv("OTHER", "another_secret")
         with pytest.raises(ConfigError) as caught:
             command_of(str(run.path), [f"serve.api_key_env={value}"])
         assert "secret" not in str(caught.value).replace(f"override serve.api_key_env={value}", "")
 
 
-# ---- what may be imported
-
-
-def rewritten(run, folder, *changes):
-    """A copy of a run without its bundle, whose config says something else."""
-    copy = copied(run, folder, "bundle")
-    text = copy.config.read_text()
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    copy.config.write_text(text)
-    return copy
-
-
-NETWORK = "type: deeplightning.model.cnn.SimpleCNN"
-
-
-def test_what_the_user_allows_is_imported(run, own, tmp_path, monkeypatch):
-    """Behind `--allow` the same run is exported; what its config sets in the environment does not stay."""
+def test_what_the_user_allows_is_imported(run, tmp_path, monkeypatch):
+    """With `--allow` a run without a bundle is exported, and the environment variables of its config do not persist."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "allowed.py").write_text("from deeplightning.model.cnn import SimpleCNN\n")
-    copy = rewritten(run, tmp_path / "copy", (NETWORK, "type: allowed.SimpleCNN"), ("env: {}", "env: {LD_PRELOAD: x}"))
+    copy = copied(run, tmp_path / "copy", "bundle")
+    text = copy.config.read_text()
+    changes = {"type: deeplightning.model.cnn.SimpleCNN": "type: allowed.SimpleCNN", "env: {}": "env: {LD_PRELOAD: x}"}
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    copy.config.write_text(text)
     before = dict(os.environ)
     assert command_of(str(copy.path), allow=["allowed"])[4] == str(copy.bundle)
     roots = json.loads(os.environ[ROOTS])
     assert str(tmp_path) in roots  # the working directory; never the run's folder
     assert str(copy.path) not in roots
-    after = {name: os.environ.get(name) for name in {"LD_PRELOAD": "", **before}}  # libraries add names of their own
+    after = {name: os.environ.get(name) for name in {"LD_PRELOAD", *before}}  # libraries may have added others
     assert after | {ROOTS: ""} == {"LD_PRELOAD": None} | before | {ROOTS: ""}
     with pytest.raises(ConfigError, match="--allow takes the name of a module such as own_network, not 'a b'"):
         command_of(str(copy.path / ".."), allow=["a b"])
 
 
-# ---- networks that ONNX cannot express
-
-
 def test_training_says_that_a_network_cannot_be_exported(forked):
-    """The run ends well, without a bundle, and one line says why and what answers instead."""
+    """The run succeeds without a bundle, and one line has the reason and what answers instead."""
     (line,) = [line for line in forked.err.splitlines() if "bundle" in line]
-    assert (
-        "none; `deeplightning serve` answers by torch, from the checkpoint: The network cannot be exported to ONNX"
-        in line
-    )
+    reason = "The network cannot be exported to ONNX"
+    assert f"none; `deeplightning serve` answers by torch, from the checkpoint: {reason}" in line
     assert not RunFolder(forked.folder).bundle.exists()
 
 
 def test_other_faults_of_an_export_fail_the_run(command, tiny, own):
-    """A network that answers otherwise when it is exported: exit 4, nothing is said of torch."""
-    outcome = command(
-        "train", tiny, "~model.network", "model.network={type: forks.Liar}", "train.export=true", cwd=own, code=4
-    )
+    """A network whose export gives other answers ends with exit code 4, and torch is not offered instead."""
+    network = ["~model.network", "model.network={type: forks.Differs}"]
+    outcome = command("train", tiny, *network, "train.export=true", cwd=own, code=4)
     assert "and the checkpoint give different answers" in outcome.err
     assert "torch" not in outcome.err
 
 
-def test_a_network_of_ones_own_needs_leave_elsewhere(forked, own, command, tmp_path):
-    """On a machine where the run was not made it is not imported without `--allow`: exit 4, naming root, key and
-    option."""
+def test_a_users_network_needs_permission_on_another_machine(forked, own, command, tmp_path):
+    """A network of a run of another machine is not imported without `--allow`: exit code 4, with key and option."""
     outcome = command("serve", forked.folder, cwd=own, XDG_STATE_HOME=str(tmp_path), code=4)
     assert "model.network.type: to serve this run, forks.Forks would be imported" in outcome.err
     assert "If you trust it: --allow forks" in outcome.err
@@ -266,7 +239,7 @@ def test_a_network_of_ones_own_needs_leave_elsewhere(forked, own, command, tmp_p
 
 @contextmanager
 def served(command, folder, cwd, *arguments):
-    """`deeplightning serve` of a run on a free port; gives its address and what it says on stderr."""
+    """Run `deeplightning serve` on a free port; yield its address and its stderr."""
     server = command.start("serve", folder, "--port=0", *arguments, cwd=cwd)
     try:
         first = server.says("Serving ").splitlines()[0]
@@ -277,7 +250,7 @@ def served(command, folder, cwd, *arguments):
     assert outcome.code == 0, outcome
 
 
-def asked(address, path):
+def post(address, path):
     request = urllib.request.Request(f"{address}/predict", path.read_bytes(), {"Content-Type": "image/png"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
@@ -285,24 +258,23 @@ def asked(address, path):
 
 @pytest.mark.parametrize("by", ["bundle", "torch"])
 def test_answers_over_http_are_those_of_predict(by, run, forked, own, command):
-    """Ten digits over HTTP get the class, label and probability of `deeplightning predict`, to 1e-5. Without a GPU, one
-    line says that the CPU answers."""
+    """Answers over HTTP equal `deeplightning predict` to 1e-5; one log line says that the CPU answers without a GPU."""
     folder = forked.folder if by == "torch" else run.path
     predicted = command("predict", folder, *DIGITS, cwd=own, code=0)
-    with served(command, folder, own, *(["--allow", "forks"] if by == "torch" else [])) as (address, said):
-        answers = [asked(address, path) for path in DIGITS]
+    with served(command, folder, own, *(["--allow", "forks"] if by == "torch" else [])) as (address, err):
+        answers = [post(address, path) for path in DIGITS]
     for row, answer in zip(csv.DictReader(predicted.out.splitlines()), answers, strict=True):
         assert (answer["predicted_class"], answer["label"]) == (row["predicted_class"], row["predicted_label"])
         assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
-    reasons = [line for line in said.splitlines() if line.startswith("torch answers from the checkpoint, at 0.6 GB")]
+    reasons = [line for line in err.splitlines() if line.startswith("torch answers from the checkpoint, at 0.6 GB")]
     assert ["cannot be exported to ONNX" in line for line in reasons] == [True] * (by == "torch")
-    assert said.count('"event": "serving on the CPU"') == 1 or torch.cuda.device_count()
+    assert err.count('"event": "serving on the CPU"') == 1 or torch.cuda.device_count()
 
 
 @pytest.mark.slow
 def test_torch_has_one_thread_when_workers_are_forked(forked, own):
-    """After loading and a forward pass there is one thread, so that nothing is lost in a fork; three pictures at once
-    get what they get singly; and the samples are the run's."""
+    """Loading and a forward pass leave one thread, so that a fork loses none; three images at once get the answers that
+    they get one by one; the samples are the run's."""
     program = (
         "import os, sys, numpy as np; from deeplightning.runfolder import RunFolder; "
         "from deeplightning.torch_server import Checkpoint; "
@@ -312,16 +284,14 @@ def test_torch_has_one_thread_when_workers_are_forked(forked, own):
         "assert np.abs(rows[:3] - singly).max() < 1e-6; assert np.abs(rows.sum(1) - 1).max() < 1e-5; "
         "print(len(os.listdir('/proc/self/task')), model.task, len(model.labels), model.run['checkpoint'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, forked.folder], cwd=own, env=environment(), capture_output=True, text=True
-    )
+    done = python("-c", program, forked.folder, cwd=own)
     assert done.stdout.split() == ["1", "image_classification", "10", "last.ckpt"], done.stderr
 
 
 @pytest.mark.slow
 def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
-    """The network is moved after the workers are forked, and its answers to the run's samples are compared; a GPU that
-    cannot be used is exit 3, naming it. A lack of memory is a MemoryError."""
+    """A network that is moved to a GPU must give the CPU's answers to the run's samples. A GPU that cannot be used is
+    an error with exit code 3; out of memory is a MemoryError."""
     program = (
         "import sys, torch; from dataclasses import replace; from deeplightning.runfolder import RunFolder; "
         "from deeplightning.torch_server import Checkpoint; from serve.device import Device, DeviceError\n"
@@ -341,9 +311,7 @@ def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
         "try: replace(cpu, network=Other()).moved_to(Device(0, 'H100'))\n"
         "except DeviceError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, forked.folder], cwd=own, env=environment(), capture_output=True, text=True
-    )
+    done = python("-c", program, forked.folder, cwd=own)
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert first.startswith("3 cuda:63 (H100) cannot be used by torch ")
@@ -360,7 +328,7 @@ def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
     ],
 )
 def test_what_torch_cannot_serve_is_refused(forked, own, command, options, code, words):
-    """Models of bundles alone name the key and why there is no bundle; a GPU that is not there the remedy."""
+    """A precision that needs a bundle is refused with its key and the reason, a missing GPU with its cause."""
     if code == 3 and torch.cuda.device_count():
         pytest.skip("there is a GPU")
     outcome = command("serve", forked.folder, *options, "--allow=forks", "--port=0", cwd=own, code=code)
@@ -369,18 +337,17 @@ def test_what_torch_cannot_serve_is_refused(forked, own, command, options, code,
 
 
 def test_fp16_is_made_where_it_is_asked_for(run, tmp_path):
-    """Once; the flags tell the server the precision and the device."""
+    """A bundle without an fp16 model gets one, only once; the server gets precision and device as arguments."""
     copy = copied(run, tmp_path / "copy")
-    told = ["serve.precision=fp16", "serve.device=cuda:1"]
-    assert flags(copy, told)[-2:] == ["--device=cuda:1", "--precision=fp16"]
-    assert copy.bundle_fp16.is_file()
-    made = copy.bundle_fp16.stat().st_ino
-    command_of(str(copy.path), told)
-    assert copy.bundle_fp16.stat().st_ino == made
+    overrides = ["serve.precision=fp16", "serve.device=cuda:1"]
+    assert flags(copy, overrides)[-2:] == ["--device=cuda:1", "--precision=fp16"]
+    inode = copy.bundle_fp16.stat().st_ino
+    command_of(str(copy.path), overrides)
+    assert copy.bundle_fp16.stat().st_ino == inode
 
 
 def test_the_server_and_the_config_have_the_same_defaults():
-    """What a config does not set need not be said to the server."""
+    """The server's options have the defaults of the config's keys, so that unset keys need no argument."""
     options = vars(options_parser().parse_args([])) | {"precision": "fp32"}
     defaults = {field.name: getattr(Serve(), field.name) for field in keys(Serve)}
     assert options == defaults

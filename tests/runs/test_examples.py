@@ -1,19 +1,17 @@
-"""Every example runs at reduced size, without data of this machine, and leaves what its README shows.
+"""Every example learns at reduced size, without data of this machine, and writes the files that its README shows.
 
-`tests/runs/test_configs.py` takes one step with each config of `examples/`; here they learn something. Those of GANs,
-reconstruction, a line, folds, an own loop and own callbacks learn in test_gan, test_img_recon, test_regression,
-test_seeds, test_own_loop and test_watch.
+`tests/runs/test_configs.py` takes one step with each config of `examples/`. GANs, reconstruction, linear regression,
+folds, a custom loop and custom callbacks learn in test_gan, test_img_recon, test_regression, test_seeds, test_own_loop
+and test_watch.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from commands import python
 from conftest import weights
 
 pytestmark = pytest.mark.slow
@@ -26,10 +24,10 @@ class Example:
 
     Attributes:
         config: below `examples/`.
-        overrides: what makes it small.
-        metrics: least and most of each of these in `test_results.json`.
-        files: that the run's folder holds.
-        before: a Python script below `examples/` with its arguments, which draws the data into the working directory.
+        overrides: reduce its size.
+        metrics: lower and upper bound of each metric in `test_results.json`.
+        files: expected in the run's folder.
+        before: a Python script below `examples/` with its arguments, which writes the data to the working directory.
     """
 
     config: str
@@ -85,20 +83,18 @@ EXAMPLES = {
     "diabetes": Example(
         "tables/diabetes.yaml",
         ["train.num_epochs=10", "train.export=false"],
-        {"test_mae": (30, 55), "test_rmse": (35, 70)},  # the deviation is 77
+        {"test_mae": (30, 55), "test_rmse": (35, 70)},  # the standard deviation is 77
         before=["tables/write.py", "tables"],
     ),
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_learns_what_it_should(name, command, store, tmp_path):
-    """It ends with code 0, with metrics as good as its reduced size allows, and with the files it is to leave."""
-    example = EXAMPLES[name]
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_an_example_learns_what_it_should(example, command, store, tmp_path):
+    """An example ends with code 0, metrics within bounds for its reduced size, and the expected files."""
     if example.before:
-        script = [sys.executable, ROOT / "examples" / example.before[0], *example.before[1:]]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        subprocess.run(script, cwd=tmp_path, env=env, check=True, timeout=60)
+        script, *arguments = example.before
+        python(ROOT / "examples" / script, *arguments, cwd=tmp_path).check_returncode()
     overrides = [*example.overrides, f"logger.params.tracking_uri={store}"]
     outcome = command("train", ROOT / "examples" / example.config, *overrides, cwd=tmp_path, code=0)
     results = json.loads((outcome.folder / "test_results.json").read_text())
@@ -107,14 +103,13 @@ def test_an_example_learns_what_it_should(name, command, store, tmp_path):
     assert [file for file in example.files if not (outcome.folder / file).is_file()] == []
 
 
-def test_transfer_goes_on_from_what_was_learned(command, store, tmp_path):
-    """The second run takes all but the last layer of the first, leaves it bit for bit, and beats a run without."""
+def test_transfer_starts_from_pretrained_weights(command, store, tmp_path):
+    """The second run loads all but the last layer of the first, freezes them, and beats a run without them."""
     folder = ROOT / "examples" / "transfer"
 
     def train(config: str, *overrides: str) -> Path:
-        told = [*overrides, "train.export=false", "logger.pictures=null", f"logger.params.tracking_uri={store}"]
-        outcome = command("train", folder / config, *told, cwd=tmp_path, code=0)
-        return outcome.folder
+        overrides += ("train.export=false", "logger.pictures=null", f"logger.params.tracking_uri={store}")
+        return command("train", folder / config, *overrides, cwd=tmp_path, code=0).folder
 
     def loss(run: Path) -> float:
         return json.loads((run / "test_results.json").read_text())["test_loss"]
@@ -123,8 +118,8 @@ def test_transfer_goes_on_from_what_was_learned(command, store, tmp_path):
     second, without = (
         train("transfer.yaml", *more, "train.num_epochs=15") for more in ([f"model.init_from='{first}'"], [])
     )
-    known, now = weights(first / "best.ckpt"), weights(second / "last.ckpt")
-    frozen = [name for name in now if "classifier" not in name]
+    before, after = weights(first / "best.ckpt"), weights(second / "last.ckpt")
+    frozen = [name for name in after if "classifier" not in name]
     assert len(frozen) == 4
-    assert all(torch.equal(known[name], now[name]) for name in frozen)
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
     assert loss(second) < loss(without)

@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from exported import RUN
 from safetensors.torch import load_file
 from torch import nn
 
@@ -20,8 +21,6 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle, BundleError
-
-RUN = {"id": "abc", "folder_name": "run-1", "created": "2026-11-20T16:00:00+00:00", "versions": {"torch": "2.15.0"}}
 
 
 class Inference(nn.Module):
@@ -75,7 +74,7 @@ class MeanOfRows(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers that share a weight, as in language models."""
+    """Two layers share a weight, as in language models."""
 
     def __init__(self):
         super().__init__()
@@ -94,12 +93,12 @@ def small_network(*middle):
     return nn.Sequential(*first, *middle, *last)
 
 
-def task_of(network, mode="RGB", classes=3):
+def task_of(network, mode="RGB"):
     model = Inference(network).eval()
     return SimpleNamespace(
         kind="image_classification",
         image_spec=ImageSpec(6, 5, mode),
-        class_names=[f"class {number}" for number in range(classes)],
+        class_names=["class 0", "class 1", "class 2"],
         inference_model=lambda: model,
     )
 
@@ -146,14 +145,14 @@ def test_large_weights_are_beside_the_graph(folder, monkeypatch):
     monkeypatch.setattr(bundle, "LARGE_WEIGHTS_BYTES", 0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(90, 2048), nn.ReLU(), nn.Linear(2048, 8192), nn.Linear(8192, 3))
     export(task_of(network), folder, pixels(20), RUN)
-    before = memory_of_its_own()
+    before = anonymous_memory()
     session = bundle.session_of(folder.bundle_model)
     assert bundle.answers_of(session, pixels(20)).shape == (20, 3)
-    assert memory_of_its_own() - before < 20  # the weights are 64
+    assert anonymous_memory() - before < 20  # the weights are 64
     data = folder.bundle / "model.onnx.data"
     card = json.loads(folder.bundle_card.read_text())
     assert card["files"][data.name] == hashlib.sha256(data.read_bytes()).hexdigest()
-    Bundle.open(folder.bundle)  # it answers its golden samples
+    Bundle.open(folder.bundle)  # verifies the answers to its golden samples
     content = bytearray(data.read_bytes())
     content[7] ^= 1
     data.write_bytes(content)
@@ -161,7 +160,7 @@ def test_large_weights_are_beside_the_graph(folder, monkeypatch):
         Bundle.open(folder.bundle)
 
 
-def memory_of_its_own() -> float:
+def anonymous_memory() -> float:
     """Return the resident memory of this process without mapped files, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
@@ -169,14 +168,13 @@ def memory_of_its_own() -> float:
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_golden_samples_are_the_samples(folder, mode):
-    """The first 16 samples decode to exactly the model's input, and have the model's probabilities."""
+    """The first 16 samples decode to exactly the model's input, with the probabilities of the model."""
     channels = {"RGB": 3, "L": 1}[mode]
     network = nn.Sequential(nn.Flatten(), nn.Linear(channels * 30, 3))
-    task, samples = task_of(network, mode), pixels(20, channels)  # more than the 16 that are kept
+    task, samples = task_of(network, mode), pixels(20, channels)  # more than the 16 that a card contains
     export(task, folder, samples, RUN)
     golden = json.loads(folder.bundle_card.read_text())["golden"]
-    assert len(golden["pictures"]) == 16
-    for png, wanted in zip(golden["pictures"], samples, strict=False):
+    for png, wanted in zip(golden["pictures"], samples[:16], strict=True):
         decoded = task.image_spec.decode(base64.b64decode(png))
         np.testing.assert_array_equal(decoded.transpose(2, 0, 1), wanted)
     expected = task.inference_model()(torch.from_numpy(samples[:16])).detach().numpy()
@@ -188,7 +186,7 @@ def test_samples_that_are_large_are_few(folder):
     """A card stays small: it has samples and answers of up to 2 MB together, or a single larger sample."""
     samples = np.random.default_rng(0).integers(0, 256, (4, 3, 400, 500), dtype=np.uint8)
     for task, kept in ((reconstruction(Negative()), 1), (task_of(MeanOfRows()), 3)):
-        task.image_spec = ImageSpec(400, 500)  # 0.6 MB as noise in a PNG, 2.4 MB as pictures that answer
+        task.image_spec = ImageSpec(400, 500)  # noise: 0.6 MB as a PNG, 2.4 MB as a picture in the answer
         export(task, folder, samples, RUN)
         assert len(json.loads(folder.bundle_card.read_text())["golden"]["pictures"]) == kept
 
@@ -216,7 +214,7 @@ def test_a_task_that_gives_pictures_is_exported(folder, mode):
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "message"),
     [
         (nn.Sequential(Negative(), nn.Flatten()), r"maps pictures of \(2, 3, 6, 5\) to \(2, 90\)"),
         (nn.Sequential(Negative(), nn.MaxPool2d(2)), r"to \(2, 3, 3, 2\)"),
@@ -225,9 +223,9 @@ def test_a_task_that_gives_pictures_is_exported(folder, mode):
     ],
     ids=["flat", "smaller", "range", "otherwise"],
 )
-def test_pictures_of_another_kind_are_refused(folder, model, words):
+def test_pictures_of_another_kind_are_refused(folder, model, message):
     """Answers with another size, outside 0 to 1, or different in ONNX Runtime are refused."""
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         export(reconstruction(model), folder, pixels(2), RUN)
     assert not folder.bundle.exists()
 
@@ -244,8 +242,8 @@ def test_any_batch_size_is_taken(small):
 
 
 def test_the_length_of_a_batch_leaves_its_size_free(folder):
-    """`len(x)` in a forward pass fixes the batch size for the exporter's first attempt only. Names that two classes
-    share get their numbers, so that a server can tell the classes apart."""
+    """`len(x)` in a forward pass fixes the batch size in the exporter's first attempt only. Duplicate class names get
+    numbers, so that a server can distinguish the classes."""
     task = task_of(TakesTheLength())
     task.class_names = ["crane", "heron", "crane"]
     export(task, folder, pixels(3), RUN)
@@ -280,7 +278,7 @@ def test_files_of_a_bundle_are_equally_readable(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("network", "words"),
+    ("network", "message"),
     [
         (small_network(nn.Sequential(DependsOnValues())), "(in layer network.3.0): Could not guard on data-dependent"),
         (nn.Sequential(nn.Flatten(), KnowsTheBatchSize(), nn.Linear(90, 3)), "it works for one batch size only"),
@@ -294,14 +292,14 @@ def test_files_of_a_bundle_are_equally_readable(tmp_path):
     ],
     ids=["values", "batch", "double", "otherwise", "nan", "classes"],
 )
-def test_a_network_that_cannot_be_exported_leaves_the_old_bundle(small, folder, capfd, network, words):
+def test_a_network_that_cannot_be_exported_leaves_the_old_bundle(small, folder, capfd, network, message):
     """A network that cannot be exported gives one message and exit code 4; the old bundle is unchanged."""
     shutil.copytree(small[1].bundle, folder.bundle)
     before = {file.name: file.read_bytes() for file in folder.bundle.iterdir()}
     capfd.readouterr()
     with pytest.raises(CheckpointError) as caught:
         export(task_of(network), folder, pixels(2), RUN)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 4
     assert capfd.readouterr() == ("", "")
@@ -310,7 +308,7 @@ def test_a_network_that_cannot_be_exported_leaves_the_old_bundle(small, folder, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "samples", "words"),
+    ("kind", "samples", "message"),
     [
         ("image_classification", pixels(2)[:0], r"uint8 \(N, 3, 6, 5\)"),
         ("image_classification", pixels(2).astype(np.float32), r"uint8 \(N, 3, 6, 5\)"),
@@ -320,11 +318,11 @@ def test_a_network_that_cannot_be_exported_leaves_the_old_bundle(small, folder, 
     ],
     ids=["none", "float", "grey", "channels last", "kind"],
 )
-def test_what_cannot_be_proved_is_no_bundle(folder, kind, samples, words):
+def test_samples_and_kinds_that_cannot_be_verified_are_refused(folder, kind, samples, message):
     """Samples that do not fit the model's input cannot verify it; a task of an unknown kind is refused."""
     task = task_of(small_network())
     task.kind = kind
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         export(task, folder, samples, RUN)
     assert not folder.bundle.exists()
 

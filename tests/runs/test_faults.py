@@ -1,4 +1,4 @@
-"""What a config asks for in good faith works, or is refused in one note, with the remedy."""
+"""Plausible but problematic configs work, or are refused in one message that has the remedy."""
 
 import urllib.error
 from types import SimpleNamespace
@@ -15,37 +15,35 @@ from deeplightning.faults import SetupError, not_installed
 LOSS = "torch.nn.CrossEntropyLoss"
 
 
-# ---- parts
+# ---- construction
 
 
-@pytest.mark.parametrize(("name", "words"), [("LearningRateFinder", "lr CONFIG"), ("own_finder.Often", "batch CONFIG")])
-def test_callbacks_that_change_the_config_behind_its_back_are_refused(tiny, tmp_path, monkeypatch, name, words):
-    """A run keeps the learning rate and batch size that it used, so what searches for them goes first."""
-    (tmp_path / "own_finder.py").write_text(
-        "from pytorch_lightning.callbacks import BatchSizeFinder\n\n\nclass Often(BatchSizeFinder):\n    pass\n"
-    )
+@pytest.mark.parametrize(("name", "hint"), [("LearningRateFinder", "lr CONFIG"), ("own_finder.Often", "batch CONFIG")])
+def test_callbacks_that_change_hyperparameters_are_refused(tiny, tmp_path, monkeypatch, name, hint):
+    """Callbacks that search for a learning rate or batch size are refused, with the command to run first."""
+    own = "from pytorch_lightning.callbacks import BatchSizeFinder\n\n\nclass Often(BatchSizeFinder):\n    pass\n"
+    (tmp_path / "own_finder.py").write_text(own)
     monkeypatch.chdir(tmp_path)
     path = name if "." in name else f"pytorch_lightning.callbacks.{name}"
     for importing in (False, True):
         (fault,) = examine(tiny, [f"train.callbacks=[{{type: {path}}}]"], importing=importing).faults
         assert (fault.key, fault.exit_code) == ("train.callbacks.0.type", 2)
-        assert f"deeplightning {words}" in fault.message
+        assert f"deeplightning {hint}" in fault.message
 
 
 def test_a_list_of_numbers_is_a_tensor_where_one_is_asked_for():
-    """Class weights are written as a list, and weigh as the same tensor in plain torch does."""
+    """Class weights given as a list have the effect of the same tensor; a param that takes a list is unchanged."""
     loss = build(Target(type=LOSS, params={"weight": [1, 2, 0.5]}))
     expected = torch.nn.CrossEntropyLoss(weight=torch.tensor([1, 2, 0.5]))
     logits, labels = torch.tensor([[0.1, 0.9, -1.0], [2.0, 0.0, 1.0]]), torch.tensor([1, 2])
     assert loss.weight.dtype == torch.float32
     assert torch.equal(loss(logits, labels), expected(logits, labels))
-    # What takes a list keeps it.
     adam = Target(type="torch.optim.Adam", params={"lr": 0.1, "betas": [0.9, 0.99]})
     assert build(adam, [torch.nn.Parameter(logits)]).defaults["betas"] == (0.9, 0.99)
 
 
-def test_weights_that_cannot_be_downloaded_are_told_with_the_remedy(monkeypatch, tmp_path):
-    """Exit code 3, since the machine lacks a network, or the file."""
+def test_weights_that_cannot_be_downloaded_have_a_remedy(monkeypatch, tmp_path):
+    """Weights that cannot be downloaded are an environment error (exit code 3), and the message has the remedy."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
 
     def refuse(*_, **__):
@@ -58,8 +56,8 @@ def test_weights_that_cannot_be_downloaded_are_told_with_the_remedy(monkeypatch,
         build(target)
     (fault,) = caught.value.faults
     assert (caught.value.exit_code, fault.place, fault.key) == (3, "c.yaml:7:12", "model.network")
-    for words in ("no route to host", "Connect the machine, or copy them"):
-        assert words in fault.message
+    for message in ("no route to host", "Connect the machine, or copy them"):
+        assert message in fault.message
 
 
 # ---- data
@@ -127,7 +125,7 @@ CLASSES += ["model.network={type: torch.nn.Linear, params: {in_features: 4, out_
 
 @pytest.fixture(scope="module")
 def rows(command, tiny, tmp_path_factory):
-    """`rows(like, override, …)` trains with such labels."""
+    """`rows(like, override, …)` trains with labels of a kind."""
     folder = tmp_path_factory.mktemp("rows")
     (folder / "own_rows.py").write_text(ROWS)
 
@@ -140,7 +138,7 @@ def rows(command, tiny, tmp_path_factory):
 
 
 def test_a_run_about_rows_trains_and_is_not_served(rows, command, tracked):
-    """Classification by itself takes rows and labels of any integers; `serve` and `export` refuse in one note."""
+    """The base class Classification trains on rows with integer labels; `serve` and `export` refuse in one message."""
     folder = rows("int32").folder
     assert tracked(folder).status == "FINISHED"
     for verb in ("serve", "export"):
@@ -156,7 +154,7 @@ SHOWN = "data.module={{type: own_rows.{}, params: {{like: {}}}}}"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code", "words"),
+    ("overrides", "code", "message"),
     [
         ([CLASSES[0]], 2, "data.digits.Digits gives batches of the form dict (image: uint8 ("),
         ([METRIC.format("MulticlassAccuracy, params: {num_classes: 5}")], 2, "`preds.shape[1]` should be equal to"),
@@ -172,27 +170,27 @@ SHOWN = "data.module={{type: own_rows.{}, params: {{like: {}}}}}"
         ([BUILT.format("else")], 2, "own_rows.net cannot be built: RuntimeError: install the library (own_rows.py"),
     ],
 )
-def test_a_fault_has_one_exit_code(rows, command, tiny, overrides, code, words):
-    """The same in a dry run as in a training: 2 where parts of a config do not fit, 3 where the data are wrong."""
+def test_a_fault_has_one_exit_code(rows, command, tiny, overrides, code, message):
+    """A dry run and a training have the same exit code: 2 if parts of a config do not fit, 3 if the data are wrong."""
     for verb in (["check", "--dry-run"], ["train"]):
         outcome = command(*verb, tiny, *overrides, cwd=rows.cwd)
         assert (outcome.code, outcome.err.count("error: ")) == (code, 1), outcome
-        assert words in outcome.err
+        assert message in outcome.err
         assert "Traceback" not in outcome.err
 
 
 def test_a_slip_in_a_step_of_own_code_has_one_exit_code(rows, command, tiny):
-    """It is 5 in a dry run as in a training, which shows the traceback."""
-    for verb, words in (("check --dry-run", "own_rows.Slips fails in the training step: "), ("train", "Traceback")):
+    """A bug in user code is exit code 5 in a dry run and in a training, which shows the traceback."""
+    for verb, message in (("check --dry-run", "own_rows.Slips fails in the training step: "), ("train", "Traceback")):
         outcome = command(*verb.split(), tiny, "model.module.type=own_rows.Slips", cwd=rows.cwd, code=5)
-        assert words in outcome.err
+        assert message in outcome.err
 
 
 # ---- tracking
 
 
 def test_mlflow_run_in_a_folder_with_a_blank(train, tmp_path):
-    """The run that `mlflow run` has opened is joined, though MLflow hands its store on with %20; no folder appears."""
+    """A run joins the one that `mlflow run` opened, although MLflow passes %20 in its URI; no folder appears."""
     from mlflow.tracking import MlflowClient
     from mlflow.utils.file_utils import path_to_local_sqlite_uri
 
@@ -200,20 +198,20 @@ def test_mlflow_run_in_a_folder_with_a_blank(train, tmp_path):
     clone.mkdir()
     client = MlflowClient(f"sqlite:///{clone}/mlflow.db")
     run = client.create_run("0").info.run_id
-    handed_on = path_to_local_sqlite_uri(clone / "mlflow.db")
-    assert "my%20clone" in handed_on
-    done = train("train.num_epochs=1", MLFLOW_RUN_ID=run, MLFLOW_TRACKING_URI=handed_on)
+    uri = path_to_local_sqlite_uri(clone / "mlflow.db")
+    assert "my%20clone" in uri
+    done = train("train.num_epochs=1", MLFLOW_RUN_ID=run, MLFLOW_TRACKING_URI=uri)
     assert done.folder.parent.name == run
     assert client.get_run(run).info.status == "FINISHED"
     assert list(tmp_path.iterdir()) == [clone]
 
 
-# ---- words of a run
+# ---- failures
 
 
 @pytest.mark.skipif(not is_installed("deeplightning_tune"), reason=not_installed("tune"))
 def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_path):
-    """A trial that fails once its run is open, though before its first step, is found by trials.csv."""
+    """trials.csv contains the id of a trial's run that fails before its first step."""
     (tmp_path / "own_data.py").write_text(
         "from deeplightning.data.digits import Digits\n\n\n"
         "class Raises(Digits):\n"
@@ -229,7 +227,7 @@ def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_pat
 
 
 def test_a_slip_in_an_own_transform_is_no_fault_of_the_config():
-    """Though one of torchvision called it."""
+    """A bug in a user's transform is not reported as a config fault, even if a transform of torchvision called it."""
     from torchvision.transforms import Compose
 
     from deeplightning.config.schema import Config

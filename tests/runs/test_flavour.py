@@ -1,5 +1,5 @@
-"""A run logged as an MLflow model: it is loaded, served and registered without torch, and answers as the run and the
-endpoint of its kind do."""
+"""A run logged as an MLflow model is loaded, served and registered without torch, and answers like the run and the
+endpoint of its kind."""
 
 import base64
 import csv
@@ -28,7 +28,7 @@ from serve.bundle import Bundle
 ROOT = Path(__file__).parents[2]
 DIGITS = sorted((ROOT / "examples" / "digits").glob("*.png"))
 
-# Loads the model in argv[1], and prints its answers to the pictures behind it as JSON: as base64, then as bytes.
+# Loads the model in argv[1], and prints its answers to the pictures in the other arguments as JSON: base64, then bytes.
 LOAD = f"""{WITHOUT_TORCH}
 model = mlflow.pyfunc.load_model(sys.argv[1])
 images = [pathlib.Path(path).read_bytes() for path in sys.argv[2:]]
@@ -41,36 +41,36 @@ print(deeplightning.image_spec.__file__)
 
 @pytest.fixture(scope="module")
 def run(train):
-    """A run that is logged as a model too."""
+    """A run that is also logged as a model."""
     return RunFolder(train("train.export=true", "logger.log_model=true").folder)
 
 
 def loaded(model, *images, **variables):
-    """What a process without torch gets from a model, and where that found our code."""
+    """Return a model's answers in a process without torch, and the path from which it imported our code."""
     program = [sys.executable, "-c", LOAD, model, *images]
     done = subprocess.run(program, env=environment(**variables), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    answers, place = done.stdout.splitlines()
+    answers, origin = done.stdout.splitlines()
     by_text, by_bytes = json.loads(answers)
     assert by_text == by_bytes
-    return by_text, place
+    return by_text, origin
 
 
 def test_a_logged_model_answers_as_the_run_does(run, command, place):
-    """Without torch, from base64 and from bytes: class, label and probability of `deeplightning predict`, to 1e-5. Its
-    code is its own; the rest of an installed Deep Lightning is found all the same."""
+    """Without torch, from base64 and from bytes, a model gives class, label and probability of `deeplightning predict`
+    to 1e-5. It imports the code packed with it, and the rest from an installed Deep Lightning."""
     predicted = command("predict", run.path, *DIGITS, cwd=place)
-    answers, found = loaded(run.model, *DIGITS)
+    answers, origin = loaded(run.model, *DIGITS)
     for row, answer in zip(csv.DictReader(predicted.out.splitlines()), answers, strict=True):
         assert list(answer) == ["class", "label", "probability"]
         assert (str(answer["class"]), answer["label"]) == (row["predicted_class"], row["predicted_label"])
         assert answer["probability"] == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
-    assert found == str(run.model / "code" / "deeplightning" / "image_spec.py")
+    assert origin == str(run.model / "code" / "deeplightning" / "image_spec.py")
 
 
 def test_a_logged_model_says_what_it_takes(run):
-    """A signature, an example, requirements with our floors; no pickle, and of our code only what reads a bundle. A
-    second one takes the first's place."""
+    """A model has a signature, an example, requirements with our minimum versions, no pickle, and only the code that
+    reads a bundle. Logging it again replaces it."""
     (run.model / "left over").touch()
     write_model(run)
     assert not (run.model / "left over").exists()
@@ -93,7 +93,7 @@ def test_a_logged_model_says_what_it_takes(run):
 
 @pytest.mark.slow
 def test_a_logged_model_can_be_registered(run, tracked, store, monkeypatch):
-    """`runs:/ID/model` becomes `models:/NAME/1`, which MLflow loads and `deploy.sh` serves, as either."""
+    """`runs:/ID/model` is registered as `models:/NAME/1`; MLflow loads and `deploy.sh` serves both."""
     tracker = tracked(run.path)
     tracker.client.create_registered_model("flavour")
     version = tracker.client.create_model_version("flavour", f"runs:/{tracker.id}/model", tracker.id)
@@ -106,11 +106,9 @@ def test_a_logged_model_can_be_registered(run, tracked, store, monkeypatch):
     assert answers == loaded(run.model, DIGITS[3])[0]
 
 
-# Each kind.
-
-# Loads each model of argv, and prints the answers to its own example, and to all its golden samples, one JSON a line.
+# Loads each model in argv, and prints its answers to its input example and to all its golden samples, a JSON line each.
 LOAD_EACH = f"""{WITHOUT_TORCH}
-sys.path[:] = [place for place in sys.path if place]  # not this folder, where our code may lie
+sys.path[:] = [place for place in sys.path if place]  # not this folder, which may contain our code
 for place in sys.argv[1:]:
     model = mlflow.pyfunc.load_model(place)
     samples = json.loads(pathlib.Path(place, "samples.json").read_text())
@@ -119,13 +117,13 @@ for place in sys.argv[1:]:
         example = mlflow.models.Model.load(place).load_input_example(place)
     print(json.dumps([model.predict(given).to_dict("records") for given in (example, pandas.DataFrame(samples))]))
 ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("deeplightning", "serve")]
-strange = [module.__file__ for module in ours if "/model/code/" not in str(module.__file__)]
-assert not strange, strange
+foreign = [module.__file__ for module in ours if "/model/code/" not in str(module.__file__)]
+assert not foreign, foreign
 """
 
 
 def samples_of(card):
-    """The golden samples of a bundle: as a client sends them, and as rows of the model's input."""
+    """Return the golden samples of a bundle as a client sends them, and as rows of the model's input."""
     golden = card["golden"]
     if "rows" in golden:
         return golden["rows"], golden["rows"]
@@ -139,28 +137,28 @@ def samples_of(card):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Of each kind: its folder, the answers of the loaded model to its example and to samples, those of the bundle."""
-    made = {}
+    """By kind: the run folder, the loaded model's answers to its example and to samples, and the bundle's answers."""
+    runs = {}
     for kind in KINDS:
         _, folder = exported(tmp_path_factory.mktemp(kind), kind)
         write_model(folder)
         given, rows = samples_of(json.loads(folder.bundle_card.read_text()))
         (folder.model / "samples.json").write_text(json.dumps(rows))
-        made[kind] = folder, answered(Bundle.open(folder.bundle), given, 10_000, top_k=1)
-    program = [sys.executable, "-c", LOAD_EACH, *(str(folder.model) for folder, _ in made.values())]
+        runs[kind] = folder, answered(Bundle.open(folder.bundle), given, 10_000, top_k=1)
+    program = [sys.executable, "-c", LOAD_EACH, *(str(folder.model) for folder, _ in runs.values())]
     place = tmp_path_factory.mktemp("elsewhere")
     done = subprocess.run(program, env=environment(), capture_output=True, text=True, cwd=place)
     assert done.returncode == 0, done.stderr
     loaded = map(json.loads, done.stdout.splitlines())
     return {
-        kind: (folder, *found, wanted) for (kind, (folder, wanted)), found in zip(made.items(), loaded, strict=True)
+        kind: (folder, *found, wanted) for (kind, (folder, wanted)), found in zip(runs.items(), loaded, strict=True)
     }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_of_each_kind_answers_as_its_endpoint_does(models, kind):
-    """Its own example, and all golden samples; the columns are those of its signature."""
+    """The model and the endpoint answer all golden samples alike; the columns are those of the model's signature."""
     folder, example, found, wanted = models[kind]
     if KINDS[kind].gives == "classification":
         wanted = [one["predictions"][0] for one in wanted]

@@ -1,7 +1,7 @@
-"""Anything at all in a config is answered: with the config or with notes, exit code 0, 2 or 3, within two CPU seconds
-and 500 MB, never with a traceback, and nothing reaches the terminal that could steer it.
+"""`check` answers any input with exit code 0, 2 or 3, within two CPU seconds and 500 MB, without a traceback or a
+control character on the terminal.
 
-The cases are the same ones every time. Each runs in a process of its own (see `checks.py`).
+The cases are deterministic. Each runs in a separate process (see `checks.py`).
 """
 
 import json
@@ -21,7 +21,7 @@ from deeplightning.config.plugins import config_class
 
 
 def _keys(cls: type, path: str = "") -> Iterator[str]:
-    """Every dotted key of the schema."""
+    """Return every dotted key of the schema."""
     for field in schema.keys(cls):
         yield f"{path}{field.name}"
         pending = [get_type_hints(cls)[field.name]]
@@ -35,7 +35,7 @@ def _keys(cls: type, path: str = "") -> Iterator[str]:
 KEYS = [*dict.fromkeys(_keys(config_class()))]
 NAMES = sorted({part for key in KEYS for part in key.split(".")} | {"type", "params", "_base_", "<<", "~seed", "ref"})
 
-# Words that mean something to YAML, to us, to Python, to a terminal or to nobody.
+# Words with a meaning in YAML, in our configs, in Python or for a terminal, and words without one.
 _ODD = """
 ~ null true off yes 0 -1 +1 1e999 -1e999 1e-999 1_000 0x1f 0o17 007 1. .5 . .. ... .inf -.inf .nan 1:30 2001-01-01
 [] {} [[]] [1,[2,[3]]] {a:{b:[c]}} {a: } [a,] {,} ? - : :: , # & * *x &x ! !! % @ ` | > |+ >- '' "" ' " --- %YAML
@@ -56,7 +56,7 @@ WORDS = (
 
 
 def times(number: int) -> Any:
-    """So many cases, the same ones every time."""
+    """Return settings for a number of cases, the same ones in every run."""
     return settings(
         max_examples=number,
         derandomize=True,
@@ -76,8 +76,7 @@ def check(tmp_path_factory) -> Iterator[Checker]:
 
 
 def assert_answered(check: Checker, content: bytes | str = BASE, *arguments: str) -> str:
-    """A config file of this content, checked with these arguments, is answered as the first lines here say: `Checker`
-    asserts it. Returns the notes."""
+    """Check a config file of this content; `Checker` asserts what the module's docstring states. Return the notes."""
     data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
     (check.folder / "c.yaml").write_bytes(data)
     return check("c.yaml", *arguments)
@@ -86,13 +85,13 @@ def assert_answered(check: Checker, content: bytes | str = BASE, *arguments: str
 @times(150)
 @given(data=st.binary(max_size=300))
 def test_bytes(check, data):
-    """Bytes that are no text, or by chance are."""
+    """Arbitrary bytes, which are seldom valid text."""
     assert_answered(check, data)
 
 
 @st.composite
 def changed(draw) -> str:
-    """The base config, with lines and words of it changed."""
+    """Draw the base config with changed lines and words."""
     lines = BASE.splitlines()
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(lines) - 1))
@@ -129,13 +128,12 @@ def changed(draw) -> str:
 @times(100)
 @given(text=changed())
 def test_a_config_with_changes(check, text):
-    """A right config, with up to four changes."""
+    """A valid config with up to four changes."""
     assert_answered(check, text)
 
 
 def test_bytes_of_a_shell_that_are_no_text(check):
-    """A value that no encoding explains is shown with a note, or written out; the config that all of these change is
-    right."""
+    """Arguments that are not valid text are escaped or refused; the config that all tests here change is valid."""
     assert "error: " not in assert_answered(check, BASE)
     assert_answered(check, BASE, "data.root=\udcff")
     assert_answered(check, BASE, "data.ro\udcff=1", "\udcff")
@@ -153,7 +151,7 @@ def override(draw) -> str:
 @times(150)
 @given(texts=st.lists(override(), min_size=1, max_size=4))
 def test_overrides(check, texts):
-    """What a shell may hand over: all but the zero byte; a first `--` keeps them from being options."""
+    """Overrides of any bytes except zero, which a shell cannot pass; after `--` they are not parsed as options."""
     assert_answered(
         check, BASE, "--", *(os.fsdecode(text.replace("\0", "").encode("utf-8", "replace")) for text in texts)
     )
@@ -181,7 +179,7 @@ REFERENCE = st.recursive(
 @given(texts=st.lists(REFERENCE, min_size=5, max_size=5))
 @example(texts=["a", "a", "a", "a", "${oc.decode:\\ }"])
 def test_references(check, texts):
-    """References to references, calls and lists of them, in circles too."""
+    """References to references, in calls and lists, also circular."""
     a, b, x, y, z = (json.dumps(text) for text in texts)
     assert_answered(check, f"{BASE}a: {a}\nb: {b}\nc: {{x: {x}, l: [{y}, {z}]}}\n")
 
@@ -195,12 +193,12 @@ LARGE = {
     "a long quoted value": 'data: {root: "' + "\\e" * 400_000 + '"}',
     "a long type": "data: {module: {type: torch." + "x" * 900_000 + "}}",
     "a type of many parts": "data: {module: {type: a" + ".a" * 400_000 + "}}",
-    "as many as Python converts": BASE + "tune: {num_trials: " + "9" * 3999 + "}",
+    "as many digits as Python converts": BASE + "tune: {num_trials: " + "9" * 3999 + "}",
     "an epoch of many digits": BASE.replace("num_epochs: 2", "num_epochs: 2\n  val_every_n_epoch: " + "9" * 3999),
     "many keys": _lines("k{n}: 1\n", range(40_000)),
     "many like a known one": _lines("dat{n}: 1\n", range(49)) + "".join(f"{'data' * 9000}{n}: 1\n" for n in range(20)),
     "many params": BASE + "tune: {metric: x, space: {" + ", ".join(f"k{n}: 1" for n in range(40_000)) + "}}",
-    "a key that stands often": "seed: 1\n" * 90_000,
+    "a key that is repeated": "seed: 1\n" * 90_000,
     "many values": "seed: [" + "1," * 450_000 + "]",
     "many wrong words": "stages: [" + ",".join(["tran"] * 49_000) + "]",
     "many targets": "train: {callbacks: [" + ",".join(["{type: some_parts.anything}"] * 16_000) + "]}",
@@ -215,14 +213,14 @@ LARGE = {
     "merges in a circle": "a: &a {<<: *b}\nb: &b {<<: *a}\n",
     "a bomb of keys": "a0: &a0 {x: 1}\n" + _lines("a{n}: &a{n} {{x: *a{m}, y: *a{m}}}\n", range(1, 200)),
     "deep lists": "seed: " + "[" * 400_000,
-    "as deep as may be": "data: {loader: " + "[" * 57 + "]" * 57 + "}",
+    "as deep as allowed": "data: {loader: " + "[" * 57 + "]" * 57 + "}",
     "targets in targets": "data: {module: " + "{type: some_parts.anything, params: {a: " * 28 + "1" + "}}" * 28 + "}",
     "doubled lists": "a0: [1]\n" + _lines("a{n}: '${{oc.create:[${{a{m}}},${{a{m}}}]}}'\n", range(1, 60)),
     "deepened mappings": "a0: {x: 1}\n" + _lines("a{n}: {{x: '${{a{m}}}'}}\n", range(1, 2000)),
-    "a chain the other way round": _lines("a{n}: ${{a{m}}}\n", range(30_000, 0, -1)) + "a0: 1\n",
+    "a chain in reverse order": _lines("a{n}: ${{a{m}}}\n", range(30_000, 0, -1)) + "a0: 1\n",
     "a circle": _lines("a{n}: ${{a{m}}}\n", range(1, 1000)) + "a0: ${a999}\n",
     "references to all": _lines("a{n}: ${{b}}\n", range(20_000)) + "b: [" + "x, " * 20_000 + "]\n",
-    "targets that only importing can judge": "train: {callbacks: ["
+    "targets that only an import can check": "train: {callbacks: ["
     + ",".join(f"{{type: torch.ad{n}}}" for n in range(16_000))
     + "]}",
     "broken references": _lines("a{n}: ${{no{n}}}\n", range(40_000)),
@@ -240,7 +238,7 @@ LARGE = {
     "a folded text": "seed: >\n" + " x\n" * 300_000,
     "bases": "_base_: [" + ",".join(["other.yaml"] * 100_000) + "]",
     "odd bases": "_base_: [/dev/zero]",
-    "a base that waits": "_base_: pipe",
+    "a base that blocks": "_base_: pipe",
     "a base with a long name": "_base_: " + "x/" * 400_000,
     "a base with a zero": '_base_: "a\\0b"',
 }
@@ -248,14 +246,14 @@ LARGE = {
 
 @pytest.mark.parametrize("content", LARGE.values(), ids=LARGE)
 def test_much_of_something(check, content):
-    """A megabyte of one thing, what grows without end, and what does not stay in its place."""
+    """A megabyte of one construct, constructs that expand without limit, and control characters."""
     if not (check.folder / "pipe").exists():
         os.mkfifo(check.folder / "pipe")
     assert_answered(check, content)
 
 
 def test_a_config_that_is_no_file(check):
-    """Devices, pipes, folders and impossible names are refused at once."""
+    """Devices, pipes, folders and invalid names are refused immediately."""
     os.mkfifo(check.folder / "pipe2")
     devices = ["/dev/zero", "/dev/null", "/dev/stdin", "pipe2"]
     for name in (*devices, ".", "/", "", "x" * 5000, "a/" * 2000, "~nobody", "~"):
@@ -263,7 +261,7 @@ def test_a_config_that_is_no_file(check):
 
 
 def test_bases_that_multiply(check):
-    """Twenty files that each build twice on the next are not read a million times."""
+    """Twenty files, each with the next as its base twice, are not read a million times."""
     for number in range(20):
         (check.folder / f"b{number}.yaml").write_text(f"_base_: [b{number + 1}.yaml, b{number + 1}.yaml]\n")
     (check.folder / "b20.yaml").write_text("seed: 1\n")
@@ -271,7 +269,7 @@ def test_bases_that_multiply(check):
 
 
 def test_large_bases(check):
-    """Forty files of a megabyte each are too much."""
+    """Forty files of a megabyte each are refused."""
     for number in range(40):
         text = "x: [" + ",".join(["1"] * 45_000) + "," + " " * 900_000 + "]\n"
         (check.folder / f"b{number}.yaml").write_text(text + (f"_base_: b{number + 1}.yaml\n" if number < 39 else ""))

@@ -1,4 +1,4 @@
-"""Adversarial training: two networks by name, each with its optimizer, are trained, judged, kept and resumed."""
+"""Adversarial training: two named networks, each with its optimizer, are trained, evaluated, saved and resumed."""
 
 import json
 import math
@@ -63,23 +63,23 @@ def learn(command, place):
 
 @pytest.fixture(scope="module")
 def run(learn):
-    """The folder of a run of two epochs, and a test."""
+    """The folder of a run of two epochs and a test."""
     return learn("stages=[train, test]").folder
 
 
 @pytest.fixture(scope="module")
 def half(learn):
-    """A run of one epoch, and its weights, which a run that goes on will replace."""
+    """A run of one epoch, and its weights, which a resumed run will replace."""
     outcome = learn(QUIET, "train.num_epochs=1")
     return outcome, weights(outcome.folder / "last.ckpt")
 
 
-# ---- what is logged
+# ---- metrics and pictures
 
 
 def test_losses_rates_and_scores_are_logged(run, tracked):
-    """`loss_d` and `loss_g` at steps 0, 4, 8 …, one step for both networks; their epoch means; a score at each epoch;
-    and the learning rate of each optimizer by its name, moved by its own schedule, at the steps of the losses."""
+    """`loss_d` and `loss_g` are logged at steps 0, 4, 8 …, where a step updates both networks; so are epoch means, a
+    score per epoch, and the learning rate of each optimizer by name, which follows its own schedule."""
     series = tracked(run).series()
     assert [step for step, _ in series["loss_d"]] == [step for step, _ in series["loss_g"]] == list(range(0, 18, 4))
     assert all(math.isfinite(value) and value > 0 for value in dict(series["loss_g"]).values())
@@ -95,7 +95,7 @@ def test_losses_rates_and_scores_are_logged(run, tracked):
 
 
 def test_the_score_decides_which_weights_are_best(run, tracked):
-    """`best.json` has the larger `val_score`, which is from 1 to the number of classes; the test has one of its own."""
+    """`best.json` has the largest `val_score`, which is between 1 and the number of classes; the test has its score."""
     scores = dict(tracked(run).series()["val_score"])
     best = json.loads((run / "best.json").read_text())
     assert best["metric"] == "val_score"
@@ -108,7 +108,7 @@ def test_the_score_decides_which_weights_are_best(run, tracked):
 
 
 def test_samples_are_pictures_of_each_epoch(run):
-    """64 made digits after each epoch, of the same noise and different weights, and none else."""
+    """Each epoch saves one sheet of 64 generated digits, from the same noise."""
     assert {path.name for path in run.glob("samples*.png")} == {"samples_0.png", "samples_1.png"}
     first, second = (np.asarray(Image.open(run / f"samples_{epoch}.png")) for epoch in (0, 1))
     assert first.shape == (64, 64, 3)
@@ -116,12 +116,12 @@ def test_samples_are_pictures_of_each_epoch(run):
     assert len({tile.tobytes() for row in np.split(first, 8) for tile in np.split(row, 8, 1)}) > 32
 
 
-# ---- what is kept
+# ---- checkpoints
 
 
 def test_both_networks_change_and_the_scorer_does_not(run, half):
-    """Between the epochs both networks learn; the scorer has learned before and stays as it is; both optimizers and
-    schedules are in the checkpoint, under the names of their networks."""
+    """Both networks learn in each epoch; the scorer is trained before and does not change; the checkpoint contains both
+    schedules, and both optimizers by the names of their networks."""
     first, second = half[1], weights(run / "last.ckpt")
     changed = {name.split(".")[1] for name, tensor in first.items() if not torch.equal(tensor, second[name])}
     assert changed == {"generator", "discriminator"}
@@ -133,8 +133,8 @@ def test_both_networks_change_and_the_scorer_does_not(run, half):
 
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_as_an_uninterrupted_one(inside, run, half, learn, tracked):
-    """Resumed after the first epoch, or inside the second, both networks end with the same weights to the last bit, the
-    scorer does not learn again, and the epoch's means count what came before."""
+    """A run resumed after the first epoch, or inside the second, ends with the same weights to the last bit; the scorer
+    is not trained again, and the epoch's means include the batches before the interruption."""
     cut = learn(QUIET, "train.max_steps=24") if inside else half[0]
     resumed = learn(QUIET, f"train.resume_ckpt='{cut.folder}'")
     assert digest(resumed.folder / "last.ckpt") == digest(run / "last.ckpt")
@@ -149,7 +149,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(inside, run, half, learn, tr
 
 
 SEEN = '''\
-"""What optimizers are given, written down; and a generator to which the noise does not matter."""
+"""Records the gradients of each optimizer; and a generator that ignores its noise."""
 
 import pytorch_lightning as pl
 import torch
@@ -185,9 +185,8 @@ class Constant(torch.nn.Module):
 
 
 def test_two_processes_learn_from_the_mean_over_all_samples(learn, place, tmp_path):
-    """Two processes with batches of one give each network the gradients that one process with batches of two gives it,
-    also at the end of the epoch, where one of the two has no sample left. Noise and batch norm, of which each process
-    has its own, are left out of it."""
+    """Two processes with batches of one compute the gradients of one process with batches of two, also at the end of
+    the epoch, where one process has no sample. Noise and batch norm, which differ by process, are excluded."""
     (place / "seen.py").write_text(SEEN)
     sgd = "{type: torch.optim.SGD, params: {lr: 0.01}}"
     settings = ["data.module.params.limit=6", "data.num_splits=6", "train.num_epochs=1", "~model.scheduler", QUIET]
@@ -209,7 +208,8 @@ def test_two_processes_learn_from_the_mean_over_all_samples(learn, place, tmp_pa
 
 
 def test_the_inception_score_is_that_of_its_definition():
-    """exp of the mean divergence from the mean answer, over all batches at once; K where answers are sure and even."""
+    """The score is exp of the mean divergence from the mean prediction over all batches; K for certain and balanced
+    predictions, 1 for uniform ones."""
     torch.manual_seed(0)
     logits, score = 2 * torch.randn(30, 4), InceptionScore(4)
     for part in logits.split([7, 20, 3]):
@@ -225,7 +225,7 @@ def test_the_inception_score_is_that_of_its_definition():
     assert score.compute().item() == pytest.approx(1)
 
 
-# ---- what does not fit
+# ---- config faults
 
 ADAM = "{type: torch.optim.Adam, params: {lr: 0.001}}"
 FAULTS = {
@@ -239,18 +239,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("case", FAULTS)
-def test_names_that_do_not_fit_are_told_by_check(case, place, monkeypatch):
-    """Without importing anything, one note each, which is a fault of the config."""
+@pytest.mark.parametrize(("overrides", "message"), FAULTS.values(), ids=FAULTS)
+def test_check_finds_names_that_do_not_match(overrides, message, place, monkeypatch):
+    """`check` reports a missing name as one config fault, without importing anything."""
     monkeypatch.chdir(place)
-    overrides, words = FAULTS[case]
     faults = check("gan.yaml", overrides).faults
-    assert [words in str(fault) for fault in faults] == [True], faults
+    assert [message in str(fault) for fault in faults] == [True], faults
     assert faults[0].exit_code == 2
 
 
 def test_maps_do_not_go_with_a_task_of_one_network(learn, command, place):
-    """Image classification trains one network: maps are exit 2, in words, and `check` says so too, of each map."""
+    """Image classification trains one network: maps are exit code 2, and `check` reports each map."""
     one = "model.module={type: deeplightning.task.img_classif.ImageClassification}"
     outcome = learn("~model.module", one, "train.checkpoint.monitor=null", code=2)
     assert "takes one network, not several by name" in outcome.err
@@ -259,10 +258,9 @@ def test_maps_do_not_go_with_a_task_of_one_network(learn, command, place):
 
 
 def test_a_dry_run_takes_a_step(command, place):
-    """`check --dry-run` trains the scorer and both networks on a made-up batch, and finds nothing wrong; a score that
-    nobody computes is named."""
-    outcome = command("check", "gan.yaml", "--dry-run", cwd=place, code=0)
-    outcome = command(
-        "check", "gan.yaml", "--dry-run", "~model.network.scorer", "~model.optimizer.scorer", cwd=place, code=2
-    )
+    """`check --dry-run` trains the scorer and both networks on a synthetic batch without faults; a monitored score that
+    no network computes is reported."""
+    command("check", "gan.yaml", "--dry-run", cwd=place, code=0)
+    no_scorer = ("~model.network.scorer", "~model.optimizer.scorer")
+    outcome = command("check", "gan.yaml", "--dry-run", *no_scorer, cwd=place, code=2)
     assert "no metric is called 'val_score'" in outcome.err

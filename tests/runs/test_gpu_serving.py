@@ -1,7 +1,7 @@
-"""The server on a real GPU: its answers are those of the CPU, in fp32 and fp16, from a bundle and from a checkpoint.
+"""On a GPU the server answers as on the CPU, in fp32 and fp16, from a bundle and from a checkpoint.
 
-Skipped where there is no GPU, and but for torch where ONNX Runtime cannot use it. What needs none is in test_device,
-test_session and test_gpu_workers. CUDA does not survive a fork: processes of their own open the model.
+Skipped without a GPU; if ONNX Runtime cannot use the GPU, only the test of torch runs. Tests without a GPU are in
+test_device, test_session and test_gpu_workers. CUDA does not survive a fork: new processes open the model.
 """
 
 import concurrent.futures
@@ -9,15 +9,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import environment
-from served import COLOURS, ROOT, colour_run, gone, picture, probabilities, wait_until
+from commands import python
+from served import COLOURS, colour_run, gone, picture, probabilities, wait_until
 from test_quantize import brightest_channel, exported
 
 from deeplightning.export.fp16 import halve
@@ -43,7 +41,7 @@ bundle = Bundle.open(sys.argv[1], device=device, **options)
 
 @pytest.fixture(scope="module")
 def provider():
-    """ONNX Runtime can use the GPU."""
+    """Skip if ONNX Runtime cannot use the GPU."""
     reason = onnxruntime_lacks() or probe()
     if isinstance(reason, str):
         pytest.skip(reason)
@@ -51,7 +49,7 @@ def provider():
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory, provider):
-    """The run of a network with convolutions, in fp32 and fp16."""
+    """The run folder of a network with convolutions, in fp32 and fp16."""
     folder = exported(tmp_path_factory.mktemp("run"), brightest_channel())
     halve(folder)
     return folder
@@ -63,9 +61,8 @@ def run_folder(tmp_path_factory, provider):
 
 
 def on_gpu(program, folder, **options):
-    """What a program prints, as JSON, that has opened the bundle of a run as `bundle` on the first GPU."""
-    command = [sys.executable, "-c", OPEN + program, str(folder.path), json.dumps(options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    """Return the JSON printed by a program for which a run's bundle is open as `bundle` on the first GPU."""
+    done = python("-c", OPEN + program, folder.path, json.dumps(options))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -81,7 +78,7 @@ print(json.dumps([bundle.session.get_providers(), answers]))
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_answers_of_every_batch_size_are_those_of_the_cpu(network, precision):
-    """CUDA's provider runs the model."""
+    """CUDA's provider runs the model, with the answers of the CPU within the tolerance."""
     providers, answers = on_gpu(ANSWERS, network, precision=precision, max_batch=16)
     assert providers[0] == "CUDAExecutionProvider"
     allowed = max(TOLERANCES[precision], GPU_TOLERANCE)
@@ -94,24 +91,24 @@ def test_answers_of_every_batch_size_are_those_of_the_cpu(network, precision):
 FULL = """
 try:
     bundle.predict(np.zeros((200_000, 3, 6, 5), np.uint8))
-    said = "it fits"
+    message = "it fits"
 except MemoryError as error:
-    said = str(error)
+    message = str(error)
 after = bundle.predict(bundle.samples).shape
-print(json.dumps([said, after]))
+print(json.dumps([message, after]))
 """
 
 
 def test_a_batch_beyond_the_arena_is_a_memory_error(network):
-    """ONNX Runtime's words are known (a canary), and the model answers afterwards."""
-    said, after = on_gpu(FULL, network, free=50_000_000)
-    assert "memory" in said
+    """ONNX Runtime's message is recognized, and the model answers afterwards."""
+    message, after = on_gpu(FULL, network, free=50_000_000)
+    assert "memory" in message
     assert after == [4, 3]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_server_answers_from_the_gpu(network, serving, precision):
-    """The first line and /info say so; forty clients at a time get right answers; SIGTERM ends all of it."""
+    """The first line and /info name the GPU; forty concurrent clients get right answers; SIGTERM ends all processes."""
     server = serving(network.path, "--device", "cuda:0", "--precision", precision, "--max-batch", "64")
     assert "on cuda:0 (" in server.line
     info = server.ask("GET", "/info")[1]
@@ -120,9 +117,8 @@ def test_the_server_answers_from_the_gpu(network, serving, precision):
     files = [picture(colour, size=(5, 6)) for colour in COLOURS]
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
         answers = list(pool.map(lambda n: server.ask("POST", "/predict", files[n % 3]), range(400)))
-    assert [(status, answer["label"]) for status, answer in answers] == [
-        (200, list(COLOURS)[number % 3]) for number in range(400)
-    ]
+    expected = [(200, list(COLOURS)[number % 3]) for number in range(400)]
+    assert [(status, answer["label"]) for status, answer in answers] == expected
     processes = server.processes()
     assert server.stop() == 0
     assert all(map(gone, processes))
@@ -130,7 +126,7 @@ def test_the_server_answers_from_the_gpu(network, serving, precision):
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_probabilities_are_those_of_the_cpu(run_folder, serving, device):
-    """To the tolerance of the golden samples; `auto` takes the GPU as well, without a line about the CPU."""
+    """Probabilities are within the tolerance of the golden samples; `auto` selects the GPU without a log line."""
     server = serving(run_folder.path, "--device", device)
     assert server.ask("GET", "/info")[1]["device"].startswith("cuda:")
     assert server.events() == []
@@ -141,7 +137,7 @@ def test_probabilities_are_those_of_the_cpu(run_folder, serving, device):
 
 
 def test_a_changed_bundle_and_a_crash_are_survived(run_folder, serving, tmp_path):
-    """A new process takes the GPU over while the old one still holds it; a dead one is replaced."""
+    """A new process loads a changed bundle while the old one still uses the GPU; a dead process is replaced."""
     folder = shutil.copytree(run_folder.path, tmp_path / "copy")
     server = serving(folder, "--device", "cuda:0")
     first = server.workers()[0]
@@ -155,22 +151,21 @@ def test_a_changed_bundle_and_a_crash_are_survived(run_folder, serving, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("device", "hidden", "words"),
+    ("device", "hidden", "message"),
     [
         (f"cuda:{GPUS}", {}, f"serve.device is cuda:{GPUS}: the visible GPUs are cuda:0 ("),
         ("cuda", {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_refused(run_folder, device, hidden, words):
-    """Exit code 3, with those that are; a hidden GPU is no GPU."""
-    command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", device]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | hidden, capture_output=True, text=True, timeout=60)
+def test_a_gpu_that_is_not_there_is_refused(run_folder, device, hidden, message):
+    """An absent or hidden GPU is exit code 3, with a list of the visible ones."""
+    done = python("-m", "serve", run_folder.path, "--port", "0", "--device", device, **hidden)
     assert (done.returncode, done.stdout) == (3, "")
-    assert words in done.stderr
+    assert message in done.stderr
 
 
 def test_torch_answers_from_the_gpu(train, tmp_path):
-    """A checkpoint on a GPU answers as it does on the CPU, in every batch size."""
+    """A checkpoint on a GPU answers as on the CPU at every batch size."""
     if torch.version.cuda is None:
         pytest.skip("torch is built without CUDA")
     folder = train("train.num_epochs=1", "data.module.params.limit=100", "train.export=true").folder
@@ -182,7 +177,6 @@ def test_torch_answers_from_the_gpu(train, tmp_path):
         "sizes = (1, 3, 16); "
         "print(max(abs(ours.predict(ours.samples[:n]) - theirs.predict(ours.samples[:n])).max() for n in sizes))"
     )
-    command = [sys.executable, "-c", program, str(folder)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    done = python("-c", program, folder, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) <= GPU_TOLERANCE

@@ -1,4 +1,4 @@
-"""`bash test.sh --gpu` without a GPU: what it says and runs; and its resume in half precision, over CPU processes."""
+"""`bash test.sh --gpu` without a GPU; a resume in half precision over CPU processes; and `tools/gpu_wheels.sh`."""
 
 import json
 import subprocess
@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_without_a_gpu_one_line_says_so_and_the_cpu_part_runs():
-    """`bash test.sh --gpu` prints one line about it and ends with 0; its arguments are pytest's."""
-    here = {"DEEPLIGHTNING_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    """`bash test.sh --gpu` prints a line about the missing GPU and ends with 0; it passes its arguments to pytest."""
+    variables = {"DEEPLIGHTNING_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", str(ROOT / "test.sh"), "--gpu", "-k", "test_the_names_that_the_pretended_device_replaces"]
-    done = subprocess.run(command, env=environment() | here, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done
     assert [line for line in done.stdout.splitlines() if "GPU" in line] == [done.stdout.splitlines()[0]]
     assert done.stdout.startswith("No GPU: torch ")
@@ -28,7 +28,7 @@ def test_without_a_gpu_one_line_says_so_and_the_cpu_part_runs():
 
 
 HALF = '''\
-"""Lets DeepSpeed compute in half precision on a CPU, slowly."""
+"""Lets DeepSpeed compute in half precision on a CPU."""
 
 
 def allow(*_):
@@ -41,7 +41,7 @@ def allow(*_):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])  # 3: on GPUs, in test_gpu.py
 def test_a_resumed_run_of_deepspeed_has_the_loss_scale_that_it_had(stage, tmp_path):
-    """With steps left out while the scale is too large: the weights of a run that was not killed."""
+    """A killed run, which skips steps while the scale is too large, ends with the weights of an uninterrupted one."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     runs = Runs(tmp_path)
     (tmp_path / "half.py").write_text(HALF)
@@ -60,24 +60,24 @@ def test_a_resumed_run_of_deepspeed_has_the_loss_scale_that_it_had(stage, tmp_pa
     assert digest(resumed.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
 
 
-# ---- wheels for a machine without a network
+# ---- wheels for an offline machine
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("arguments", "code", "message"),
     [
         ([], 3, "the package index is not reachable. Run this on a machine that has a network."),
         (["--python", "12"], 2, "such as 3.12"),
         (["--extra", "txt"], 2, "is one of"),
     ],
 )
-def test_without_a_network_or_with_a_wrong_option_no_folder_is_made(words, code, said, tmp_path):
-    """The reason without the index's address, and nothing left behind."""
+def test_without_a_network_or_with_a_wrong_option_no_folder_is_made(arguments, code, message, tmp_path):
+    """The error has the reason without the index's address, and no folder is created."""
     nowhere = dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL"), "http://127.0.0.1:9/simple")
     variables = {"UV_HTTP_RETRIES": "0", "UV_NO_CONFIG": "1", "DEEPLIGHTNING_PYTHON": sys.executable, **nowhere}
-    command = ["bash", str(ROOT / "tools" / "gpu_wheels.sh"), *words, str(tmp_path / "a folder")]
+    command = ["bash", str(ROOT / "tools" / "gpu_wheels.sh"), *arguments, str(tmp_path / "a folder")]
     done = subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr
+    assert message in done.stderr
     assert "127.0.0.1" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,19 +1,20 @@
-"""On GPUs each worker loads the model itself, and reports whether it could. What happens then is shown by workers whose
-GPU is pretended: they compute on the CPU, and fail as a real one would."""
+"""On GPUs each worker loads the model itself, and reports failures to the parent. The workers of these tests pretend to
+have a GPU: they compute on the CPU, and fail as a real GPU would."""
 
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from commands import python
 from served import COLOURS, ROOT, Server, colour_run, gone, picture, wait_until
 
 PRETEND = '''\
-"""`python -m serve` whose GPUs are pretended: those that the environment names, failing as it says."""
+"""`python -m serve` with pretended GPUs: their number and their failures come from environment variables."""
 
 import json
 import os
@@ -45,47 +46,38 @@ def open_pretended(path, precision="fp32", device=CPU):
 
 
 Bundle.open = open_pretended
-program.choose_devices = lambda word, lacks: Choice(gpus, may_fall_back=word == "auto")
+program.choose_devices = lambda device, lacks: Choice(gpus, may_fall_back=device == "auto")
 sys.exit(program.main(sys.argv[1:]))
 '''
 
 
 @pytest.fixture
 def pretend(tmp_path):
-    """Starts servers on pretended GPUs; `fails` says which cannot be used."""
-    program, servers = tmp_path / "pretend.py", []
+    """Start servers on pretended GPUs; `fails` sets which of them fail."""
+    program, failures, log, servers = tmp_path / "pretend.py", tmp_path / "fails.json", tmp_path / "opened", []
     program.write_text(PRETEND)
-    variables = {"FAILS": str(tmp_path / "fails.json"), "PYTHONPATH": str(ROOT)}
 
-    class Pretended:
-        @staticmethod
-        def fails(**faults):
-            told = {name.replace("_", ":"): fault for name, fault in faults.items()}
-            (tmp_path / "fails.json").write_text(json.dumps(told))
+    class PretendServer(Server):
+        program = (sys.executable, str(tmp_path / "pretend.py"))
 
-        @staticmethod
-        def opened():
-            log = tmp_path / "opened"
-            return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    def fails(**faults):
+        failures.write_text(json.dumps({name.replace("_", ":"): fault for name, fault in faults.items()}))
 
-        @staticmethod
-        def run(folder, gpus, word="cuda"):
-            """rc, stdout and stderr of a start that is expected to fail."""
-            command = [sys.executable, str(program), str(folder), "--port", "0", "--device", word]
-            environment = {**os.environ, **variables, "GPUS": str(gpus)}
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-            return done.returncode, done.stdout, done.stderr
+    def opened():
+        return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
 
-        @staticmethod
-        def start(folder, gpus, word="cuda", *arguments):
-            errors = tmp_path / f"errors {len(servers)}"
-            server = Server.__new__(Server)
-            server.program = [sys.executable, str(program)]
-            Server.__init__(server, folder, errors, "--device", word, *arguments, GPUS=str(gpus), **variables)
-            servers.append(server)
-            return server
+    def run(folder, gpus, device="cuda"):
+        """Return exit code, stdout and stderr of a start that is expected to fail."""
+        done = python(program, folder, "--port", "0", "--device", device, GPUS=str(gpus), FAILS=str(failures))
+        return done.returncode, done.stdout, done.stderr
 
-    yield Pretended
+    def start(folder, gpus, device="cuda", *arguments):
+        errors, variables = tmp_path / f"errors {len(servers)}", {"FAILS": str(failures), "PYTHONPATH": str(ROOT)}
+        server = PretendServer(folder, errors, "--device", device, *arguments, GPUS=str(gpus), **variables)
+        servers.append(server)
+        return server
+
+    yield SimpleNamespace(fails=fails, opened=opened, run=run, start=start)
     for server in servers:
         server.stop(signal.SIGKILL)
 
@@ -95,7 +87,7 @@ def label(server, colour):
 
 
 def infos(server, number):
-    """/info of each process: connections are spread, so several are asked."""
+    """Return /info by device: connections are distributed over the processes, so several are needed."""
     found, end = {}, time.monotonic() + 20
     while len(found) < number:
         assert time.monotonic() < end
@@ -105,7 +97,7 @@ def infos(server, number):
 
 
 def test_each_gpu_has_a_process_that_loads_the_model_itself(pretend, run_folder):
-    """The parent loads nothing; the first line and /info say the device, /info the measured bound; SIGTERM ends all."""
+    """The parent loads no model; the first line and /info have the devices, /info the batch limit; SIGTERM ends all."""
     server = pretend.start(run_folder.path, 2, "cuda", "--max-batch", "24")
     assert server.line.endswith(": 2 processes with 2 lanes, on cuda:0 (a pretended GPU), cuda:1 (a pretended GPU)")
     processes = server.processes()
@@ -122,26 +114,26 @@ def test_each_gpu_has_a_process_that_loads_the_model_itself(pretend, run_folder)
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "words"),
+    ("fault", "code", "message"),
     [
         ("it is busy", 3, "cuda:1 cannot be used: it is busy"),
         ("dies", 3, "the process for cuda:1 (a pretended GPU) died while it loaded the model"),
         ("bug", 1, "ours"),
     ],
 )
-def test_a_gpu_that_cannot_load_the_model_ends_the_start(pretend, run_folder, fault, code, words):
-    """One sentence with the exit code of its kind; a fault of ours keeps its traceback; nobody is left."""
+def test_a_gpu_that_cannot_load_the_model_ends_the_start(pretend, run_folder, fault, code, message):
+    """The start ends with one message and exit code; a bug of ours shows its traceback; no process remains."""
     pretend.fails(cuda_1=fault)
     found, out, err = pretend.run(run_folder.path, 2)
     assert (found, out) == (code, "")
-    assert err.splitlines()[-1] == f"error: {words}"
+    assert err.splitlines()[-1] == f"error: {message}"
     assert ("ZeroDivisionError" in err) == (fault == "bug")
     assert all(gone(int(process)) for process, _ in pretend.opened())
 
 
 @pytest.mark.parametrize("fault", ["it is busy", "dies"])
 def test_auto_answers_on_the_cpu_where_a_gpu_cannot_load_the_model(pretend, run_folder, fault):
-    """One line says why; the layout is that of the CPU."""
+    """`auto` falls back to the CPU's layout, and one log line has the reason."""
     pretend.fails(cuda_0=fault)
     server = pretend.start(run_folder.path, 1, "auto")
     assert [label(server, colour) for colour in COLOURS] == list(COLOURS)
@@ -157,15 +149,15 @@ def test_auto_answers_on_the_cpu_where_a_gpu_cannot_load_the_model(pretend, run_
 
 
 def test_a_damaged_bundle_is_refused_on_gpus_as_well(pretend, tmp_path):
-    """Exit code 4 in the words of the bundle, also where `auto` then tries the CPU."""
-    for word in ("cuda", "auto"):
-        code, out, err = pretend.run(tmp_path / "none", 1, word)
+    """A damaged bundle is exit code 4 with its usual message, also if `auto` then tries the CPU."""
+    for device in ("cuda", "auto"):
+        code, out, err = pretend.run(tmp_path / "none", 1, device)
         assert (code, out) == (4, "")
         assert err.splitlines()[-1].startswith(f"error: There is no folder {tmp_path / 'none'}")
 
 
 def test_a_worker_that_dies_is_replaced_on_its_gpu(pretend, run_folder):
-    """The new one loads the model again; while the GPU cannot be used it is tried again, and the reason is told."""
+    """A new worker loads the model; while the GPU fails, the load is retried and the reason logged."""
     server = pretend.start(run_folder.path, 1)
     pretend.fails(cuda_0="it is busy")
     os.kill(server.workers()[0], signal.SIGKILL)
@@ -173,12 +165,12 @@ def test_a_worker_that_dies_is_replaced_on_its_gpu(pretend, run_folder):
         lambda: "cuda:0 does not answer, and is tried again: cuda:0 cannot be used: it is busy" in server.events()
     )
     pretend.fails()
-    assert label(server, "green") == "green"  # it waits in the parent's socket until a worker takes it
+    assert label(server, "green") == "green"  # the request waits in the parent's socket until a worker accepts it
     assert [device for _, device in pretend.opened()] == ["cuda:0"] * 2
 
 
-def test_a_changed_bundle_is_taken_up_on_the_gpu(pretend, run_folder, tmp_path):
-    """A new worker loads it beside the old one, which answers until then; a bundle that fails changes nothing."""
+def test_a_changed_bundle_is_reloaded_on_the_gpu(pretend, run_folder, tmp_path):
+    """A new worker loads a changed bundle while the old one answers; if the load fails, the old one stays."""
     folder = shutil.copytree(run_folder.path, tmp_path / "copied run")
     server = pretend.start(folder, 1)
     first = server.workers()[0]

@@ -1,6 +1,6 @@
-"""The gradient of an optimizer step is the mean over the samples that it sees, whatever they are spread over.
+"""The gradient of an optimizer step is the mean over its samples, however batches and processes divide them.
 
-References are trainings of one process with one batch a step. 134 samples are two batches of 64 and one of 6.
+References are trainings in one process with one batch per step. 134 samples are two batches of 64 and one of 6.
 """
 
 import pytest
@@ -17,34 +17,34 @@ THREE_LOSSES = (
 
 
 def assert_close(gradients, expected):
-    """As many steps, and each gradient within 1e-6."""
+    """Assert that there are as many steps, and that each gradient is within 1e-6."""
     assert len(gradients) == len(expected)
     assert min(gradient.abs().max() for gradient in expected) > 0.01
     assert max((ours - theirs).abs().max() for ours, theirs in zip(gradients, expected, strict=True)) < 1e-6
 
 
-# ---- batches of any number
+# ---- accumulated batches
 
 
 def test_four_accumulated_batches_have_the_gradient_of_one(fit):
-    """4 x 16 samples and 1 x 64: gradients of two epochs equal within 1e-6, that of the last, short step too."""
-    accumulated, whole = fit("train.accumulator_factor=4"), fit("data.batch_size=64")
-    assert_close(accumulated.seen.gradients, whole.seen.gradients)
-    assert len(whole.seen.gradients) == 6
+    """Gradients of 4 x 16 and 1 x 64 samples are equal within 1e-6 over two epochs, also in the short last step."""
+    accumulated, expected = (fit(s).seen.gradients for s in ("train.accumulator_factor=4", "data.batch_size=64"))
+    assert_close(accumulated, expected)
+    assert len(expected) == 6
 
 
 def test_a_tail_with_a_short_batch_weighs_each_sample_alike(fit):
-    """Batches of 12 by fives are 60, 60 and 14 = 12 + 2 samples: as of one batch of 60."""
+    """Five batches of 12 per step are steps of 60, 60 and 12 + 2 samples, with the gradients of single batches."""
     accumulated = fit("data.batch_size=12", "train.accumulator_factor=5")
     assert_close(accumulated.seen.gradients, fit("data.batch_size=60").seen.gradients)
 
 
 def test_the_tail_of_an_epoch_is_a_step_and_nothing_leaks(fit):
-    """Six batches by fours: two steps an epoch, of four batches and of two; the second epoch begins afresh."""
-    still = ("train.accumulator_factor=4", "model.optimizer.params.lr=0.0")
-    fitted = fit(*still, "train.limit_batches.train=6")
+    """Six batches, four per step, are two steps an epoch; no gradient is carried over to the second epoch."""
+    no_learning = ("train.accumulator_factor=4", "model.optimizer.params.lr=0.0")
+    fitted = fit(*no_learning, "train.limit_batches.train=6")
     assert fitted.trainer.global_step == 4
-    again = fit(*still, "train.limit_batches.train=4")
+    again = fit(*no_learning, "train.limit_batches.train=4")
     assert torch.equal(fitted.seen.gradients[2], again.seen.gradients[1])
     halves = fit("data.batch_size=32", "train.limit_batches.train=3", "model.optimizer.params.lr=0.0").seen.gradients
     assert_close(
@@ -53,7 +53,7 @@ def test_the_tail_of_an_epoch_is_a_step_and_nothing_leaks(fit):
 
 
 def test_accumulation_counts_batches_and_steps(fit):
-    """Eight batches by fours: eight backward passes and two optimizer steps, in the checkpoint as well."""
+    """Eight batches, four per step, are eight backward passes and two optimizer steps, also in the checkpoint."""
     fitted = fit("train.accumulator_factor=4", "train.limit_batches.train=8", "train.num_epochs=1")
     assert (fitted.seen.backward, len(fitted.seen.gradients)) == (8, 2)
     saved = torch.load(fitted.folder / "last.ckpt", weights_only=True)
@@ -64,23 +64,21 @@ def test_accumulation_counts_batches_and_steps(fit):
 
 
 def test_a_validation_between_accumulated_batches_changes_nothing(fit):
-    """Twice an epoch, after the fourth of nine batches and at the end, taken by threes: the same gradients bit for
-    bit."""
+    """A validation after the fourth of nine batches, with three per step, changes no bit of any gradient."""
     often = fit("train.accumulator_factor=3", "train.val_every_n_epoch=0.5")
     assert [step for _, step in often.seen.validations] == [1, 3, 4, 6]
-    plain = fit("train.accumulator_factor=3")
-    assert all(map(torch.equal, often.seen.gradients, plain.seen.gradients))
+    assert all(map(torch.equal, often.seen.gradients, fit("train.accumulator_factor=3").seen.gradients))
 
 
 def test_accumulation_from_an_epoch_on(fit):
-    """Eight batches an epoch, by fours from epoch 1 on: 8 + 2 optimizer steps."""
+    """Eight batches an epoch, four per step from epoch 1 on, are 8 + 2 optimizer steps."""
     fitted = fit("train.accumulator_epoch=1", "train.accumulator_factor=4", "train.limit_batches.train=8")
     assert len(fitted.seen.gradients) == fitted.trainer.global_step == 10
     assert [step for step, _ in fitted.series("val_loss")] == [7, 9]
 
 
-def test_accumulation_from_an_epoch_on_is_kept_where_a_run_goes_on_inside_one(train):
-    """By twos from epoch 1 on, 9 + 5 steps; ended after 11 and resumed: bit for bit like an uninterrupted run."""
+def test_accumulation_from_an_epoch_on_survives_a_resume(train):
+    """With two batches per step from epoch 1 on, 9 + 5 steps, a run stopped after 11 resumes to the same bits."""
     settings = ("train.accumulator_epoch=1", "train.accumulator_factor=2")
     part = train(*settings, "train.max_steps=11")
     resumed = train(*settings, f"train.resume_ckpt='{part.folder}'")
@@ -91,7 +89,7 @@ def test_accumulation_from_an_epoch_on_is_kept_where_a_run_goes_on_inside_one(tr
 
 
 def test_three_losses_are_one_gradient(fit):
-    """That of their weighted sum: 1, 0.5 and 2 times the gradient of each alone."""
+    """The gradient of three losses is the weighted sum of the gradient of each."""
     once = ("~train.num_epochs", "train.max_steps=1")
     smooth = "model.loss={type: torch.nn.CrossEntropyLoss, params: {label_smoothing: 0.2}}"
     alone = [(), ("model.loss={type: torch.nn.MultiMarginLoss}",), ("~model.loss", smooth)]
@@ -103,7 +101,7 @@ def test_three_losses_are_one_gradient(fit):
 
 
 @pytest.mark.parametrize(
-    ("spread", "whole"),
+    ("spread", "single"),
     [
         ("engine.processes=2 data.batch_size=16 train.accumulator_factor=2", "data.batch_size=64"),
         pytest.param(
@@ -120,14 +118,14 @@ def test_three_losses_are_one_gradient(fit):
         pytest.param("{value: 0.05, algorithm: value}", id="value", marks=pytest.mark.slow),
     ],
 )
-def test_processes_together_have_the_gradient_of_one(spread, whole, clip, command, tiny, place, fit, tmp_path):
-    """Also in the last step of an epoch, where 129 = 64 + 64 + 1 leave one process without a sample and the others wait
-    for it; of three losses, and clipped."""
+def test_processes_together_have_the_gradient_of_one(spread, single, clip, command, tiny, place, fit, tmp_path):
+    """Processes compute the clipped gradient of three losses that one process computes, also in the last step of an
+    epoch, where 129 = 64 + 64 + 1 samples leave a process without one."""
     settings = [*THREE_LOSSES, "data.module.params.limit=145", f"train.gradient_clip={clip}"]
     writes = f"train.callbacks=[{{type: own.Gradients, params: {{file: '{tmp_path / 'gradients.pt'}'}}}}]"
     ranks = 3 if "processes=3" in spread else 2
     command("train", tiny, *settings, *spread.split(), writes, cwd=place, ranks=ranks, code=0)
-    expected = fit(*settings, whole)
+    expected = fit(*settings, single)
     assert len(expected.data.dataset("train")) == 129
     assert_close(torch.load(tmp_path / "gradients.pt"), expected.seen.gradients)
 
@@ -137,13 +135,13 @@ def test_processes_together_have_the_gradient_of_one(spread, whole, clip, comman
     [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "deepspeed_stage_2")), "deepspeed_stage_3"],
 )
 def test_engines_that_shard_step_by_the_gradient_of_one_process(backend, job, fit):
-    """Where gradients are in parts, the weights tell: after two epochs of three accumulated, clipped steps, the last of
-    one sample, each is where one process puts it, within 1e-6."""
+    """Under engines with sharded gradients, the weights after two epochs of three accumulated, clipped steps, the last
+    of one sample, are those of one process within 1e-6."""
     settings = [*THREE_LOSSES, "data.module.params.limit=145", "train.gradient_clip={value: 0.5}"]
     spread = ["data.batch_size=16", "train.accumulator_factor=2", f"engine.backend={backend}"]
     ours = read_checkpoint(job(*settings, *spread).folder / "last.ckpt")["state_dict"]
-    whole = fit(*settings, "data.batch_size=64")
-    theirs = read_checkpoint(whole.folder / "last.ckpt")["state_dict"]
+    single = fit(*settings, "data.batch_size=64")
+    theirs = read_checkpoint(single.folder / "last.ckpt")["state_dict"]
     assert ours.keys() == theirs.keys()
     assert max((ours[name] - theirs[name]).abs().max() for name in ours) < 1e-6
     start = fit(*settings, "train.num_epochs=1", "model.optimizer.params.lr=0.0").task.state_dict()
@@ -151,7 +149,7 @@ def test_engines_that_shard_step_by_the_gradient_of_one_process(backend, job, fi
 
 
 def test_points_and_means_of_several_processes_count_each_sample_once(job, tracked):
-    """`train_loss`, `train_acc` and their epoch means are those of one process, where one is without samples too."""
+    """`train_loss`, `train_acc` and their epoch means are those of one process, also if a process has no sample."""
     settings = ("data.module.params.limit=145", "model.optimizer.params.lr=0.0", "logger.log_every_n_steps=1")
     expected = tracked(job(*settings, "data.batch_size=64", ranks=1).folder).series()
     series = tracked(job(*settings, "data.batch_size=32", ranks=2).folder).series()
@@ -172,9 +170,8 @@ def test_points_and_means_of_several_processes_count_each_sample_once(job, track
     ],
 )
 def test_gradients_are_clipped(clip, size, fit):
-    """No step has a larger gradient than allowed, and the limit is reached."""
+    """No step's gradient exceeds the limit, and the limit is reached."""
     gradients = fit(f"train.gradient_clip={clip}", "train.num_epochs=1").seen.gradients
     sizes = [size(gradient).item() for gradient in gradients]
     assert max(sizes) == pytest.approx(0.05, rel=1e-3)
-    free = fit("train.num_epochs=1").seen.gradients
-    assert size(free[0]) > 0.05
+    assert size(fit("train.num_epochs=1").seen.gradients[0]) > 0.05

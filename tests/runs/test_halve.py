@@ -24,14 +24,14 @@ from serve.bundle import TOLERANCES, Bundle, BundleError
 
 @pytest.fixture(scope="module")
 def halved(tmp_path_factory):
-    """A run of pictures with both models."""
+    """A run with both models, the contents before, and the measured difference."""
     folder = classifier(tmp_path_factory.mktemp("run"))
     before = contents(folder)
     return folder, before, halve(folder)
 
 
 def test_the_bundle_gains_a_file_and_its_digest(halved):
-    """Nothing else changes, so an older server reads the bundle: it checks the file, and serves fp32."""
+    """Only the card's files and digest change, so an older server still verifies the bundle and serves fp32."""
     folder, before, difference = halved
     after = contents(folder)
     card, former = json.loads(after["bundle.json"]), json.loads(before["bundle.json"])
@@ -43,7 +43,7 @@ def test_the_bundle_gains_a_file_and_its_digest(halved):
 
 
 def test_weights_take_16_bits_and_the_ends_stay_float(halved):
-    """Scaling of pixels and softmax keep 32 bits; input and output are those of fp32."""
+    """The scaling of pixels and softmax are computed in 32 bits; input and output are those of fp32."""
     graph = onnx.load(halved[0].bundle_fp16).graph
     kinds = collections.Counter(one.data_type for one in graph.initializer if len(one.dims) > 1)
     assert kinds == {TensorProto.FLOAT16: 3}
@@ -54,7 +54,7 @@ def test_weights_take_16_bits_and_the_ends_stay_float(halved):
 
 
 def test_both_models_answer(halved):
-    """fp16 answers nearly as fp32, and is compared with the answers of fp32 at each start."""
+    """fp16 answers like fp32 within the tolerance, but not identically."""
     images = pictures(100, seed=2)[0]
     ours, theirs = Bundle.open(halved[0].path), Bundle.open(halved[0].path, "fp16")
     assert (ours.precision, theirs.precision) == ("fp32", "fp16")
@@ -91,11 +91,10 @@ def test_a_network_that_fp16_makes_worse_is_refused(tmp_path):
     """The message has the difference, the limit and the next step; the bundle stays as it was."""
     _, folder = exported(tmp_path, "image_classification", Vast().eval())
     before = contents(folder)
-    with pytest.raises(
-        CheckpointError, match=r"is not served in fp16: .* at most 0\.02 is allowed; serve it with"
-    ) as e:
+    message = r"is not served in fp16: .* at most 0\.02 is allowed; serve it with"
+    with pytest.raises(CheckpointError, match=message) as caught:
         halve(folder)
-    assert e.value.exit_code == 4
+    assert caught.value.exit_code == 4
     assert contents(folder) == before
 
 
@@ -118,8 +117,8 @@ def test_the_same_again_replaces_the_model(halved):
 
 
 def test_a_server_checks_the_model_at_its_start(tmp_path):
-    """Without the model it ends with a note that names both alternatives; it compares the answers on its own device,
-    and recommends fp32 if they differ."""
+    """A server without the fp16 model ends with a message that names the alternatives; one whose answers differ from
+    the golden ones recommends fp32."""
     folder = classifier(tmp_path)
     with pytest.raises(BundleError, match=r"has no model\.fp16\.onnx: .*--precision fp32"):
         Bundle.open(folder.path, "fp16")
@@ -176,7 +175,7 @@ class Price(nn.Module):
 
 
 def test_large_numbers_are_compared_relative_to_their_size(tmp_path):
-    """As the server compares them."""
+    """A model with large outputs is accepted by its relative error, by `halve` and by the server."""
     folder = exported(tmp_path, "table_regression", Price().eval())[1]
     assert halve(folder) > MAX_DIFFERENCE
     Bundle.open(folder.path, "fp16")

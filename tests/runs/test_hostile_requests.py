@@ -1,10 +1,9 @@
-"""Every line of `hostile/requests.tsv`, and of `hostile/requests_of_rows.tsv` by a server of rows, is answered as it
-says, by our server and by the application under gunicorn alike: same status, same words, no fault, no hang."""
+"""Our server and the application under gunicorn give the same status and message for each request of
+`hostile/requests.tsv`, and of `hostile/requests_of_rows.tsv` if they serve rows, without internal errors or hangs."""
 
 import concurrent.futures
 import json
 import re
-import signal
 import socket
 from functools import partial
 from pathlib import Path
@@ -21,21 +20,21 @@ ORDINARY = re.compile(
     r"POST /predict[^\s{]* HTTP/1\.1\\r\\nHost: localhost\\r\\n"
     r"(Content-(Type|Encoding): [^\\{]+\\r\\n)?Content-Length: \{length\}\\r\\n\\r\\n"
 )
-"""A recipe of a prediction whose head every HTTP server reads alike."""
+"""A recipe of a prediction whose head every HTTP server parses alike."""
 
-SECONDS = 20
-"""How long an exchange may take. Every client closes its half of the connection when it has sent all."""
+LIMIT_SECONDS = 20
+"""Limit of an exchange. Each client shuts down its side of the connection after its last byte."""
 
 
 def lines(corpus):
-    """Name, answers and recipe of each request."""
+    """Return name, expected statuses and recipe of each request."""
     texts = (HOSTILE / corpus).read_text().splitlines()
     return [text.split("\t") for text in texts if text and not text.startswith("#")]
 
 
-def made(recipe):
-    """The bytes of a recipe: escapes as Python's; `{TEXT*N}` is N times TEXT; `{picture}` is a good PNG, all green;
-    `{length}` is the number of bytes behind the first blank line."""
+def bytes_of(recipe):
+    """Return the bytes of a recipe: escapes are Python's; `{TEXT*N}` is N times TEXT; `{picture}` is a valid green PNG;
+    `{length}` is the number of bytes after the first blank line."""
     text = recipe.encode("latin-1").decode("unicode_escape")
     text = re.sub(r"\{([^{}]*?)\*(\d+)\}", lambda found: found[1] * int(found[2]), text)
     text = text.replace("{picture}", picture("green").decode("latin-1"))
@@ -43,8 +42,8 @@ def made(recipe):
 
 
 def exchange(port, data):
-    """Status and document of each answer, without what differs between two servers."""
-    with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+    """Return status, and message or label, of each answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_SECONDS) as connection:
         received = b""
         try:
             connection.sendall(data)
@@ -68,7 +67,7 @@ def answers(received):
 
 
 def statuses(found):
-    """As the file has them: `404` or `200 400`, `404*17` for many of one kind, `-` for none."""
+    """Return statuses in the file's notation: `404` or `200 400`, `404*17` for many equal ones, `-` for none."""
     found = [status for status, _ in found]
     if len(found) > 3 and len(set(found)) == 1:
         return f"{found[0]}*{len(found)}"
@@ -87,39 +86,39 @@ def run(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(corpus, run, tmp_path_factory):
-    """What our server answers to each line, and its standard error."""
+    """Our server's answers to all requests, to a good request after them, its exit code and its standard error."""
     kind = {"Content-Type": "application/json"} if corpus == "requests_of_rows.tsv" else {}
     server = Server(run, tmp_path_factory.mktemp("server") / "errors", "--max-wait", "60")
     try:
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
-            answered = list(threads.map(partial(exchange, server.port), [made(line[2]) for line in lines(corpus)]))
+            answered = list(threads.map(partial(exchange, server.port), [bytes_of(line[2]) for line in lines(corpus)]))
         alive = server.ask("POST", "/predict", GOOD[corpus], kind)
     finally:
-        code = server.stop(signal.SIGTERM)
+        code = server.stop()
     return answered, alive, code, server.errors.read_text()
 
 
 @pytest.fixture(scope="module")
 def under_gunicorn(corpus, run, tmp_path_factory):
-    """By name, what the WSGI application answers under gunicorn, which parses HTTP itself, to each line whose head is
-    ordinary."""
+    """By name, the answers of the WSGI application under gunicorn, which parses HTTP itself, to requests with ordinary
+    heads."""
     application = f"serve:create_app({str(run)!r}, max_wait=60)"
     server = WsgiServer(tmp_path_factory.mktemp("gunicorn"), *GUNICORN, application)
     chosen = [line for line in lines(corpus) if ORDINARY.match(line[2])]
     try:
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
-            answered = list(threads.map(partial(exchange, server.port), [made(line[2]) for line in chosen]))
+            answered = list(threads.map(partial(exchange, server.port), [bytes_of(line[2]) for line in chosen]))
         assert server.stop() == 0
     finally:
         server.process.kill()
         server.process.wait()
-    assert "Traceback" not in server.said.read_text()
+    assert "Traceback" not in server.output.read_text()
     return {line[0]: one for line, one in zip(chosen, answered, strict=True)}
 
 
 def test_every_hostile_request_is_answered_as_its_line_says(corpus, found):
-    """None is answered by a fault (5xx other than the 501 of an unknown coding or method, and the 505 of an unknown
-    version); the next client is answered."""
+    """No answer is 5xx, except for 501 to an unknown coding or method and 505 to an unknown version; the next client
+    gets an answer."""
     answered, alive, code, errors = found
     wrong = {
         name: (expected, statuses(one))
@@ -136,7 +135,7 @@ def test_every_hostile_request_is_answered_as_its_line_says(corpus, found):
 
 
 def test_all_servers_agree(corpus, found, under_gunicorn):
-    """In status and in words: our server, and gunicorn for bodies and queries."""
+    """Our server and gunicorn give the same status and message to requests with ordinary heads."""
     names = [line[0] for line in lines(corpus)]
     assert len(set(names)) == len(names) >= (400 if corpus == "requests.tsv" else 20)
     ours = dict(zip(names, found[0], strict=True))

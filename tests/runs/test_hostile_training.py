@@ -1,6 +1,6 @@
-"""Checkpoints whose training state was tampered with: a kind a line in `tests/hostile/training.jsonl`, with what comes
-of it: `refused` in one sentence (exit code 4), `told` as a fault of the config or as a loss that is no number, `equal`
-to what the right checkpoint gives, or `taken`: a value that could be right, as a changed weight could.
+"""Checkpoints with a tampered training state. Each line of `tests/hostile/training.jsonl` has a change and its effect:
+`refused` with one message (exit code 4); `told`, reported as a config fault or a loss that is not a number; `equal` to
+the result of the valid checkpoint; or `taken`, a value that could be valid, such as a changed weight.
 """
 
 import copy
@@ -31,7 +31,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def resume(tiny, place, tmp_path_factory):
-    """`resume(checkpoint, override, …)` trains in this process from a checkpoint, and gives the run's folder."""
+    """`resume(checkpoint, override, …)` trains in this process from a checkpoint, and returns the run's folder."""
     logs = tmp_path_factory.mktemp("logs")
     logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{logs}', name: runs}}}}"
     plain = ["~logger", logger, "logger.pictures=null", "logger.per_rank_files=false", *SETTINGS]
@@ -49,34 +49,34 @@ def resume(tiny, place, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def right(resume):
-    """A checkpoint inside the second of two epochs: what it holds, and its folder."""
+    """The contents and the folder of a checkpoint inside the second of two epochs."""
     folder = resume(None, "train.max_steps=13")
     return torch.load(folder / "last.ckpt", weights_only=True), folder
 
 
 @pytest.fixture(scope="module")
 def expected(resume, right):
-    """The end of the run that resumed from it."""
+    """The outcome of a run that resumes from it."""
     return outcome(resume(right[1] / "last.ckpt"))
 
 
 def outcome(folder: Path) -> tuple[Any, ...]:
     files = {path.name: path.read_text() for path in folder.glob("best.json")}
-    metrics = folder / "metrics.csv"  # not there where nothing is left to train
+    metrics = folder / "metrics.csv"  # missing if no batch remains
     rows = [row.split(",") for row in metrics.read_text().splitlines()] if metrics.exists() else []
     return digest(folder / "last.ckpt"), digest(folder / "best.ckpt"), files, rows
 
 
 def tampered(right: tuple[Any, Path], folder: Path, recipe: list[Any]) -> Path:
-    """A copy of the right run whose last checkpoint is changed as the recipe says."""
+    """Copy a run, and apply a recipe to its last checkpoint."""
     content = copy.deepcopy(right[0])
     shutil.copytree(right[1], folder)
-    for word, path, *values in recipe:
+    for action, path, *values in recipe:
         place, key = at(content, path)
-        if word == "set":
+        if action == "set":
             place[key] = value_of(values[0])
         else:
-            assert word == "delete", word
+            assert action == "delete", action
             del place[key]
     torch.save(content, folder / "last.ckpt")
     return folder / "last.ckpt"
@@ -90,7 +90,7 @@ def tampered(right: tuple[Any, Path], folder: Path, recipe: list[Any]) -> Path:
     ],
 )
 def test_a_training_state_that_was_tampered_with(resume, right, expected, tmp_path, recipe, answer):
-    """No traceback of a library, and nothing but a changed value is taken."""
+    """A tampered state is refused in one line, or has no effect; only a plausible value is accepted."""
     path = tampered(right, tmp_path / "copy", recipe)
     if answer in ("equal", "taken"):
         assert (outcome(resume(path)) == expected) == (answer == "equal")
@@ -103,13 +103,13 @@ def test_a_training_state_that_was_tampered_with(resume, right, expected, tmp_pa
     assert str(path) in message or answer == "told"
 
 
-def test_each_kind_stands_there_once_and_few_are_taken():
+def test_each_change_is_listed_once_and_few_are_accepted():
     assert len({kind.id for kind in TRAINING}) == len(TRAINING) >= 300
     assert sum(kind.values[1] == "taken" for kind in TRAINING) <= 20
 
 
 def test_an_error_of_the_users_own_code_is_not_blamed_on_the_checkpoint(resume, right, place):
-    """A callback of the user's refuses the state: the run ends with its exception."""
+    """If a user's callback refuses the state, the run ends with the callback's exception."""
     own = place / "picky.py"
     own.write_text(PICKY)
     try:
@@ -130,7 +130,7 @@ class Picky(pl.Callback):
 
 
 def test_the_command_ends_with_one_note(train, tmp_path):
-    """Exit code 4, no traceback."""
+    """A tampered checkpoint is exit code 4 with one message and no traceback."""
     folder = train(*SETTINGS, "train.max_steps=13").folder
     content = torch.load(folder / "last.ckpt", weights_only=True)
     for recipe in ([["set", "optimizer_states.0.state.#0.exp_avg", {"tensor": "zeros(3)"}]], [["delete", "loops"]]):

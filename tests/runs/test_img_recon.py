@@ -1,6 +1,5 @@
-"""Image reconstruction: what is learned, shown, counted, exported and answered, on pictures of three colours."""
+"""Image reconstruction on pictures of three colours: training, pictures, metrics, export and serving."""
 
-import csv
 import io
 import json
 import math
@@ -14,7 +13,8 @@ import sklearn.metrics
 import torch
 from example_code import copy_code, module_of
 from PIL import Image
-from served import COLOURS, Server
+from served import COLOURS, picture
+from tiny import csv_rows
 
 from deeplightning.config.examine import load_config
 from deeplightning.image_spec import ImageSpec
@@ -64,24 +64,23 @@ def place(tmp_path_factory, store):
 
 @pytest.fixture(scope="module")
 def learn(command, place):
-    """`learn(override, …)` trains on them."""
+    """`learn(override, …)` trains on these pictures."""
 
     def run(*overrides, ranks=1, code=0):
-        return command(
-            "train", "colours.yaml", f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks, code=code
-        )
+        spread = f"engine.processes={ranks}"
+        return command("train", "colours.yaml", spread, *overrides, cwd=place, ranks=ranks, code=code)
 
     return run
 
 
 @pytest.fixture(scope="module")
 def run(learn):
-    """A run of two epochs, and a validation."""
+    """A run of two epochs and a validation."""
     return RunFolder(learn().folder)
 
 
 def tiles(path):
-    """The middle pixel of each of the pictures on a sheet, four in a row."""
+    """Return the centre pixel of each picture on a sheet with four pictures per row."""
     pixels = np.asarray(Image.open(path))
     side = pixels.shape[1] // 4
     return pixels[side // 2 :: side, side // 2 :: side].reshape(-1, 3).astype(int)
@@ -93,7 +92,7 @@ def nearest_colour(pixels):
 
 
 def test_losses_fall(run, tracked):
-    """`train_loss` and `val_loss` fall, and `rmse` comes by default."""
+    """`train_loss` and `val_loss` fall, and `rmse` is logged by default."""
     series = tracked(run.path).series()
     values = [value for _, value in series["train_loss"]]
     assert values[-1] < 0.3 * values[0]
@@ -103,8 +102,8 @@ def test_losses_fall(run, tracked):
 
 
 def test_metrics_are_those_of_the_whole_set(run, place, monkeypatch):
-    """`val_rmse` is the root of scikit-learn's mean squared error over all normalised pixels, and perplexity that of
-    the tokens that the network chooses for the whole set."""
+    """`val_rmse` is the root of scikit-learn's mean squared error over all normalised pixels; perplexity is computed
+    from the tokens of the complete set."""
     monkeypatch.chdir(place)
     task, cfg, _ = trained_task(run)
     data = init_module(cfg, "data")
@@ -123,35 +122,35 @@ def test_metrics_are_those_of_the_whole_set(run, place, monkeypatch):
 
 
 def test_pictures_of_each_epoch(run):
-    """Two epochs leave eight pictures at the folder's top, originals and reconstructions of training and validation;
-    a validation by itself two more, without a number."""
+    """Two epochs write eight sheets to the run's folder, originals and reconstructions of training and validation; a
+    separate validation writes two more, without an epoch number."""
     names = [f"{s}_{w}_{e}.png" for s in ("train", "val") for w in ("original", "reconstruction") for e in (0, 1)]
     found = {path.name for path in run.path.glob("*_*.png")}
     assert found == {*names, "val_original.png", "val_reconstruction.png"}
 
 
 def test_colours_are_right(run):
-    """Originals have the pixels of the files, and what came back the same colours."""
+    """Originals have the pixels of the files, and reconstructions the same colours."""
     for stage in ("train", "val"):
         found = (tiles(run.path / f"{stage}_{what}_1.png") for what in ("original", "reconstruction"))
-        originals, answers = (pixels[:8] for pixels in found)  # a batch has no more
+        originals, answers = (pixels[:8] for pixels in found)  # a batch has eight
         true = np.array(list(COLOURS.values()))[nearest_colour(originals)]
         assert np.abs(originals - true).max() <= 8
         assert (nearest_colour(answers) == nearest_colour(originals)).mean() > 0.9
 
 
 def test_the_use_of_the_codebook_has_a_histogram(run):
-    """`logger.histograms` counts each token beside weights and gradients, one bin for each: a picture and numbers."""
+    """`logger.histograms` counts tokens, one bin each, as well as weights and gradients, as a picture and as JSON."""
     folder = run.path / "histograms" / "epoch_1"
     use = json.loads((folder / "codebook.json").read_text())
     assert use["edges"] == list(range(9))
-    assert sum(use["counts"]) == 18 * 4 * 4  # pictures that validate, places of each
+    assert sum(use["counts"]) == 18 * 4 * 4  # validation pictures, positions in each
     assert (folder / "codebook.png").is_file()
     assert (folder / "network.codebook.weight.grad.png").is_file()
 
 
-def test_two_processes_judge_as_one(learn, run):
-    """A validation by two processes has the values of one, perplexity among them, and its pictures are rank 0's."""
+def test_two_processes_evaluate_like_one(learn, run):
+    """A validation by two processes has the metrics of one, including perplexity, and only rank 0 writes pictures."""
     folder = learn("stages=[validate]", f"test.ckpt='{run.path}'", "logger.histograms=null", ranks=2).folder
     assert {path.name for path in folder.glob("*.png")} == {"val_original.png", "val_reconstruction.png"}
     ours, theirs = (json.loads(each.results("validate").read_text()) for each in (RunFolder(folder), run))
@@ -159,23 +158,17 @@ def test_two_processes_judge_as_one(learn, run):
     assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-6)
 
 
-def test_the_run_answers_with_a_png(run, tmp_path):
-    """Trained, exported, served: a picture posted comes back as a PNG of its colour, as the task itself answers it."""
-    sent = Image.new("RGB", (8, 8), COLOURS["green"])
-    file = io.BytesIO()
-    sent.save(file, "PNG")
-    server = Server(run.path, tmp_path / "errors")
-    try:
-        headers = {"Content-Type": "image/png", "Accept": "image/png"}
-        request = urllib.request.Request(f"{server.url}/predict", file.getvalue(), headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            assert answer.headers["Content-Type"] == "image/png"
-            pixels = np.asarray(Image.open(io.BytesIO(answer.read())))
-    finally:
-        server.stop()
+def test_the_run_answers_with_a_png(run, serving):
+    """The server answers a posted picture with a PNG of its colour, which equals the answer of the task."""
+    headers = {"Content-Type": "image/png", "Accept": "image/png"}
+    request = urllib.request.Request(f"{serving(run.path).url}/predict", picture("green"), headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.headers["Content-Type"] == "image/png"
+        pixels = np.asarray(Image.open(io.BytesIO(answer.read())))
     task, _, _ = trained_task(run)
+    sent = np.full((8, 8, 3), COLOURS["green"], np.uint8)
     with torch.no_grad():
-        expected = task.inference_model()(torch.from_numpy(np.asarray(sent).copy()).permute(2, 0, 1)[None])
+        expected = task.inference_model()(torch.from_numpy(sent).permute(2, 0, 1)[None])
     assert expected.dtype == torch.float32
     assert np.abs(pixels - expected[0].permute(1, 2, 0).numpy() * 255).max() <= 1
     assert nearest_colour(pixels.reshape(-1, 3)).tolist() == [list(COLOURS).index("green")] * 64
@@ -188,7 +181,7 @@ def task(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("network", "words"),
+    ("network", "message"),
     [
         (
             DiscreteVAE(16, 3, num_tokens=4),
@@ -197,15 +190,15 @@ def task(place, monkeypatch):
         (torch.nn.Flatten(), "gives (1, 192), not pictures (B, C, H, W)"),
     ],
 )
-def test_a_network_that_does_not_fit_the_pictures_is_named(network, words, task):
-    """One made for other pictures, or one that gives none: a fault of the config, before data are read."""
+def test_a_network_that_does_not_fit_the_pictures_is_named(network, message, task):
+    """A network for another picture size, or without pictures as output, is a config fault."""
     task.image_spec = ImageSpec(8, 8, "RGB")
-    with pytest.raises(MisfitError, match=re.escape(words)):
+    with pytest.raises(MisfitError, match=re.escape(message)):
         task.try_out(network)
 
 
 def test_no_pictures_come_from_the_sanity_check(task):
-    """A Trainer of the user's own may begin with one."""
+    """The sanity check with which a user's Trainer may begin writes no pictures."""
     task.normalise = torch.nn.Identity()
     task._shown = {"val": torch.zeros(1, 3, 8, 8)}
     task.trainer = SimpleNamespace(sanity_checking=True)
@@ -213,15 +206,15 @@ def test_no_pictures_come_from_the_sanity_check(task):
 
 
 def test_image_files_are_answered_with_pictures(run, command, place, tmp_path):
-    """`predict RUN IMAGE --out FILE.csv` writes a PNG per image; without `--out` a note says how."""
-    picture, answers = tmp_path / "a.png", tmp_path / "answers.csv"
-    Image.new("RGB", (8, 8)).save(picture)
-    outcome = command("predict", run.path, picture, cwd=place)
+    """`predict RUN IMAGE --out FILE.csv` writes a PNG per image; without `--out` an error recommends it."""
+    image, answers = tmp_path / "a.png", tmp_path / "answers.csv"
+    image.write_bytes(picture())
+    outcome = command("predict", run.path, image, cwd=place)
     assert (outcome.code, "Traceback" in outcome.err) == (3, False)
     assert "--out FILE.csv writes them as PNG files" in outcome.err
-    outcome = command("predict", run.path, picture, "--out", answers, cwd=place, code=0)
-    (row,) = csv.DictReader(answers.read_text().splitlines())
-    assert row["path"] == str(picture)
+    command("predict", run.path, image, "--out", answers, cwd=place, code=0)
+    (row,) = csv_rows(answers)
+    assert row["path"] == str(image)
     (answered,) = (tmp_path / "answers").glob("*.png")
-    with Image.open(answered) as image:
-        assert (image.size, image.mode) == ((8, 8), "RGB")
+    with Image.open(answered) as reconstruction:
+        assert (reconstruction.size, reconstruction.mode) == ((8, 8), "RGB")

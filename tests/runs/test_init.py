@@ -1,4 +1,4 @@
-"""`deeplightning init`: what it writes passes `check --dry-run` and trains as it is, with data and without."""
+"""A project that `deeplightning init` writes passes `check --dry-run` and trains unchanged, with data and without."""
 
 import csv
 import re
@@ -11,19 +11,11 @@ from PIL import Image
 
 from deeplightning.cli.init import KINDS
 
-SHORT = {
-    "images": ["data.module.params.limit=60"],
-    "text": ["data.module.params.limit=60"],
-    "segmentation": ["data.module.params.limit=20"],
-    "table": [],
-    "regression": [],
-    "signal": [],
-    "own": ["data.module.params.limit=60"],
-}
-"""By kind, what makes an epoch short."""
+LIMITS = {"images": 60, "text": 60, "segmentation": 20, "own": 60}
+"""By kind, the number of samples for a short epoch; tables and signals are small."""
 
 TABLES = {"table", "regression"}
-"""Kinds that begin with a table, which is looked at like the user's."""
+"""Kinds whose project has a table, which is inspected like a user's."""
 
 
 def pictures(root):
@@ -58,7 +50,8 @@ def numbers(path):
 
 
 def awkward(path):
-    """Semicolons, decimal commas, a marker between numbers, dates, codes, gaps in the target and classes of one row."""
+    """Write a table with semicolons, decimal commas, a marker among numbers, dates, codes, gaps in the target, and
+    classes of one row."""
     rng = np.random.default_rng(0)
     lines = ["# by hand", "Tag;zip;Fläche;;kind"]
     for number, area in enumerate(rng.uniform(1000, 9000, 60)):
@@ -88,39 +81,33 @@ def labelled(root):
     (root / "labels.csv").write_text("\n".join(lines))
 
 
-DATA = {
-    "images": pictures,
-    "text": texts,
-    "segmentation": masks,
-    "table": numbers,
-    "regression": numbers,
-    "signal": waves,
-}
-
-
+DATA = [("images", pictures), ("images", labelled), ("text", texts), ("segmentation", masks), ("table", numbers)]
+DATA += [("table", awkward), ("regression", numbers), ("signal", waves)]
 QUICK = [("text", None), ("images", pictures), ("table", awkward)]
 WRITTEN = [
     pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
-    for case in (*((kind, None) for kind in KINDS), *DATA.items(), ("images", labelled), ("table", awkward))
+    for case in (*((kind, None) for kind in KINDS), *DATA)
 ]
 
 
 @pytest.mark.parametrize(("kind", "data"), WRITTEN)
 def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, data):
-    """In a folder with a space in its name, by the commands of its README.md, with one epoch."""
-    words = []
+    """A project in a folder with a space in its name passes the checks and trains an epoch; the commands in its
+    README work, and its modules are in the run's code.zip."""
+    arguments = []
     if data is not None:
         data(tmp_path / "my data")
-        words = ["--data", "my data"]
-    begun = command("init", "a new project", "--kind", kind, *words, cwd=tmp_path, code=0)
-    assert ("guessed " in begun.out) == (data is not None or kind in TABLES)
-    assert begun.out.endswith("next       cd 'a new project' && deeplightning train\n")
+        arguments = ["--data", "my data"]
+    written = command("init", "a new project", "--kind", kind, *arguments, cwd=tmp_path, code=0)
+    assert ("guessed " in written.out) == (data is not None or kind in TABLES)
+    assert written.out.endswith("next       cd 'a new project' && deeplightning train\n")
     project = tmp_path / "a new project"
     assert {"config.yaml", "README.md", ".gitignore"} <= {path.name for path in project.iterdir()}
     checked = command("check", "--dry-run", cwd=project, code=0)
     known = ("engine.gpus: auto", "unchecked: engine.gpus: tried in one process")  # the second without the plug-in
     assert [line for line in checked.err.splitlines() if not line.startswith(known)] == []
-    trained = command("train", "train.num_epochs=1", *(SHORT[kind] if data is None else []), cwd=project, code=0)
+    limit = [f"data.module.params.limit={LIMITS[kind]}"] if data is None and kind in LIMITS else []
+    trained = command("train", "train.num_epochs=1", *limit, cwd=project, code=0)
     assert (trained.folder / "bundle" / "bundle.json").is_file()
     assert trained.folder.is_relative_to(project)
     readme = (project / "README.md").read_text()
@@ -134,9 +121,9 @@ def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, d
 
 
 def test_every_kind_is_in_the_help(command, tmp_path):
-    """Whoever asks for help sees what there is; an unknown kind is exit code 2."""
-    said = command("init", "--help", cwd=tmp_path).out
-    assert [kind for kind in KINDS if kind not in said] == []
+    """`--help` lists every kind; an unknown kind is exit code 2."""
+    text = command("init", "--help", cwd=tmp_path).out
+    assert [kind for kind in KINDS if kind not in text] == []
     refused = command("init", "--kind", "imges", cwd=tmp_path, code=2)
     assert "Did you mean images?" in refused.err
-    assert [*Path(tmp_path).iterdir()] == []
+    assert [*tmp_path.iterdir()] == []

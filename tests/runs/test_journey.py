@@ -1,4 +1,4 @@
-"""The whole journey: a config is trained, tracked, tested, exported, served and asked, by the commands of a user."""
+"""The complete journey: a config is trained, tracked, tested, exported and served by the commands of a user."""
 
 import csv
 import json
@@ -22,9 +22,9 @@ BASE = ROOT / "configs" / "base.yaml"
 
 @pytest.fixture(scope="module")
 def base(store, place):
-    """`configs/base.yaml` for two epochs, in a fresh process."""
-    often = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.2"}
-    return real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place, **often, code=0)
+    """`configs/base.yaml` for two epochs, in a new process."""
+    env = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.2"}
+    return real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place, **env, code=0)
 
 
 PICTURES = [
@@ -33,11 +33,11 @@ PICTURES = [
 ]
 
 
-def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store):
-    """A run leaves its config, weights, log, pictures, results and bundle, and nothing else anywhere."""
-    left = {str(path.relative_to(base.folder)) for path in base.folder.rglob("*") if path.is_file()}
+def test_every_file_of_a_run_is_in_the_printed_folder(base, store):
+    """The only files of a run are config, weights, log, pictures, results and bundle, in the folder that it prints."""
+    written = {str(path.relative_to(base.folder)) for path in base.folder.rglob("*") if path.is_file()}
     assert base.folder.is_relative_to(store)
-    assert left == {
+    assert written == {
         *("cfg.yaml", "environment.json", "code.zip", "metrics.jsonl", ".metrics.sent"),
         *("last.ckpt", "best.ckpt", "best.json", "logs/rank_0.log", "samples.npz"),
         *("test_results.json", "test_predictions.csv", "test_mistakes.json", "places.json", "report.html"),
@@ -46,8 +46,9 @@ def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store
     }
 
 
-def test_the_start_the_epochs_and_the_end_are_told(base):
-    """A table of at most fourteen lines, a line per epoch, the best, the duration and the results, without colour."""
+def test_the_start_the_epochs_and_the_end_are_printed(base):
+    """A run prints a table of at most fourteen lines, a line per epoch, the best epoch, the duration and the results,
+    without colour; its log contains them too."""
     start = next(number for number, line in enumerate(base.out.splitlines()) if line.startswith("first loss"))
     assert 8 <= start <= 14, base
     for text in ("14,538 parameters (0.015 M)", "1,439 training, 179 validation samples"):
@@ -58,13 +59,13 @@ def test_the_start_the_epochs_and_the_end_are_told(base):
     assert "32 samples a step" in base.out
     assert "\x1b" not in base.out + base.err
     assert base.err == ""
-    said = (base.folder / "logs" / "rank_0.log").read_text()
-    assert "epoch 2 of 2" in said
-    assert "first loss" in said
+    log = (base.folder / "logs" / "rank_0.log").read_text()
+    assert "epoch 2 of 2" in log
+    assert "first loss" in log
 
 
 def test_predictions_are_in_data_order_and_agree_with_the_results(base):
-    """There is a row per test sample, in data order, and their share of right ones is `test_acc`."""
+    """`test_predictions.csv` has a row per test sample in data order; the share of correct rows is `test_acc`."""
     found = csv_rows(base.folder / "test_predictions.csv")
     assert [int(row["index"]) for row in found] == list(range(179))
     right = sum(row["label"] == row["predicted_class"] for row in found)
@@ -73,8 +74,8 @@ def test_predictions_are_in_data_order_and_agree_with_the_results(base):
     assert set(results) == {"test_acc", "test_loss"}
 
 
-def test_the_run_is_tracked_whole(base, tracked):
-    """One finished run with the config as parameters, the metrics by name from step 0 on, and where it came from."""
+def test_the_run_is_tracked_completely(base, tracked):
+    """A run is FINISHED in the tracker, with the config as params, metrics from step 0 on, and tags of its origin."""
     run = tracked(base.folder)
     assert run.status == "FINISHED"
     assert run.params["model/optimizer/params/lr"] == "0.003"
@@ -96,7 +97,7 @@ def test_the_run_is_tracked_whole(base, tracked):
 
 
 def test_a_saved_config_is_the_config(base, command, place):
-    """`explain` prints what `cfg.yaml` says, every value set by this file."""
+    """`explain` of a run's `cfg.yaml` prints the same config, and every value comes from this file."""
     saved = base.folder / "cfg.yaml"
     explained = command("explain", saved, cwd=place).out
     assert plain(parse(explained, "explained", [])) == plain(parse(saved.read_text(), "saved", []))
@@ -105,7 +106,7 @@ def test_a_saved_config_is_the_config(base, command, place):
 
 
 def test_a_saved_config_trains_to_the_same_bits(base, command, place, tracked):
-    """The same run again from its `cfg.yaml`: a new run with identical metrics and identical weights."""
+    """A run from the `cfg.yaml` of another is a new run with identical metrics, weights and predictions."""
     again = command("train", base.folder / "cfg.yaml", cwd=place, code=0)
     assert again.folder != base.folder
     assert tracked(again.folder).series() == tracked(base.folder).series()
@@ -118,7 +119,6 @@ def test_a_saved_config_trains_to_the_same_bits(base, command, place, tracked):
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
     """scikit-learn's digits as MNIST's four files, 28 x 28."""
-
     digits = load_digits()
     images = np.kron(digits.images * 255 / 16, np.ones((1, 3, 3)))  # (N, 24, 24)
     images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
@@ -126,7 +126,7 @@ def mnist(tmp_path_factory):
 
 
 def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, tracked, tmp_path):
-    """The text of the project's beginning trains with `engine.gpus=null`, tracked under the experiment Default."""
+    """The first config of the project trains with `engine.gpus=null`, tracked under the experiment Default."""
     (tmp_path / "seed.yaml").write_text(SEED)
     overrides = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.num_epochs=4"]
     done = command("train", tmp_path / "seed.yaml", *overrides, cwd=place, code=0)
@@ -141,7 +141,7 @@ def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, trac
 
 @pytest.mark.slow
 def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, store, tracked, serving, tmp_path):
-    """By DeepSpeed's stage 3 it trains to the loss of one process, resumes, is exported, and answers as `predict`."""
+    """Under DeepSpeed's stage 3 it resumes, ends with the loss of one process, is exported, and is served."""
     (tmp_path / "seed.yaml").write_text(SEED)
     settings = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.export=false"]
 

@@ -1,4 +1,4 @@
-"""Editors complete and check a config by `configs/schema.json`, which `tools/json_schema.py` makes."""
+"""Editors complete and check a config with `configs/schema.json`, which `tools/json_schema.py` generates."""
 
 import copy
 import json
@@ -23,7 +23,6 @@ from deeplightning.faults import UserError, not_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
-NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
 SCHEMA = json_schema()
 EDITOR = Draft202012Validator(SCHEMA)
 
@@ -35,16 +34,15 @@ train:
 GOOD = f"seed: 7\n{checks.GOOD.partition('train:')[0]}{MORE}"
 
 
-def read(words: str) -> typing.Any:
-    return plain(parse(words, "config", []))
+def read(text: str) -> typing.Any:
+    return plain(parse(text, "config", []))
 
 
 def changed(config: typing.Any, key: str, value: typing.Any) -> typing.Any:
-    """The config with another value at a dotted key; `...` removes the key."""
-    config = copy.deepcopy(config)
-    *way, last = key.split(".")
-    section = config
-    for name in way:
+    """Return the config with another value at a dotted key; `...` removes the key."""
+    section = config = copy.deepcopy(config)
+    *path, last = key.split(".")
+    for name in path:
         if not isinstance(section.setdefault(name, {}), dict):
             section[name] = {}
         section = section[name]
@@ -55,7 +53,7 @@ def changed(config: typing.Any, key: str, value: typing.Any) -> typing.Any:
 
 
 def by_editor(config: typing.Any, judge: typing.Any = EDITOR) -> set[str]:
-    """The dotted keys that an editor marks, an unknown one by its own name."""
+    """Return the dotted keys that an editor marks; an unknown key is itself marked, not its section."""
     found = set()
     for error in judge.iter_errors(config):
         at = ".".join(map(str, error.absolute_path))
@@ -67,7 +65,7 @@ def by_editor(config: typing.Any, judge: typing.Any = EDITOR) -> set[str]:
 
 
 def by_loader(config: typing.Any) -> set[str]:
-    """The dotted keys that the loader faults; no missing ones, which a base file could have."""
+    """Return the dotted keys in which the loader finds faults, without missing keys, which a base file may contain."""
     Path("c.yaml").write_text(dump(config))
     try:
         checks.load("c.yaml")
@@ -80,16 +78,16 @@ OF_LOADER = {
     "stages", "model.trainable", "engine.gpus", "train.val_every_n_epoch",
     "train.checkpoint.every_n_epochs", *(f"train.limit_batches.{stage}" for stage in ("train", "val", "test")),
 }  # fmt: skip
-"""Keys with ranges that have gaps, or lists that must not be empty: the editor does not know these."""
+"""Keys with gaps in their ranges, or with lists that must not be empty, which the editor does not check."""
 
 
 def about(keys: set[str], key: str) -> set[str]:
-    """Those of some keys that are this one, lie in it, or hold it."""
+    """Return the keys that are equal to this one, below it or above it."""
     return {k for k in keys if f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.")}
 
 
 def all_keys() -> typing.Iterator[tuple[str, typing.Any, typing.Any]]:
-    """Every key of the schema with its field and type."""
+    """Yield every key of the schema with its field and type."""
     for path, cls in sections(schema.Config):
         hints = typing.get_type_hints(cls)
         for field in schema.keys(cls):
@@ -97,12 +95,12 @@ def all_keys() -> typing.Iterator[tuple[str, typing.Any, typing.Any]]:
 
 
 def values(field: typing.Any, hint: typing.Any) -> list[typing.Any]:
-    """Values of every type, and those that the key names: words, default, example, and beyond its bounds."""
+    """Return values of every type, and the key's literals, default, bounds and values beyond them."""
     found: list[typing.Any] = [None, True, 3, -1, 0, 0.5, 1.5, "val_loss", [], ["val_loss"], [1], {}, {"zzz": 1}]
     for option in options_of(hint):
         found += typing.get_args(option) if typing.get_origin(option) is typing.Literal else []
-    if schema.default_of(field) is not MISSING and not is_dataclass(schema.default_of(field)):
-        found.append(schema.default_of(field))
+    default = schema.default_of(field)
+    found += [] if default is MISSING or is_dataclass(default) else [default]
     low, high = field.metadata["low"], field.metadata["high"]
     found += [low, low - 1] if low is not None else []
     found += [high, high + 1] if high is not None else []
@@ -111,22 +109,22 @@ def values(field: typing.Any, hint: typing.Any) -> list[typing.Any]:
 
 @pytest.mark.slow
 def test_editor_and_loader_agree_on_every_key(here):
-    """A value of each type at each key, a word that is not known, a number out of range, a key that is not known: where
-    one finds a fault, so does the other. Classes and their params are the loader's business alone."""
+    """At each key, editor and loader find faults in the same values: of each type, unknown words, numbers out of range
+    and unknown keys. Only the loader checks classes and their params."""
     good = read(GOOD)
     for key in ("model.network", "model.scheduler", "model.loss", "train.early_stop"):
-        good = changed(good, key, ...)  # looking their classes up some thousand times would take half a minute
+        good = changed(good, key, ...)  # looking up their classes thousands of times would take half a minute
     assert by_editor(good) == by_loader(good) == set()
     differences = []
     for key, field, hint in all_keys():
         if field.name in ("type", "params") or key in ("data.loader", "engine.env"):
-            continue  # what they hold is judged by the class they are for; a variable would be set here
+            continue  # their contents are checked by the class that takes them; a variable would be set here
         if key in ("engine.setup_hook", "tune.space"):
-            continue  # a function that has to be there; values that the rest of the config judges
+            continue  # a function that must exist; values that the rest of the config determines
         for value in values(field, hint):
             config = changed(good, key, value)
             editor, loader = about(by_editor(config), key), about(by_loader(config), key)
-            # An empty section, and one of several types, is marked as a whole.
+            # The editor marks an empty section, or one of several types, at its own key.
             if (
                 bool(editor) > bool(loader)
                 or (bool(editor) < bool(loader) and key not in OF_LOADER)
@@ -151,7 +149,7 @@ def test_editor_and_loader_agree_on_every_key(here):
     ],
 )
 def test_editor_and_loader_agree_on_targets_and_mappings(here, key, value, marked):
-    """Targets alone, by name and in lists; a section that may be a number."""
+    """Editor and loader agree on named targets, lists of targets, and sections that may be numbers."""
     config = changed(read(GOOD), key, value)
     loader = by_loader(config)
     assert by_editor(config) | loader == marked | loader
@@ -159,13 +157,13 @@ def test_editor_and_loader_agree_on_targets_and_mappings(here, key, value, marke
 
 
 def test_a_reference_may_stand_at_every_key(here):
-    """`${…}` is read before values are checked, so an editor lets it stand for whatever it gives."""
+    """An editor accepts `${…}` at every key, since the loader resolves references before it checks values."""
     config = read(GOOD)
     keys = [key for key, _, _ in all_keys()]
     search = {"metric": "val_loss", "space": {"seed": {"int": [0, 9]}}}
-    whole = changed(config, "tune", search) if "tune" in keys else config
+    with_search = changed(config, "tune", search) if "tune" in keys else config
     for key in keys:
-        assert by_editor(changed(whole, key, "${a.b}")) == set(), key
+        assert by_editor(changed(with_search, key, "${a.b}")) == set(), key
     references = {
         "data.batch_size": "${seed}",
         "serve": "${oc.decode:'{port: 80}'}",
@@ -179,8 +177,8 @@ def test_a_reference_may_stand_at_every_key(here):
     assert by_editor(config) == by_loader(config) == set()
 
 
-def test_a_file_that_builds_on_another_needs_to_hold_nothing(here):
-    """What is missing stands in the base, and `~key` removes; what does stand there is checked as ever."""
+def test_a_file_with_a_base_has_no_required_keys(here):
+    """In a file with a base every key is optional and `~key` removes one; values are checked as usual."""
     Path("base.yaml").write_text(GOOD)
     parts: list[tuple[str, set[str]]] = [
         ("seed: 1", set()),
@@ -192,15 +190,15 @@ def test_a_file_that_builds_on_another_needs_to_hold_nothing(here):
         ("train: {early_stop: {patience: 0}}", {"train.early_stop.patience"}),
         ("model: {optimiser: {}}", {"model.optimiser"}),
     ]
-    for words, expected in parts:
+    for text, expected in parts:
         for bases in ("base.yaml", "[base.yaml]"):
-            config = read(f"_base_: {bases}\n{words}")
-            assert (by_editor(config), by_loader(config)) == (expected, expected), words
+            config = read(f"_base_: {bases}\n{text}")
+            assert (by_editor(config), by_loader(config)) == (expected, expected), text
     assert by_editor(read(f"_base_:\n{GOOD}")) == set()
     assert by_editor({"_base_": 1}) == {"_base_"}
 
 
-# ---- the file that ships
+# ---- the committed file
 
 
 @pytest.mark.skipif(not is_installed("deeplightning_tune"), reason=not_installed("tune"))
@@ -212,58 +210,51 @@ def test_the_committed_schema_is_that_of_the_code():
     assert (printed.exit_code, printed.stdout) == (0, committed)
 
 
-def test_the_schema_is_one_in_the_drafts_that_editors_read():
-    """It is a legal schema of draft 2020-12, and of draft 7, which older language servers take every schema for."""
+def test_the_schema_is_valid_in_the_drafts_that_editors_read():
+    """The schema is valid in draft 2020-12, and in draft 7, which older language servers assume for every schema."""
     Draft202012Validator.check_schema(SCHEMA)  # raises SchemaError
     Draft7Validator.check_schema(SCHEMA)
 
 
-def test_every_key_tells_what_it_is():
-    """Title and sentence at every key, with type and default in the text that editors show, beside which they show
-    examples; examples and defaults are themselves valid."""
+def test_every_key_is_documented():
+    """Every key has a title, and a description with its type and default; examples and defaults are valid values."""
     for path, cls in sections(schema.Config):
         section = SCHEMA if not path else SCHEMA["$defs"][cls.__name__]
         for field in schema.keys(cls):
-            key, told = f"{path}.{field.name}".lstrip("."), section["properties"][field.name]
-            assert (told["title"], told["description"].startswith(field.metadata["doc"])) == (key, True)
+            key, shown = f"{path}.{field.name}".lstrip("."), section["properties"][field.name]
+            assert (shown["title"], shown["description"].startswith(field.metadata["doc"])) == (key, True)
             value = schema.default_of(field)
-            facts = dict(part.split(": ", 1) for part in told["description"].split("\n\n")[1:])
-            assert ("examples" in told) == bool(field.metadata["example"])
+            facts = dict(part.split(": ", 1) for part in shown["description"].split("\n\n")[1:])
+            assert ("examples" in shown) == bool(field.metadata["example"])
             if value is not MISSING and not is_dataclass(value):
-                assert told["default"] == value
+                assert shown["default"] == value
                 assert (facts["Default"], "Type" in facts) == (line(value), True)
             elif value is MISSING:
                 assert facts["Default"] == "none, it must be given"
-            for value in [*told.get("examples", []), *([told["default"]] if "default" in told else [])]:
-                found = Draft202012Validator({**told, "$defs": SCHEMA["$defs"]}).iter_errors(value)
+            for value in [*shown.get("examples", []), *([shown["default"]] if "default" in shown else [])]:
+                found = Draft202012Validator({**shown, "$defs": SCHEMA["$defs"]}).iter_errors(value)
                 assert [error.message for error in found] == [], key
 
 
 @pytest.mark.parametrize(
-    "path", sorted(ROOT.glob("configs/*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+    "path", [*CONFIGS, *sorted(ROOT.glob("configs/*/*.yaml"))], ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_an_option_of_a_group_is_right_in_the_editor(path):
-    """Its modeline names the part of the schema that is its section's, and that finds nothing wrong."""
-    (modeline,) = re.findall(r"^# yaml-language-server: \$schema=(\S+)$", path.read_text(), re.MULTILINE)
-    file, _, name = modeline.partition("#/$defs/")
-    assert ((path.parent / file).resolve(), name) == (ROOT / "configs" / "schema.json", path.parent.name.capitalize())
-    judge = Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": SCHEMA["$defs"]})
-    assert list(judge.iter_errors(read(path.read_text()))) == []
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("draft", [Draft202012Validator, Draft7Validator])
 def test_a_shipped_config_is_right_in_the_editor(path, draft):
-    """Its modeline names the schema by a path relative to it, and the schema finds nothing wrong."""
+    """The modeline of a config names the schema by a relative path, that of a group's file the section in it; the file
+    is valid there."""
     (modeline,) = re.findall(r"^# yaml-language-server: \$schema=(\S+)$", path.read_text(), re.MULTILINE)
-    judge = draft(json.loads((path.parent / modeline).read_text()))
-    assert (path.parent / modeline).resolve() == ROOT / "configs" / "schema.json"
+    file, _, section = modeline.partition("#")
+    assert section == ("" if path in CONFIGS else f"/$defs/{path.parent.name.capitalize()}")
+    assert (path.parent / file).resolve() == ROOT / "configs" / "schema.json"
+    document = json.loads((path.parent / file).read_text())
+    judge = draft({"$ref": f"#{section}", "$defs": document["$defs"]} if section else document)
     assert by_editor(read(path.read_text()), judge) == set()
 
 
 @pytest.mark.parametrize("draft", [Draft202012Validator, Draft7Validator])
 def test_planted_faults_are_marked_where_they_are(draft):
-    """An unknown key, a wrong type, a word that is not known, a number out of range, and some more."""
+    """Unknown keys, wrong types, unknown words and numbers out of range are marked at their keys."""
     base = read((ROOT / "configs" / "base.yaml").read_text())
     planted = {
         "train.num_epoch": 3,
@@ -275,10 +266,9 @@ def test_planted_faults_are_marked_where_they_are(draft):
         "logger.pictures": True,
         "engine.num_nodes": 0,
     }
+    together = base
     for key, value in planted.items():
         marked = f"{key}.1" if key == "stages" else key
         assert by_editor(changed(base, key, value), draft(SCHEMA)) == {marked}
-    together = base
-    for key, value in planted.items():
         together = changed(together, key, value)
     assert len(by_editor(together, draft(SCHEMA))) == len(planted)

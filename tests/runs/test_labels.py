@@ -1,4 +1,4 @@
-"""Several labels for one sample, from files to answers over HTTP: of pictures, and of rows with columns of 0 and 1."""
+"""Multi-label tasks, from files to HTTP answers: pictures, and table rows whose target columns hold 0 and 1."""
 
 import csv
 import io
@@ -39,8 +39,6 @@ logger:
   params: {{experiment_name: labels, tracking_uri: '{store}', system_metrics: false}}
 """
 COLOURS = ["blue", "green", "red"]  # the labels, sorted
-
-
 PICTURES = [
     "data.module.params={image_size: 8, cache: false}",
     "model.network.params={num_classes: auto, num_channels: 3, image_size: 8}",
@@ -49,7 +47,7 @@ PICTURES = [
 
 @pytest.fixture(scope="module")
 def gallery(store, tmp_path_factory):
-    """A folder of pictures with some of three colours, and a config; pictures with few have none of the others."""
+    """A folder of pictures, each with any of three colours, and a config."""
     place, random = tmp_path_factory.mktemp("many colours"), np.random.default_rng(0)
     lines = []
     for number in range(160):
@@ -66,13 +64,13 @@ def gallery(store, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pictures(command, gallery):
-    """A run that learns which colours are in a picture."""
+    """A run that learns which colours a picture contains."""
     return command("train", "labels.yaml", *PICTURES, cwd=gallery, code=0)
 
 
 @pytest.fixture(scope="module")
 def orders(store, tmp_path_factory):
-    """A folder of a table with two columns of 0 and 1, and a config."""
+    """A folder with a table that has two columns of 0 and 1, and a config."""
     place, random = tmp_path_factory.mktemp("rows"), np.random.default_rng(1)
     with (place / "orders.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -91,30 +89,21 @@ def rows(command, orders):
     sizes = "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"
     area = "{type: torchmetrics.classification.MultilabelAUROC, params: {num_labels: 2}}"
     own = "{type: deeplightning.task.multilabel.MeanAveragePrecision}, f1: {type: deeplightning.task.multilabel.F1}"
-    words = ["data.module.params={train: orders.csv, target: [gift, late]}", sizes]
-    return command("train", "labels.yaml", *words, f"model.metrics={{area: {area}, map: {own}}}", cwd=orders, code=0)
+    columns = "data.module.params={train: orders.csv, target: [gift, late]}"
+    metrics = f"model.metrics={{area: {area}, map: {own}}}"
+    return command("train", "labels.yaml", columns, sizes, metrics, cwd=orders, code=0)
 
 
 def card_of(run):
     return json.loads((run.folder / "bundle" / "bundle.json").read_text())
 
 
-def weights_of(run):
-    """Of the network alone."""
-    saved = load_file(run.folder / "bundle" / "weights.safetensors")
-    return {name.removeprefix("network."): value for name, value in saved.items() if name.startswith("network.")}
-
-
-def predictions(run):
-    return csv_rows(run.folder / "predictions.csv")
-
-
 @pytest.mark.parametrize(
     ("name", "labels"), [("pictures", COLOURS), pytest.param("rows", ["gift", "late"], marks=pytest.mark.slow)]
 )
 def test_a_run_has_metrics_and_thresholds_of_its_labels(name, labels, request):
-    """Test metrics, one of torchmetrics' among them, are scikit-learn's of the file of predictions, by the thresholds
-    that travel in the best checkpoint and stand in the bundle."""
+    """The test metrics, one of them from torchmetrics, equal those that scikit-learn computes from the predictions
+    file, with the thresholds that the best checkpoint and the bundle contain."""
     run = request.getfixturevalue(name)
     card = card_of(run)
     thresholds = card["output"]["thresholds"]
@@ -122,64 +111,63 @@ def test_a_run_has_metrics_and_thresholds_of_its_labels(name, labels, request):
     saved = torch.load(run.folder / "best.ckpt", weights_only=True)
     key = "image_multilabel" if name == "pictures" else "multilabel"
     assert saved[key]["thresholds"] == thresholds
-    found = predictions(run)
-    scores = np.array([[float(row[f"probability_{label}"]) for label in labels] for row in found])
-    truth, answered = (
-        np.array([[label in row[column].split("|") for label in labels] for row in found])
+    predictions = csv_rows(run.folder / "predictions.csv")
+    scores = np.array([[float(row[f"probability_{label}"]) for label in labels] for row in predictions])
+    truth, predicted = (
+        np.array([[label in row[column].split("|") for label in labels] for row in predictions])
         for column in ("labels", "predicted_labels")
     )
-    np.testing.assert_array_equal(answered, scores >= thresholds)
-    said = re.search(r"results .*test_f1 (\S+) +test_loss \S+ +test_map (\S+)", run.out)
-    assert said is not None, run.out
+    np.testing.assert_array_equal(predicted, scores >= thresholds)
+    results = re.search(r"results .*test_f1 (\S+) +test_loss \S+ +test_map (\S+)", run.out)
+    assert results is not None, run.out
     if name == "rows":
         area = float(re.search(r"results +test_area (\S+)", run.out)[1])
         assert area == pytest.approx(roc_auc_score(truth, scores), abs=1e-4)
-    assert float(said[1]) == pytest.approx(f1_score(truth, answered, average="macro"), abs=1e-4)
-    assert float(said[2]) == pytest.approx(average_precision_score(truth, scores), abs=1e-4)
-    assert float(said[1]) > 0.8
+    assert float(results[1]) == pytest.approx(f1_score(truth, predicted, average="macro"), abs=1e-4)
+    assert float(results[2]) == pytest.approx(average_precision_score(truth, scores), abs=1e-4)
+    assert float(results[1]) > 0.8
     assert re.search(r"epoch 4 of 4 .*train_f1 .*train_map .*val_f1 .*val_map", run.out)
 
 
 def test_answers_to_pictures_are_those_of_the_network(pictures):
-    """200 pictures get the probabilities of plain torch to 1e-5 and the labels above their thresholds; the document of
-    the server describes them."""
+    """Pictures get the probabilities of plain torch and the labels above thresholds, as `/openapi.json` describes."""
     bundle = Bundle.open(pictures.folder)
     client = application(Service(bundle)).test_client()
     random, card = np.random.default_rng(5), card_of(pictures)
     pixels = random.integers(0, 256, (200, 8, 8, 3)).astype(np.uint8)
     network = SimpleCNN(num_classes=3, num_channels=3, image_size=8)
-    network.load_state_dict(weights_of(pictures))
+    saved = load_file(pictures.folder / "bundle" / "weights.safetensors")
+    network.load_state_dict({n.removeprefix("network."): v for n, v in saved.items() if n.startswith("network.")})
     mean, std = (torch.tensor(card["input"][name]).view(-1, 1, 1) for name in ("mean", "std"))
     given = (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / std
     expected = network.eval()(given).sigmoid().detach().numpy()
     for array, probabilities in zip(pixels, expected, strict=True):
         file = io.BytesIO()
         Image.fromarray(array).save(file, "PNG")
-        said = client.post("/predict", data=file.getvalue()).json
-        by_class = {one["class"]: one["probability"] for one in said["predictions"]}
+        answer = client.post("/predict", data=file.getvalue()).json
+        by_class = {one["class"]: one["probability"] for one in answer["predictions"]}
         np.testing.assert_allclose([by_class[n] for n in range(3)], probabilities, atol=1e-5)
         wanted = {c for c, p, t in zip(COLOURS, probabilities, card["output"]["thresholds"], strict=True) if p >= t}
-        assert set(said["labels"]) == wanted
+        assert set(answer["labels"]) == wanted
     document = client.get("/openapi.json").json
     schema = document["paths"]["/predict"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
-    Draft202012Validator(schema | {"components": document["components"]}).validate(said)
+    Draft202012Validator(schema | {"components": document["components"]}).validate(answer)
     info = client.get("/info").json
     assert (info["task"], info["labels"]) == ("image_multilabel", COLOURS)
 
 
 @pytest.mark.slow
 def test_several_processes_choose_the_same_thresholds(command, gallery, pictures):
-    """Two processes with half the batch each see the samples of one, and choose by those of both."""
+    """Two processes with half the batch each choose the thresholds of one process: they use the samples of both."""
     halves = ["engine.processes=2", "data.batch_size=10", "model.network.params.num_classes=3"]
     outcome = command("train", "labels.yaml", *PICTURES, *halves, cwd=gallery, ranks=2, code=0)
-    assert card_of(outcome)["output"]["thresholds"] == pytest.approx(
-        card_of(pictures)["output"]["thresholds"], abs=1e-4
-    )
+    ours, expected = (card_of(run)["output"]["thresholds"] for run in (outcome, pictures))
+    assert ours == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("output", [{}, {"thresholds": [0.5, 0.5]}, {"thresholds": [0.5, "1", 0.5]}, {"interval": 0.9}])
 def test_a_bundle_without_sound_thresholds_is_refused(pictures, tmp_path, output):
-    """A number for each label: exit code 4."""
+    """A bundle must have one threshold, a number, for each label."""
     shutil.copytree(pictures.folder / "bundle", tmp_path / "bundle")
     path = tmp_path / "bundle" / "bundle.json"
     card = json.loads(path.read_text()) | {"output": output}
@@ -190,7 +178,7 @@ def test_a_bundle_without_sound_thresholds_is_refused(pictures, tmp_path, output
 
 
 @pytest.mark.parametrize(
-    ("place", "overrides", "code", "words"),
+    ("place", "overrides", "code", "message"),
     [
         ("gallery", ["model.network.params.num_classes=5"], 2, "the data has 3 labels, the network 5 outputs"),
         ("gallery", ["data.module.params.labels=lables.csv"], 3, "lables.csv is missing. Set data.root"),
@@ -199,10 +187,10 @@ def test_a_bundle_without_sound_thresholds_is_refused(pictures, tmp_path, output
         ("orders", ["data.module={type: deeplightning.data.digits.Digits}"], 0, "data are read, so no step was tried"),
     ],
 )
-def test_what_does_not_fit_is_one_note(command, request, place, overrides, code, words):
-    """Of the dry run, before a step is spent: labels that are neither 0 nor 1, another number of outputs."""
+def test_a_dry_run_reports_labels_that_do_not_fit_as_one_error(command, request, place, overrides, code, message):
+    """Labels that are neither 0 nor 1, or a network with another number of outputs, are one error of the dry run."""
     sizes = ["model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto}"]
-    words_of = [*(PICTURES if place == "gallery" else sizes), *overrides]
-    outcome = command("check", "labels.yaml", "--dry-run", *words_of, cwd=request.getfixturevalue(place))
+    overrides = [*(PICTURES if place == "gallery" else sizes), *overrides]
+    outcome = command("check", "labels.yaml", "--dry-run", *overrides, cwd=request.getfixturevalue(place))
     assert (outcome.code, outcome.err.count("error: ")) == (code, int(code > 0)), outcome
-    assert re.search(words, outcome.err)
+    assert re.search(message, outcome.err)

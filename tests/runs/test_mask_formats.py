@@ -1,4 +1,4 @@
-"""Masks in the formats that tools write: `init` guesses the classes, and a network gets the classes that were drawn."""
+"""Mask formats that tools write: `init` guesses the classes, and training reads the classes that were drawn."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ PALETTE = [0, 0, 0, *GREEN, *RED]
 
 
 def grey(*values):
-    """Masks with these values for class 0, 1 …"""
+    """Return a function that draws masks with these values for class 0, 1 …"""
     return lambda classes, number: Image.fromarray(np.array(values, np.uint8)[classes])
 
 
@@ -29,7 +29,7 @@ def palette(classes, number):
 
 
 def own_palette(classes, number):
-    """A palette whose order differs from file to file, as programs that shrink files write it."""
+    """A palette whose order differs from file to file, as written by programs that shrink files."""
     order = np.roll(np.arange(3, dtype=np.uint8), number % 3)  # the index of each class
     image = Image.fromarray(order[classes])
     image.putpalette(np.array(PALETTE).reshape(3, 3)[order.argsort()].ravel().tolist())
@@ -50,7 +50,7 @@ FORMATS = {
     "0 and 255": (grey(0, 255), 2, [0, 255], None),
     "one bit": (lambda classes, number: Image.fromarray(classes > 0), 2, [0, 255], None),
     "palette": (palette, 3, None, None),
-    "palettes of their own": (own_palette, 3, [[0, 0, 0], GREEN, RED], None),
+    "a palette for each file": (own_palette, 3, [[0, 0, 0], GREEN, RED], None),
     "colours": (colours, 3, [[0, 0, 0], GREEN, RED], None),
     "0, 128 and 255": (grey(0, 128, 255), 3, [0, 128, 255], None),
     "1 and 2": (grey(1, 2), 2, [1, 2], None),
@@ -68,7 +68,7 @@ FORMATS = {
 
 
 def draw(top: Path, form: str) -> Path:
-    """Draws 20 pictures whose brightness tells the classes, with masks of a format."""
+    """Draw 20 pictures whose brightness shows the classes, with masks of a format."""
     mask_of, number_of_classes, *_ = FORMATS[form]
     random = np.random.default_rng(0)
     for folder in ("images", "masks"):
@@ -81,21 +81,21 @@ def draw(top: Path, form: str) -> Path:
     return top
 
 
-def project(top: Path, form: str) -> Path:
-    draw(top / "data", form)
-    init(top / "project", "segmentation", top / "data")
-    return top / "project"
+def classes_of(path: str) -> np.ndarray:
+    """Return the classes that `draw` drew for a picture, by the darkest pixel of each square of 4 x 4."""
+    pixels = np.asarray(Image.open(path)).reshape(4, 4, 4, 4)
+    return np.kron(pixels.min((1, 3)) // 60, np.ones((4, 4))).astype(np.uint8)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_init_guesses_the_classes_and_training_reads_them(form, tmp_path, monkeypatch):
-    """The config has the values, and batches hold the classes that were drawn; 255 is none."""
+    """The config has the mask values, and batches hold the classes that were drawn; 255 is ignored."""
     _, number_of_classes, values, ignore = FORMATS[form]
-    folder = project(tmp_path, form)
-    params = plain(read(folder / "config.yaml").root)["data"]["module"]["params"]
+    init(tmp_path / "project", "segmentation", draw(tmp_path / "data", form))
+    monkeypatch.chdir(tmp_path / "project")
+    params = plain(read(Path("config.yaml")).root)["data"]["module"]["params"]
     assert (params["values"], params["ignore"]) == (values, ignore)
     assert len(params["class_names"]) == number_of_classes - (ignore is not None)
-    monkeypatch.chdir(folder)
     data = init_module(load_config(Path("config.yaml"), []), "data")
     data.setup()
     for split in ("train", "val", "test"):
@@ -106,14 +106,8 @@ def test_init_guesses_the_classes_and_training_reads_them(form, tmp_path, monkey
         np.testing.assert_array_equal(dataset[np.arange(len(dataset))]["mask"], expected)
 
 
-def classes_of(path: str) -> np.ndarray:
-    """Return the classes that `draw` drew for a picture, by the darkest pixel of each square of 4 x 4."""
-    pixels = np.asarray(Image.open(path)).reshape(4, 4, 4, 4)
-    return np.kron(pixels.min((1, 3)) // 60, np.ones((4, 4))).astype(np.uint8)
-
-
 def test_masks_in_two_conventions_are_counted(tmp_path):
-    """Where some masks hold 0 and 1 and others 0 and 255, 255 counts for nothing, and a note says in how many."""
+    """If some masks hold 0 and 1 and others 0 and 255, 255 is ignored, and a note counts the masks that hold it."""
     data = draw(tmp_path / "data", "numbers")
     for number, path in enumerate(sorted((data / "masks").iterdir())):
         Image.fromarray(np.eye(16, dtype=np.uint8) * (255 if number < 7 else 1)).save(path)
@@ -122,7 +116,7 @@ def test_masks_in_two_conventions_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mask_of", "words"),
+    ("mask_of", "message"),
     [
         (lambda number: np.zeros((16, 16), np.uint8), "hold only one value, 0; they must hold two classes or more"),
         (lambda number: np.arange(256, dtype=np.uint8).reshape(16, 16), "hold too many values for classes: 0, 1, 2"),
@@ -133,10 +127,10 @@ def test_masks_in_two_conventions_are_counted(tmp_path):
         ),
     ],
 )
-def test_masks_that_tell_no_classes_are_refused(mask_of, words, tmp_path):
-    """Masks of one value, and masks with smoothed edges, end `init` with one note."""
+def test_masks_that_tell_no_classes_are_refused(mask_of, message, tmp_path):
+    """Masks with one value, and masks with smoothed edges, end `init` with one error."""
     data = draw(tmp_path / "data", "numbers")
     for number, path in enumerate(sorted((data / "masks").iterdir())):
         Image.fromarray(mask_of(number)).save(path)
-    with pytest.raises(SetupError, match=words):
+    with pytest.raises(SetupError, match=message):
         init(tmp_path / "project", "segmentation", data)

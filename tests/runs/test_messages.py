@@ -1,4 +1,7 @@
-"""Each message by which we identify an exception of another library is still in use."""
+"""Each message by which we identify an exception of another library is still in use.
+
+A function per `ErrorText`, with its name in lower case, provokes the exception.
+"""
 
 import os
 import socket
@@ -19,7 +22,7 @@ from deeplightning.private.messages import ErrorText, matches
 from deeplightning.tracking.store import is_locked
 
 
-def a_trainer(tmp_path, **more):
+def make_trainer(tmp_path, **more):
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_steps": 1}
     return pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", enable_checkpointing=False, **options, **more)
 
@@ -46,7 +49,7 @@ def argument_by_position(tmp_path):
         def predict_dataloader(self):
             return DataLoader(torch.zeros(4, 32), 2)
 
-    a_trainer(tmp_path).predict(Positional())
+    make_trainer(tmp_path).predict(Positional())
 
 
 def batch_size_is_fixed(tmp_path):
@@ -62,20 +65,20 @@ def cannot_build(tmp_path):
 
 
 def hook_is_removed(tmp_path):
-    a_trainer(tmp_path).fit(OldHook())
+    make_trainer(tmp_path).fit(OldHook())
 
 
 def no_cuda(tmp_path):
     """Run in a separate process that cannot see a GPU."""
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
-    done = subprocess.run(words, env=hidden, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+    done = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     raise RuntimeError(done.stderr)
 
 
 def no_dataloader(tmp_path):
-    a_trainer(tmp_path).test(BoringModel(), datamodule=pl.LightningDataModule())
+    make_trainer(tmp_path).test(BoringModel(), datamodule=pl.LightningDataModule())
 
 
 def no_gradient(tmp_path):
@@ -87,7 +90,7 @@ def no_group(tmp_path):
 
 
 def no_metric(tmp_path):
-    a_trainer(tmp_path, callbacks=[EarlyStopping("no_such_metric")]).fit(BoringModel())
+    make_trainer(tmp_path, callbacks=[EarlyStopping("no_such_metric")]).fit(BoringModel())
 
 
 def no_table(tmp_path):
@@ -110,36 +113,14 @@ def table_exists(tmp_path):
         connection.execute("CREATE TABLE runs (id INT)")
 
 
-PROVOKED = {
-    ErrorText.ADDRESS_IN_USE: address_in_use,
-    ErrorText.BATCH_SIZE_IS_FIXED: batch_size_is_fixed,
-    ErrorText.ARGUMENT_BY_POSITION: argument_by_position,
-    ErrorText.CANNOT_BUILD: cannot_build,
-    ErrorText.HOOK_IS_REMOVED: hook_is_removed,
-    ErrorText.NO_CUDA: no_cuda,
-    ErrorText.NO_DATALOADER: no_dataloader,
-    ErrorText.NO_GRADIENT: no_gradient,
-    ErrorText.NO_GROUP: no_group,
-    ErrorText.NO_METRIC: no_metric,
-    ErrorText.NO_TABLE: no_table,
-    ErrorText.OTHER_NETWORK: other_network,
-    ErrorText.OTHER_OPTIMIZER: other_optimizer,
-    ErrorText.TABLE_EXISTS: table_exists,
-}
-
-
-@pytest.mark.filterwarnings("ignore")  # of Lightning, on loaders without workers
-@pytest.mark.parametrize(("sentence", "provoke"), PROVOKED.items(), ids=lambda value: getattr(value, "name", ""))
-def test_a_library_says_its_sentence(sentence, provoke, tmp_path):
-    """The exception of the library matches its own sentence and no other."""
-    with pytest.raises(Exception) as raised:  # noqa: PT011 (its type is the library's matter)
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about loaders without workers
+@pytest.mark.parametrize("text", ErrorText, ids=lambda text: text.name)
+def test_an_exception_of_a_library_matches_its_text(text, tmp_path):
+    """The exception that a library raises matches its own text and no other."""
+    provoke = globals()[text.name.lower()]
+    with pytest.raises(Exception) as raised:  # noqa: PT011 (the library chooses the type)
         provoke(tmp_path)
-    assert [other for other in ErrorText if matches(raised.value, other)] == [sentence]
-
-
-def test_each_sentence_is_provoked():
-    """Each `ErrorText` has a test."""
-    assert {*PROVOKED} == {*ErrorText}
+    assert [other for other in ErrorText if matches(raised.value, other)] == [text]
 
 
 def test_a_locked_database_is_known_by_its_error_code(tmp_path):

@@ -1,4 +1,4 @@
-"""`train CONFIG key=a,b --multirun`: a run for each point of a grid, one table, and the same command continues."""
+"""`train CONFIG key=a,b --multirun`: one run per grid point and one table; the same command resumes the grid."""
 
 import signal
 from pathlib import Path
@@ -23,7 +23,6 @@ from deeplightning.sweep.multirun import Grid, Point, points, values_of
         ("range(0.1, 0.4, 0.1)", ["0.1", "0.2", "0.3"]),
         ("range(3,0,-1)", ["3", "2", "1"]),
         ("[1,2],[3]", ["[1,2]", "[3]"]),
-        ("[train, test]", ["[train, test]"]),
         ("{a: 1, b: 2}", ["{a: 1, b: 2}"]),
         ("'a,b',\"c,d\"", ["'a,b'", '"c,d"']),
         ("plain", ["plain"]),
@@ -31,12 +30,12 @@ from deeplightning.sweep.multirun import Grid, Point, points, values_of
     ],
 )
 def test_a_comma_outside_brackets_divides_values(text, values):
-    """As Hydra reads a sweep; numbers of a range are those that Python's would have, decimal ones too."""
+    """Values are read as in a Hydra sweep; a range has the numbers of Python's `range`, and may have decimal steps."""
     assert values_of(text) == values
 
 
 def test_the_last_key_varies_first():
-    """All combinations, in the order of the words; words without several values are in each point."""
+    """The grid has all combinations, in the order of the arguments; arguments with one value are in each point."""
     keys, grid = points(["c.yaml", "a=1,2", "~b", "d=x", "e=range(2)"])
     assert keys == ["a", "e"]
     assert [point[1] + point[4] for point in grid] == ["a=1e=0", "a=1e=1", "a=2e=0", "a=2e=1"]
@@ -44,7 +43,7 @@ def test_the_last_key_varies_first():
 
 
 @pytest.mark.parametrize(
-    ("words", "note"),
+    ("overrides", "note"),
     [
         (["a=1,,2"], "override a=1,,2: a: there is no value between two commas, or at an end: 1,,2"),
         (["a=range()"], "there is no value"),
@@ -54,31 +53,31 @@ def test_the_last_key_varies_first():
         (["a=range(100)", "b=range(100)"], "this grid has 10000 points, more than 1000; `deeplightning tune` samples"),
     ],
 )
-def test_what_cannot_be_swept_is_named(words, note):
-    """With the override that has it."""
+def test_what_cannot_be_swept_is_named(overrides, note):
+    """The error names the override and the reason."""
     with pytest.raises(ConfigError) as caught:
-        points(words)
+        points(overrides)
     assert note in str(caught.value)
 
 
 @pytest.fixture(scope="module")
-def words(tiny):
-    """A grid of two points, of one epoch each."""
+def arguments(tiny):
+    """The arguments of a grid of two points, one epoch each."""
     return ["train", tiny, "train.num_epochs=1", "stages=[train,test]", "data.batch_size=16,32", "--multirun"]
 
 
 @pytest.fixture(scope="module")
-def first(command, words, place):
-    """The first call, of which both runs go at the same time."""
-    return command(*words, "--jobs", "2", cwd=place, code=0)
+def first(command, arguments, place):
+    """The first call, with both runs in parallel."""
+    return command(*arguments, "--jobs", "2", cwd=place, code=0)
 
 
-def rows(outcome) -> list[dict[str, str]]:
+def rows(outcome):
     return csv_rows(outcome.folder / "runs.csv")
 
 
 def test_each_point_is_a_run_and_a_row(first):
-    """An ordinary run, with the point's values in its config and its results in the table."""
+    """Each point is an ordinary run with the point's values in its config, and a row with its results in the table."""
     found = rows(first)
     expected = [("0", "finished", "16"), ("1", "finished", "32")]
     assert [(row["run"], row["state"], row["data.batch_size"]) for row in found] == expected
@@ -92,48 +91,48 @@ def test_each_point_is_a_run_and_a_row(first):
     assert table[2].split()[:3] == ["1", "finished", "32"]
 
 
-def test_the_same_command_repeats_nothing(first, command, words, place):
-    """A larger grid runs its new points only; a wrong value is refused before any run."""
+def test_the_same_command_repeats_nothing(first, command, arguments, place):
+    """The same command runs only points without a finished run; an invalid value is refused before any run."""
     before = rows(first)
-    again = command(*words, cwd=place, code=0)
+    again = command(*arguments, cwd=place, code=0)
     assert "2 runs, 2 of them finished before" in again.out
     assert rows(again) == before
-    larger = command(*words[:-2], "data.batch_size=16,32,64", "--multirun", cwd=place, code=0)
+    larger = command(*arguments[:-2], "data.batch_size=16,32,64", "--multirun", cwd=place, code=0)
     assert [row["folder"] for row in rows(larger)][:2] == [row["folder"] for row in before]
     assert rows(larger)[2]["state"] == "finished"
-    wrong = command(*words[:-2], "data.batch_size=16,many", "--multirun", cwd=place, code=2)
+    wrong = command(*arguments[:-2], "data.batch_size=16,many", "--multirun", cwd=place, code=2)
     assert "data.batch_size: must be a whole number or null, not the text 'many'" in wrong.err
-    assert command(*words[:-1], cwd=place).code == 2  # without --multirun a comma is text
+    assert command(*arguments[:-1], cwd=place).code == 2  # without --multirun a comma is text
 
 
 def test_an_edit_does_not_reach_the_runs_that_follow(command, tiny, tmp_path):
-    """The second run imports what the first has edited as it was at the command's start; the seal is removed."""
-    (tmp_path / "spoils.py").write_text(SPOILS)
-    (tmp_path / "lately.py").write_text("VALUE = 1\n")
-    settings = ("train.callbacks=[{type: spoils.Spoils}]", "logger.params.tracking_uri=mlruns", "seed=1,2")
+    """The second run imports a module as it was when the command started, although the first run edits it."""
+    (tmp_path / "edits.py").write_text(EDITS)
+    (tmp_path / "edited.py").write_text("VALUE = 1\n")
+    settings = ("train.callbacks=[{type: edits.Edits}]", "logger.params.tracking_uri=mlruns", "seed=1,2")
     outcome = command("train", tiny, *settings, "--multirun", cwd=tmp_path, code=0)
-    assert (tmp_path / "lately.py").read_text() == "VALUE = 2\n"
+    assert (tmp_path / "edited.py").read_text() == "VALUE = 2\n"
     assert [row["state"] for row in rows(outcome)] == ["finished"] * 2
     assert not [*outcome.folder.glob(".sealed/*")]
 
 
-SPOILS = """\
+EDITS = """\
 import pathlib
 
 import pytorch_lightning as pl
 
 
-class Spoils(pl.Callback):
+class Edits(pl.Callback):
     def on_train_start(self, trainer, module):
-        import lately
+        import edited
 
-        assert lately.VALUE == 1
-        pathlib.Path("lately.py").write_text("VALUE = 2\\n")
+        assert edited.VALUE == 1
+        pathlib.Path("edited.py").write_text("VALUE = 2\\n")
 """
 
 
 def test_a_point_that_starts_anew_forgets_its_former_run(tmp_path):
-    """An interrupted run of edited code does not continue the run of the former code."""
+    """If the code has changed, an interrupted point does not resume its previous run."""
     point = Point(["lr=1"], "seed: 1\n", tmp_path / "p.json")
     point.update_record(state="finished", code={"own.py": "old"}, run="a", folder=str(tmp_path / "a"))
     log = point.file.with_suffix(".log")
@@ -143,14 +142,14 @@ def test_a_point_that_starts_anew_forgets_its_former_run(tmp_path):
         with file.open("a") as output:
             output.write("interrupted\n")
 
-    monitor = SimpleNamespace(checkpoint=SimpleNamespace(monitor=None))
+    train = SimpleNamespace(checkpoint=SimpleNamespace(monitor=None))
     grid = SimpleNamespace(
         points=[point],
         code={"own.py": "new"},
         tag="",
         _start_times={},
         _tracking_overrides=lambda point: [],
-        cfg=SimpleNamespace(train=monitor, redact=str),
+        cfg=SimpleNamespace(train=train, redact=str),
         server=SimpleNamespace(address_for=lambda *_: "{}"),
         parent=SimpleNamespace(environment=lambda *_: {}),
         workers=SimpleNamespace(start=start, signal=2),
@@ -163,14 +162,21 @@ def test_a_point_that_starts_anew_forgets_its_former_run(tmp_path):
 
 
 def test_a_signal_during_a_start_reaches_the_run(monkeypatch, tmp_path):
-    """It arrives after the fork and before the run is known."""
-    sent, workers = [], worker.Forked(lambda words: 0, None)
+    """A signal that arrives after the fork and before the process id is recorded is sent to the run."""
+    sent, workers = [], worker.Forked(lambda args: 0, None)
 
     def fork(work):
         workers.signal = signal.SIGINT
         return 4711
 
     monkeypatch.setattr(worker, "fork", fork)
-    monkeypatch.setattr(worker.os, "kill", lambda *words: sent.append(words))
+    monkeypatch.setattr(worker.os, "kill", lambda *args: sent.append(args))
     workers.start(0, [], tmp_path / "log", {})
     assert sent == [(4711, signal.SIGINT)]
+
+
+def test_a_value_of_the_environment_may_occur_elsewhere(command, tiny, place):
+    """Only values become references to a variable, not keys or numbers that are equal to its value."""
+    words = ["model.optimizer.params={lr: '${oc.decode:${oc.env:RATE}}', weight_decay: 0.001}"]
+    words += ["logger.params.experiment_name=${oc.env:NAME}", "train.num_epochs=1", "seed=1,2", "--multirun"]
+    command("train", tiny, *words, cwd=place, code=0, RATE="0.001", NAME="train")

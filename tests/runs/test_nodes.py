@@ -1,4 +1,4 @@
-"""Processes on several machines, or started by somebody else: one run, or a note on each machine and no hang."""
+"""Processes on several machines, or from another launcher: one run, or an error on each machine and no hang."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cable import ADDRESS, Cable, NoCable
-from commands import LIMIT_SECONDS, POLL_SECONDS, environment, free_port
+from commands import LIMIT_SECONDS, POLL_SECONDS, environment, free_port, python
 from conftest import OWN, digest
 from test_identity import TASK
 
@@ -29,20 +29,28 @@ THREE = ("engine.num_nodes=3", "engine.backend=ddp")
 LOCAL = "engine.launcher={{type: deeplightning.launch.Local, params: {}}}"
 
 
+def end_all(running, code=0):
+    """Wait for commands, which must exit with this code; return their outcomes."""
+    ended = [each.end() for each in running]
+    assert [each.code for each in ended] == [code] * len(ended), "\n".join(map(str, ended))
+    return ended
+
+
 @pytest.fixture
 def nodes(command, tiny, place):
-    """`nodes([variables, …], override, …)` gives the command on each machine by hand, and how it ended there.
+    """`nodes([variables, …], override, …)` runs the command for each machine, and returns their outcomes.
 
-    A mapping has the variables of a machine, NODE_RANK as the least; `own` are overrides of single ones.
+    Each mapping has the variables of a machine, at least NODE_RANK; `own` has overrides for each machine.
     """
 
-    def run(machines, *overrides, own=((),) * 9, wait="30", **variables):
+    def run(machines, *overrides, own=((),) * 9, wait="30", code=0, **variables):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "DEEPLIGHTNING_MEET_SECONDS": wait}
+        variables = address | variables
         running = [
-            command.start("train", tiny, *overrides, *more, cwd=place, **(address | variables | machine))
+            command.start("train", tiny, *overrides, *more, cwd=place, **(variables | machine))
             for machine, more in zip(machines, own, strict=False)
         ]
-        return [each.end() for each in running]
+        return end_all(running, code)
 
     return run
 
@@ -51,7 +59,7 @@ def numbered(*numbers):
     return [{"NODE_RANK": str(number)} for number in numbers]
 
 
-def notes(outcome):
+def errors(outcome):
     return [line for line in outcome.err.splitlines() if line.startswith("error")]
 
 
@@ -60,12 +68,12 @@ def notes(outcome):
 
 @pytest.fixture(scope="module")
 def alone(job):
-    """What two processes on one machine end with."""
+    """A run of two processes on one machine."""
     return job("engine.backend=ddp")
 
 
 def assert_alike(ended, other, tracked):
-    """Two runs have the same losses and weights."""
+    """Assert that two runs have the same losses and weights."""
     assert digest(ended.folder / "last.ckpt") == digest(other.folder / "last.ckpt")
     ours, theirs = (
         {name: points for name, points in tracked(run.folder).series().items() if "loss" in name}
@@ -75,9 +83,8 @@ def assert_alike(ended, other, tracked):
 
 
 def test_two_shells_are_one_run(nodes, alone, tracked):
-    """MASTER_ADDR, MASTER_PORT and NODE_RANK on each: world 2, one run, the losses and weights of one machine."""
+    """MASTER_ADDR, MASTER_PORT and NODE_RANK make one run of world size 2, with losses and weights of one machine."""
     first, second = nodes(numbered(0, 1), *TWO)
-    assert (first.code, second.code) == (0, 0), f"{first}\n{second}"
     assert second.out == ""
     assert_alike(first, alone, tracked)
     assert "32 samples a step: 16 per process x 2 processes" in first.out
@@ -85,53 +92,41 @@ def test_two_shells_are_one_run(nodes, alone, tracked):
 
 
 ABSENT = "MASTER_ADDR=127.0.0.1, MASTER_PORT=1: rank 0 does not answer there after 1 s"
+OTHER_CONFIG = ["seed=8", "model.optimizer.params.lr=0.1"]
+MISFITS = {
+    "no second": ([0], TWO, (), {"wait": "1"}, ["waiting for node 1: 1 of 2 missing after 1 s"]),
+    "no first": ([1], TWO, (), {"wait": "1", "MASTER_PORT": "1"}, [ABSENT]),
+    "no third": ([0, 1], THREE, (), {"wait": "2"}, ["waiting for node 2: 1 of 3 missing"]),
+    "twice": ([0, 1, 1], THREE, (), {}, ["node 1 started twice, also on "]),
+    "config": ([0, 1], TWO, OTHER_CONFIG, {}, ["seed is 7 on node 0, 8 on node 1", "model.optimizer is"]),
+    "processes": ([0, 1], TWO, ["engine.processes=2"], {}, ["engine.processes is 1 on node 0, 2 on node 1"]),
+}
+SLOW = ("no first", "no third", "twice")
 
 
-@pytest.mark.parametrize(
-    ("present", "overrides", "own", "variables", "words"),
-    [
-        pytest.param([0], TWO, (), {"wait": "1"}, ["waiting for node 1: 1 of 2 missing after 1 s"], id="no second"),
-        pytest.param([1], TWO, (), {"wait": "1", "MASTER_PORT": "1"}, [ABSENT], id="no first", marks=pytest.mark.slow),
-        pytest.param(
-            *([0, 1], THREE, (), {"wait": "2"}, ["waiting for node 2: 1 of 3 missing"]),
-            id="no third",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *([0, 1, 1], THREE, (), {}, ["node 1 started twice, also on "]), id="twice", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            *([0, 1], TWO, ["seed=8", "model.optimizer.params.lr=0.1"], {}),
-            ["seed is 7 on node 0, 8 on node 1", "model.optimizer is"],
-            id="another config",
-        ),
-        pytest.param(
-            *([0, 1], TWO, ["engine.processes=2"], {}, ["engine.processes is 1 on node 0, 2 on node 1"]),
-            id="another number of processes",
-        ),
-    ],
-)
-def test_a_machine_that_does_not_come_is_named(present, overrides, own, variables, words, nodes):
-    """Or comes twice, or with another config: the same note on all that are there, exit 3 in the time limit."""
-    ended = nodes(numbered(*present), *overrides, own=((), own, ()), **variables)
-    assert [each.code for each in ended] == [3] * len(present)
-    told = [note for each in ended for note in notes(each)]
-    assert told
-    assert all(word in note for note in told for word in words), told
-    assert len(told) == 1 or len(present) > 1
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in MISFITS])
+def test_a_missing_or_different_machine_is_reported(case, nodes):
+    """A machine that is missing, is started twice, or has another config is reported with the same error on all others;
+    they exit with code 3 within the time limit."""
+    present, overrides, own, variables, parts = MISFITS[case]
+    ended = nodes(numbered(*present), *overrides, own=((), own, ()), code=3, **variables)
+    reported = [error for each in ended for error in errors(each)]
+    assert reported
+    assert all(part in error for error in reported for part in parts), reported
+    assert len(reported) == 1 or len(present) > 1
 
 
 @contextlib.contextmanager
-def program_at_a_port(says):
-    """The port of a program that answers so whatever it gets; None: it says nothing, ever."""
+def program_at_a_port(response):
+    """The port of a program that sends this response to each connection, or never responds if it is None."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():
             with contextlib.suppress(OSError):
-                while says is not None:
+                while response is not None:
                     caller, _ = listener.accept()
                     with caller:
-                        caller.sendall(says)
+                        caller.sendall(response)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -140,17 +135,19 @@ def program_at_a_port(says):
         thread.join()
 
 
-@pytest.mark.parametrize("says", [b"HTTP/1.0 400 Bad Request\r\n\r\n", pytest.param(None, marks=pytest.mark.slow)])
+RESPONSE = b"HTTP/1.0 400 Bad Request\r\n\r\n"
+
+
+@pytest.mark.parametrize("response", [RESPONSE, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_port_of_another_program_is_named(says, number, nodes):
-    """A web server, or one that never answers: exit 3 on the machine that listens and on the one that calls."""
-    with program_at_a_port(says) as port:
-        (ended,) = nodes(numbered(number), *TWO, wait="1", MASTER_PORT=port)
-    assert ended.code == 3
-    (note,) = notes(ended)
-    expected = "in use by another program" if number == 0 else "rank 0 does not answer there"
-    assert port in note
-    assert expected in note
+def test_a_port_of_another_program_is_named(response, number, nodes):
+    """If a web server, or a program that never responds, has the port, the machine that listens and the one that
+    connects exit with code 3 and name it."""
+    with program_at_a_port(response) as port:
+        (ended,) = nodes(numbered(number), *TWO, wait="1", code=3, MASTER_PORT=port)
+    (error,) = errors(ended)
+    assert port in error
+    assert ("in use by another program" if number == 0 else "rank 0 does not answer there") in error
 
 
 def set_all(monkeypatch, variables):
@@ -171,14 +168,15 @@ NO_RESTART = "machines started by hand cannot restart lost processes: set it to 
         (ONE_OF_TWO | {"NODE_RANK": "second"}, TWO, "num_nodes", 3, "NODE_RANK=second is not a number from 0 to 1"),
         (ONE_OF_TWO | {"MASTER_ADDR": ""}, TWO, "num_nodes", 3, "MASTER_ADDR not set; each of the machines needs it"),
         (ONE_OF_TWO | {"NODE_RANK": ""}, TWO, "num_nodes", 3, "NODE_RANK not set; each of the machines needs it"),
-        ({"NODE_RANK": "1"}, (), "num_nodes", 3, "there is 1 node, and NODE_RANK=1; set"),  # a run without a first one
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, TWO, "num_nodes", 3, NO_SRUN),  # it would wait for nobody
+        ({"NODE_RANK": "1"}, (), "num_nodes", 3, "there is 1 node, and NODE_RANK=1; set"),  # no node 0
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, TWO, "num_nodes", 3, NO_SRUN),  # it would wait in vain
         ({}, TWO, "num_nodes", 2, WAYS),
         (ONE_OF_TWO, (*TWO, "engine.max_restarts=2"), "max_restarts", 2, NO_RESTART),
     ],
 )
 def test_a_variable_that_is_wrong_is_named(variables, overrides, key, code, note, tiny, monkeypatch):
-    """With what would be right; likewise several machines that nobody starts, or starts again."""
+    """The error names the variable and the valid values. Several machines without a launcher, or restarts without one,
+    are refused too."""
     set_all(monkeypatch, variables)
     (fault,) = examine(tiny, [*overrides]).faults
     assert (fault.key, fault.exit_code) == (f"engine.{key}", code)
@@ -186,8 +184,8 @@ def test_a_variable_that_is_wrong_is_named(variables, overrides, key, code, note
 
 
 @pytest.mark.parametrize("text", ["long", "0", "-1", "nan"])
-def test_a_time_limit_that_is_none_is_named(text, monkeypatch):
-    """Seconds, above 0."""
+def test_an_invalid_time_limit_is_refused(text, monkeypatch):
+    """The time limit must be a number of seconds above 0."""
     monkeypatch.setenv("DEEPLIGHTNING_MEET_SECONDS", text)
     with pytest.raises(SetupError, match=f"DEEPLIGHTNING_MEET_SECONDS='{text}' is not a number of seconds"):
         wait_seconds()
@@ -200,24 +198,22 @@ def test_a_time_limit_that_is_none_is_named(text, monkeypatch):
         ("deeplightning.launch.local.Local", True),
         ("deeplightning_slurm.Slurm", False),
         ("mine.Local", False),
-        ("mine.Cluster", False),
     ],
 )
 def test_a_launcher_is_known_by_its_whole_name(launcher, is_ours):
-    """A user's own launcher may be called Local and take the run to other machines."""
+    """A launcher of the user may be called Local and start the run on other machines."""
     assert launches_remotely(Engine(launcher=Target(type=launcher))) is not is_ours
 
 
 def test_the_launcher_may_say_the_same_as_the_variables(nodes, alone):
-    """`master_addr`, `master_port` (also as text) and `node_rank` of `Local`, which come before the environment's."""
+    """`master_addr`, `master_port` (also as text) and `node_rank` of `Local` override the environment variables."""
     port = free_port()
 
     def local(number, port):
         return [LOCAL.format(f"{{master_addr: 127.0.0.1, master_port: {port}, node_rank: {number}}}")]
 
     own = (local(0, f"'{port}'"), local(1, port))
-    first, second = nodes([{}, {}], *TWO, own=own, MASTER_ADDR="nowhere.invalid", MASTER_PORT="1", NODE_RANK="9")
-    assert (first.code, second.code) == (0, 0), f"{first}\n{second}"
+    first, _ = nodes([{}, {}], *TWO, own=own, MASTER_ADDR="nowhere.invalid", MASTER_PORT="1", NODE_RANK="9")
     assert digest(first.folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
 
 
@@ -233,26 +229,27 @@ def test_the_launcher_may_say_the_same_as_the_variables(nodes, alone):
     ],
 )
 def test_other_sizes_than_the_launchers_are_refused(variables, overrides, fault, tiny, monkeypatch):
-    """Both numbers, exit 3, wherever they contradict."""
+    """A config that contradicts the launcher's sizes is an error with both numbers and exit code 3."""
     set_all(monkeypatch, {"RANK": "0"} | variables)
     (found,) = [found for found in examine(tiny, overrides).faults if fault in found.message]
     assert found.exit_code == 3
 
 
-def test_restarts_that_nobody_would_do_are_told(tiny, monkeypatch):
-    """Of a process that a script has started."""
+def test_restarts_are_switched_off_where_nobody_would_restart(tiny, monkeypatch):
+    """`engine.max_restarts` becomes 0, with a notice, in a process that a script has started."""
     set_all(monkeypatch, {"RANK": "3", "WORLD_SIZE": "4"})
     report = examine(tiny, ["engine.max_restarts=1"])
-    told = [notice.text for notice in report.notices if notice.unasked]
-    assert "engine.max_restarts: 1 → 0 (RANK started this process and does not restart it)" in told
+    changes = [notice.text for notice in report.notices if notice.unasked]
+    assert "engine.max_restarts: 1 → 0 (RANK started this process and does not restart it)" in changes
     assert report.config.engine.processes == 4
 
 
-# ---- two machines, as Linux can pretend: network namespaces joined by a cable
+# ---- two machines, simulated by network namespaces that a virtual cable joins
 
 
 @pytest.fixture
 def cable():
+    """The virtual cable between two network namespaces."""
     try:
         made = Cable()
     except NoCable as reason:
@@ -263,9 +260,9 @@ def cable():
 
 @pytest.fixture
 def machines(command, tiny, place, cable, tmp_path):
-    """`machines(override, …)` starts the command in both namespaces; the first one's is the address.
+    """`machines(override, …)` starts the command in both namespaces; the address is that of the first.
 
-    Each has a folder for temporary files of its own, as machines have.
+    Each has its own folder for temporary files, as machines have.
     """
 
     def start(*overrides, second=()):
@@ -287,18 +284,16 @@ def machines(command, tiny, place, cable, tmp_path):
     ["ddp", *(pytest.param(e, marks=pytest.mark.slow) for e in ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3"))],
 )
 def test_two_machines_are_one_run(backend, machines, job, alone, tracked):
-    """Losses and weights are those of one machine, also of divided tensors; nobody names a network interface."""
-    first, second = (each.end() for each in machines(f"engine.backend={backend}"))
-    assert (first.code, second.code) == (0, 0), f"{first}\n{second}"
+    """Two machines give the losses and weights of one, with sharded tensors too; no network interface is set."""
+    first, _ = end_all(machines(f"engine.backend={backend}"))
     assert_alike(first, alone if backend == "ddp" else job(f"engine.backend={backend}"), tracked)
     assert tracked(first.folder).status == "FINISHED"
 
 
 @pytest.mark.slow
 def test_a_run_folder_that_is_not_shared_is_told(machines, alone, store):
-    """The second machine does not see the first one's disk: a warning there, and the run is the same."""
-    first, second = (each.end() for each in machines(second={"HIDDEN": str(store)}))
-    assert (first.code, second.code) == (0, 0), f"{first}\n{second}"
+    """If the second machine does not see the first one's disk, it warns, and the weights are the same."""
+    first, second = end_all(machines(second={"HIDDEN": str(store)}))
     assert f"the run's folder of rank 0, {first.folder}, is not on this machine" in second.err
     assert "is not on this machine" not in first.err
     assert digest(first.folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
@@ -306,27 +301,26 @@ def test_a_run_folder_that_is_not_shared_is_told(machines, alone, store):
 
 @pytest.mark.slow
 def test_a_link_that_is_cut_ends_both_machines(machines, cable, tracked, tmp_path):
-    """Within the time limit of the process group, exit 5, a note on each."""
+    """If the link is cut, both machines exit with code 5 and an error within the process group's time limit."""
     go = tmp_path / "go"
     waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{go}'}}}}]"
     running = machines("engine.params.timeout=8", waits)
-    running[0].says("waits")
-    running[1].says("waits")
+    for each in running:
+        each.says("waits")
     cable.cut()
     go.touch()
-    first, second = (each.end() for each in running)
-    assert (first.code, second.code) == (5, 5), f"{first}\n{second}"
-    for each in (first, second):
-        (note,) = notes(each)
-        assert "timed out after 8 s (engine.params.timeout)" in note
-    assert tracked(first.folder).status == "FAILED"
+    ended = end_all(running, code=5)
+    for each in ended:
+        (error,) = errors(each)
+        assert "timed out after 8 s (engine.params.timeout)" in error
+    assert tracked(ended[0].folder).status == "FAILED"
 
 
 # ---- torchrun
 
 
 def torchrun():
-    """`torchrun`, where the processes that it starts are forked from it; the agent and what it tells them are real."""
+    """Run `torchrun` with workers that are forked from it; the agent and the variables that it sets are real."""
     import forks
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -352,24 +346,24 @@ def torchrun():
 def by_torchrun(command, tiny, place):
     """`by_torchrun([option, …], override, …)` starts `torchrun OPTION … -m deeplightning train TINY OVERRIDE …`.
 
-    Another torchrun on this machine has the port that it takes where none is given.
+    It sets a free port, since another torchrun on this machine may have the default one.
     """
 
     def start(options, *overrides, cwd=place):
         port = [] if any("rdzv" in option for option in options) else [f"--master-port={free_port()}"]
-        words = (*port, *options, "-m", "deeplightning", "train", tiny, *overrides)
-        return command.start(*words, cwd=cwd, main="test_nodes:torchrun")
+        arguments = (*port, *options, "-m", "deeplightning", "train", tiny, *overrides)
+        return command.start(*arguments, cwd=cwd, main="test_nodes:torchrun")
 
     return start
 
 
 def runs_of(store):
-    """The folders of all runs."""
+    """Return the folders of all runs."""
     return set(store.glob("*/*/artifacts"))
 
 
 def test_torchrun_starts_all_processes_itself(by_torchrun, alone, store):
-    """Two processes in all, one run; its weights are those of two processes that this command starts."""
+    """Two processes of torchrun are one run, with the weights of two processes that this command starts."""
     before = runs_of(store)
     ended = by_torchrun(["--nproc-per-node", "2"], "--show-config").end(code=0)
     assert runs_of(store) - before == {ended.folder}
@@ -381,13 +375,12 @@ def test_torchrun_starts_all_processes_itself(by_torchrun, alone, store):
 
 @pytest.mark.slow
 def test_two_torchruns_are_one_run(by_torchrun, alone, store):
-    """With a rendezvous, a process each: world 2, one run; the same id for another job later is another run."""
+    """Two torchruns of one process each are one run of world size 2; a later job with the same id is another run."""
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     options += ["--rdzv-id=two", "--local-addr=127.0.0.1"]
     for _ in range(2):
         before = runs_of(store)
-        ended = [each.end() for each in [by_torchrun(options, "--show-config", "engine.backend=ddp") for _ in range(2)]]
-        assert [each.code for each in ended] == [0, 0], ended
+        ended = end_all([by_torchrun(options, "--show-config", "engine.backend=ddp") for _ in range(2)])
         (folder,) = runs_of(store) - before
         assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
     assert "num_nodes: 2" in ended[0].out + ended[1].out
@@ -401,7 +394,7 @@ import own
 
 
 class Once(own.Killed):
-    """Kills the second process where no file is there yet."""
+    """Kills the second process, once."""
 
     def on_train_batch_start(self, trainer, *rest):
         mark = pathlib.Path("mark")
@@ -412,56 +405,46 @@ class Once(own.Killed):
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_in_the_same_run(by_torchrun, alone, store, tracked, tmp_path):
-    """`--max-restarts`: after a kill all start again from the newest checkpoint, and end as undisturbed."""
+def test_torchrun_restarts_in_the_same_run(by_torchrun, alone, store, tracked, tmp_path):
+    """With `--max-restarts`, a killed run resumes from the latest checkpoint, and ends like an uninterrupted one."""
     before = runs_of(store)
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "killed.py").write_text(KILLED)
     once = "train.callbacks=[{type: killed.Once, params: {epoch: 1, batch: 2}}]"
-    ended = by_torchrun(["--nproc-per-node=2", "--max-restarts=1"], once, cwd=tmp_path).end()
+    by_torchrun(["--nproc-per-node=2", "--max-restarts=1"], once, cwd=tmp_path).end(code=0)
     assert (tmp_path / "mark").exists()
-    assert ended.code == 0, ended
     (folder,) = runs_of(store) - before
     assert tracked(folder).status == "FINISHED"
     assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
 
 
-# ---- MPI
-
-
-@pytest.fixture(scope="module")
-def told_by_mpirun(tmp_path_factory):
-    """What `mpirun -np 2` tells its two processes; it asks twice whether root may, and counts the cores."""
-    if shutil.which("mpirun") is None:
-        pytest.skip("there is no mpirun; Debian has it in openmpi-bin")
-    folder = tmp_path_factory.mktemp("mpirun")
-    program = (  # a file for each process: in one pipe their lines can mix
-        "import json, os, pathlib, sys; told = {n: v for n, v in os.environ.items() if n[:4] in ('OMPI', 'PMIX')}; "
-        "pathlib.Path(sys.argv[1], told['OMPI_COMM_WORLD_RANK']).write_text(json.dumps(told))"
-    )
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-c", program, folder]
-    told = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
-    assert told.returncode == 0, told.stderr
-    return [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
-
-
 @pytest.mark.slow
-def test_as_a_person_types_it(tiny, place, alone):
-    """Everything in fresh processes: `torchrun --nproc-per-node 2 -m deeplightning …`."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = {"capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
-    command = [*words, "-m", "deeplightning", "train", str(tiny)]
-    ended = subprocess.run(command, cwd=place, env=environment(), **options)
+def test_torchrun_starts_the_command_in_new_processes(tiny, place, alone):
+    """`torchrun --nproc-per-node 2 -m deeplightning …`, as a user runs it, gives the same weights."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = python(*launcher, "-m", "deeplightning", "train", tiny, cwd=place)
     assert ended.returncode == 0, ended.stderr
     folder = Path(ended.stdout.splitlines()[-1].removeprefix("Artifact storage path: "))
     assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
 
 
-def test_mpirun_starts_all_processes(told_by_mpirun, command, tiny, place, alone, store):
-    """World 2 from its variables, one run, and no mpi4py."""
+# ---- MPI
+
+MPI = (  # a file for each process: in one pipe their lines can mix
+    "import json, os, pathlib, sys; found = {n: v for n, v in os.environ.items() if n[:4] in ('OMPI', 'PMIX')}; "
+    "pathlib.Path(sys.argv[1], found['OMPI_COMM_WORLD_RANK']).write_text(json.dumps(found))"
+)
+"""Writes the variables that mpirun sets."""
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun; Debian has it in openmpi-bin")
+def test_mpirun_starts_all_processes(command, tiny, place, alone, store, tmp_path):
+    """The variables of `mpirun -np 2` make one run of world size 2, without mpi4py."""
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-c", MPI, tmp_path]
+    subprocess.run(mpirun, env=environment(), check=True, timeout=60)
+    variables = [json.loads(file.read_text()) for file in sorted(tmp_path.iterdir())]
     before = runs_of(store)
-    ended = [each.end() for each in [command.start("train", tiny, cwd=place, **told) for told in told_by_mpirun]]
-    assert [each.code for each in ended] == [0, 0], ended
+    ended = end_all([command.start("train", tiny, cwd=place, **own) for own in variables])
     (folder,) = runs_of(store) - before
     assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
     assert "MPI started 2 processes" in "".join(each.err for each in ended)
@@ -476,7 +459,7 @@ OF_TASK |= {"MASTER_ADDR": "n03", "MASTER_PORT": port_of("slurm-7.0")}
 
 
 @pytest.mark.parametrize(
-    ("variables", "overrides", "where", "times", "told"),
+    ("variables", "overrides", "where", "times", "environment"),
     [
         ({}, (), "this machine", 1, {}),
         ({}, ("engine.processes=2",), "this machine", 2, {"LOCAL_RANK": "*", "WORLD_SIZE": "2"}),
@@ -498,12 +481,11 @@ OF_TASK |= {"MASTER_ADDR": "n03", "MASTER_PORT": port_of("slurm-7.0")}
         ),
     ],
 )
-def test_plan_says_what_would_start(variables, overrides, where, times, told, command, tiny, place, store):
-    """Processes, their variables, the command; in a task what Slurm's variables give. Nothing starts."""
+def test_plan_says_what_would_start(variables, overrides, where, times, environment, command, tiny, place, store):
+    """`plan` prints the processes, their variables (in a Slurm task, from its own) and the command; nothing starts."""
     pytest.importorskip("deeplightning_plan")
     before = runs_of(store)
-    said = command("plan", tiny, *overrides, cwd=place, **variables, code=0)
-    (start,) = yaml.safe_load(said.out)
-    words = [sys.executable, "-m", "deeplightning", "train", str(tiny), *overrides]
-    assert start == {"where": where, "times": times, "environment": told, "command": words}
+    (start,) = yaml.safe_load(command("plan", tiny, *overrides, cwd=place, **variables, code=0).out)
+    arguments = [sys.executable, "-m", "deeplightning", "train", str(tiny), *overrides]
+    assert start == {"where": where, "times": times, "environment": environment, "command": arguments}
     assert runs_of(store) == before

@@ -1,4 +1,4 @@
-"""The notebooks of the examples run in a real kernel."""
+"""The example notebooks run in a real kernel."""
 
 import os
 from pathlib import Path
@@ -12,8 +12,8 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch, tmp_path):
-    """A kernel in a folder of its own, which keeps nothing in the user's home."""
+def working_directory(monkeypatch, tmp_path):
+    """An empty working directory; the kernel writes nothing into the user's home."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     for name in [name for name in os.environ if name.startswith(("MLFLOW_", "PYTEST_"))]:
@@ -26,7 +26,7 @@ def quiet(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path):
-    """Every cell, in order; the file holds no outputs; the curves of a run are shown."""
+    """Every cell runs, in order, and the curves of a run are shown; the file contains no outputs."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -1,5 +1,5 @@
-"""A network may give a dataclass, a dict or a tuple: `model.output` names what the task takes, in training, in
-validation and in the export."""
+"""A network may return a dataclass, a dict or a tuple: `model.output` selects what the task uses, in training,
+validation and export."""
 
 import dataclasses
 import sys
@@ -21,7 +21,7 @@ from torch import nn
 
 
 @dataclasses.dataclass
-class Found:
+class Result:
     hidden: torch.Tensor
     logits: torch.Tensor
 
@@ -31,31 +31,31 @@ class Base(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
 
-    def found(self, images):
+    def outputs(self, images):
         hidden = self.first(images.flatten(1)).relu()
         return hidden, self.last(hidden)
 
 
 class OfDataclass(Base):
     def forward(self, images):
-        return Found(*self.found(images))
+        return Result(*self.outputs(images))
 
 
 class OfDict(Base):
     def forward(self, images):
-        return dict(zip(("hidden", "logits"), self.found(images)))
+        return dict(zip(("hidden", "logits"), self.outputs(images)))
 
 
 class OfTuple(Base):
     def forward(self, images):
-        return self.found(images)
+        return self.outputs(images)
 
 
 class InTraining(Base):
-    """As torchvision's inception: several in training alone."""
+    """Like torchvision's inception: several outputs in training only."""
 
     def forward(self, images):
-        hidden, logits = self.found(images)
+        hidden, logits = self.outputs(images)
         return (logits, hidden) if self.training else logits
 
 
@@ -67,20 +67,16 @@ class OfText(Base):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
+    """A working directory with networks."""
     folder = tmp_path_factory.mktemp("networks")
     (folder / "networks.py").write_text(NETWORKS)
     return folder
 
 
-def settings(network, *more):
-    return [f"model.network={{type: networks.{network}}}", *more]
-
-
 def test_a_run_learns_and_answers_by_one_output(command, tiny, place, monkeypatch):
-    """Trained, judged and exported; the bundle's graph gives the tensor alone, equal to plain torch."""
-    outcome = command(
-        "train", tiny, *settings("OfDataclass", "model.output=logits", "train.export=true"), cwd=place, code=0
-    )
+    """Training, validation and export use the selected output; the bundle returns only this tensor, as plain torch."""
+    settings = ["model.network={type: networks.OfDataclass}", "model.output=logits", "train.export=true"]
+    outcome = command("train", tiny, *settings, cwd=place, code=0)
     monkeypatch.syspath_prepend(place)
     import networks
 
@@ -89,8 +85,7 @@ def test_a_run_learns_and_answers_by_one_output(command, tiny, place, monkeypatc
     saved = load_file(outcome.folder / "bundle" / "weights.safetensors")
     network.load_state_dict({name.removeprefix("network."): v for name, v in saved.items() if "network" in name})
     pixels = np.random.default_rng(0).integers(0, 256, (20, 1, 8, 8)).astype(np.uint8)
-    spec = bundle.spec
-    given = (torch.from_numpy(pixels) / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
+    given = (torch.from_numpy(pixels) / 255 - torch.tensor(bundle.spec.mean)) / torch.tensor(bundle.spec.std)
     expected = network.eval()(given).logits.softmax(1).detach().numpy()
     np.testing.assert_allclose(bundle.predict(pixels), expected, atol=1e-5)
     network = dl.load_run(outcome.folder).network()
@@ -99,14 +94,14 @@ def test_a_run_learns_and_answers_by_one_output(command, tiny, place, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("network", "output", "words"),
+    ("network", "output", "message"),
     [
         ("OfDict", "logits", ""),
         ("OfTuple", "1", ""),
         ("InTraining", "0", ""),
         ("OfDict", "logit", "model.output: networks.OfDict gives a dict without 'logit'. Do you mean logits? It"),
         ("OfTuple", "2", "model.output: networks.OfTuple gives a tuple without 2. It has 0, 1"),
-        ("OfDataclass", "__class__", "networks.OfDataclass gives a Found without '__class__'. It has hidden, logits"),
+        ("OfDataclass", "__class__", "networks.OfDataclass gives a Result without '__class__'. It has hidden, logits"),
         ("OfText", "logits", "model.output: networks.OfText gives a str, which has no outputs by name"),
         ("OfDict", "hidden", "the data has 10 classes (labels 0 to 9), the network 16 outputs"),
         ("OfDict", "null", "gives a dict, not (B, K): one row per picture. Set model.output to one"),
@@ -114,15 +109,16 @@ def test_a_run_learns_and_answers_by_one_output(command, tiny, place, monkeypatc
         ("OfDataclass", "null", "for example model.output=hidden"),
     ],
 )  # fmt: skip
-def test_a_dry_run_says_what_a_network_gives(command, tiny, place, network, output, words):
-    """One note, exit code 2, where the name is missing or is none of the network's."""
-    outcome = command("check", tiny, "--dry-run", *settings(network, f"model.output={output}"), cwd=place)
-    assert (outcome.code, outcome.err.count("error: ")) == ((2, 1) if words else (0, 0)), outcome
-    assert words in outcome.err
+def test_a_dry_run_says_what_a_network_gives(command, tiny, place, network, output, message):
+    """A missing or unknown name of an output is one error of the dry run, with exit code 2."""
+    settings = [f"model.network={{type: networks.{network}}}", f"model.output={output}"]
+    outcome = command("check", tiny, "--dry-run", *settings, cwd=place)
+    assert (outcome.code, outcome.err.count("error: ")) == ((2, 1) if message else (0, 0)), outcome
+    assert message in outcome.err
 
 
 def test_names_of_all_kinds_of_outputs():
-    """Of Hugging Face's outputs too, and of named tuples; a tensor has none, and stays what it is."""
+    """Outputs of Hugging Face, dataclasses, named tuples and dicts are selected by name; a tensor is kept as it is."""
     from transformers.modeling_outputs import SequenceClassifierOutput
 
     logits = torch.ones(2, 3)

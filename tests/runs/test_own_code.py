@@ -1,4 +1,4 @@
-"""What is promised of the user's own code, wherever a run finds it."""
+"""User code: where it is found, how its errors are reported, and what a run keeps of it."""
 
 import importlib
 import json
@@ -45,13 +45,13 @@ class Hook(pl.Callback):
         logging.getLogger("users.other").warning("careful")
 """
 OWN = {
-    "wave": WAVE,  # of the standard library
+    "wave": WAVE,  # a name of the standard library
     "test": "width = 8\n",
     "own_helper": "from test import width as CHOICE\n",
     "criteria": "from torch import nn\n\n\nclass Loss(nn.CrossEntropyLoss):\n    pass\n",
     "hook": HOOK,
     "digits": "from deeplightning.data.digits import Digits\n\n\nclass Data(Digits):\n    pass\n",
-    **dict.fromkeys(("torch", "serve"), "raise RuntimeError('the working directory is no place for these')\n"),
+    **dict.fromkeys(("torch", "serve"), "raise RuntimeError('never imported')\n"),
 }
 NAMES = (
     "data.module.type=digits.Data",
@@ -77,19 +77,13 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(command, tiny, place):
-    """A run of two processes with a bundle, and the bar of `rich`'s."""
-    more = (
-        "engine.processes=2",
-        "train.export=true",
-        "logger.progress=bar",
-        "train.num_epochs=1",
-        "logger.ranks=[0, 1]",
-    )
-    return command("train", tiny, *NAMES, *more, cwd=place, ranks=2, code=0)
+    """A run of two processes with a bundle, and the progress bar of `rich`."""
+    more = ("engine.processes=2", "train.export=true", "logger.progress=bar", "logger.ranks=[0, 1]")
+    return command("train", tiny, *NAMES, *more, "train.num_epochs=1", cwd=place, ranks=2, code=0)
 
 
 def test_own_files_come_before_installed_modules(done, tiny, place):
-    """Files of the working directory come first for `check` and `train`, in every process, and disturb no library."""
+    """`check` and `train` import user files before installed modules, in every process; libraries are unaffected."""
     for importing in ([], ["--import"]):
         real("check", *importing, tiny, *NAMES, cwd=place, code=0)
     assert (done.folder / "bundle" / "model.onnx").is_file()
@@ -99,13 +93,13 @@ def test_own_files_come_before_installed_modules(done, tiny, place):
 
 
 def test_a_file_that_hides_an_installed_module_is_one_warning(done):
-    """With both paths, in one process of the run."""
-    words = f"wave.py hides {Path(random.__file__).with_name('wave.py')}, which libraries may need: rename it"
-    assert sum(outcome.err.count(words) for outcome in done.ranks) == 1, done
+    """The warning names both files and appears in one process of the run."""
+    message = f"wave.py hides {Path(random.__file__).with_name('wave.py')}, which libraries may need: rename it"
+    assert sum(outcome.err.count(message) for outcome in done.ranks) == 1, done
 
 
 def test_what_own_loggers_say_is_in_the_log_of_its_rank(done):
-    """All loggers go to the file of their rank from INFO on; on the terminal, lines of several ranks name it."""
+    """All loggers write to the log file of their rank from INFO on; terminal lines of several ranks name the rank."""
     for rank, outcome in enumerate(done.ranks):
         text = (done.folder / "logs" / f"rank_{rank}.log").read_text()
         assert text.count(f" INFO hook: begins on {rank}\n") == 1
@@ -119,10 +113,9 @@ def test_what_own_loggers_say_is_in_the_log_of_its_rank(done):
 
 
 def test_a_message_on_a_name_says_which_file_was_read(command, tiny, place, tmp_path):
-    """Of the user's file where there is one, else of the one that is installed."""
-    wrong = ("model.network={type: wave.Nett}",)
+    """The error names the user's file if there is one, and the installed one otherwise."""
     for importing in ([], ["--import"]):
-        outcome = command("check", *importing, tiny, *wrong, cwd=place)
+        outcome = command("check", *importing, tiny, "model.network={type: wave.Nett}", cwd=place)
         assert "wave has no `Nett`. Did you mean wave.Net? `wave` was read from wave.py." in outcome.err, outcome
         outcome = command("check", *importing, tiny, "model.network={type: yaml.Nett}", cwd=tmp_path)
         assert f"yaml has no `Nett`. `yaml` was read from {yaml.__file__}." in outcome.err, outcome
@@ -132,19 +125,18 @@ def test_a_message_on_a_name_says_which_file_was_read(command, tiny, place, tmp_
 
 @pytest.mark.parametrize("module", ["serve", pytest.param("deeplightning.torch_server", marks=pytest.mark.slow)])
 def test_our_server_starts_beside_a_serve_py(module, place):
-    """With the flag that `deeplightning serve` starts it with."""
+    """The servers start with `-P`, as `deeplightning serve` starts them, beside a user file `serve.py`."""
     done = subprocess.run([sys.executable, "-P", "-m", module, "--help"], cwd=place, capture_output=True, text=True)
     assert (done.returncode, done.stdout[:6]) == (0, "usage:"), done.stderr
 
 
-def test_a_foreign_folder_gains_nothing_from_being_the_working_directory(done, command, tmp_path):
-    """No file of a run folder that was not made here is imported, also where it is the working directory."""
+def test_no_file_of_a_foreign_run_folder_is_imported(done, command, tmp_path):
+    """No file of a run folder from elsewhere is imported, even if the folder is the working directory."""
     folder = tmp_path / "from the web"
     folder.mkdir()
     config = (done.folder / "cfg.yaml").read_text().replace("wave.Net", "timm.layers.Mlp")
     config = config.replace("digits.Data", "deeplightning.data.digits.Digits")
-    config = config.replace("criteria.Loss", "torch.nn.CrossEntropyLoss")
-    (folder / "cfg.yaml").write_text(config)
+    (folder / "cfg.yaml").write_text(config.replace("criteria.Loss", "torch.nn.CrossEntropyLoss"))
     for name in ("best.ckpt", "last.ckpt"):
         if (done.folder / name).is_file():
             (folder / name).write_bytes((done.folder / name).read_bytes())
@@ -158,7 +150,7 @@ def test_a_foreign_folder_gains_nothing_from_being_the_working_directory(done, c
 
 @pytest.mark.parametrize("importing", [[], ["--import"]])
 def test_code_beside_a_base_is_found(command, tiny, tmp_path, importing):
-    """The folders of all files of a composition are looked through, the nearest first."""
+    """The folders of all composed files are searched, the nearest first."""
     middle, deep, here = tmp_path / "middle", tmp_path / "deep", tmp_path / "here"
     for folder in (middle, deep, here):
         folder.mkdir()
@@ -172,14 +164,14 @@ def test_code_beside_a_base_is_found(command, tiny, tmp_path, importing):
     (deep / "netty.py").write_text("raise RuntimeError('the farther one')\n")
     (middle / "netty.py").write_text("from deeplightning.model.cnn import SimpleCNN as Net\n")
     override = "model.network.params={num_classes: 10, num_channels: 1, image_size: 8}"
-    outcome = command("check", *importing, middle / "c.yaml", override, cwd=here, code=0)
-    outcome = command("check", *importing, middle / "c.yaml", override, "model.loss.type=lost.Loss", cwd=here)
-    assert f"Searched: {here}, {middle}, {deep}, {tiny.parent}, and what is installed." in outcome.err
-    assert outcome.code == 2
+    arguments = ("check", *importing, middle / "c.yaml", override)
+    command(*arguments, cwd=here, code=0)
+    refused = command(*arguments, "model.loss.type=lost.Loss", cwd=here, code=2)
+    assert f"Searched: {here}, {middle}, {deep}, {tiny.parent}, and what is installed." in refused.err
 
 
 def test_code_beside_a_base_is_kept_with_the_run(command, tiny, tmp_path):
-    """Its run has the code in `code.zip`."""
+    """`code.zip` of the run contains the code."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "b.yaml").write_text(f"_base_: {tiny}\n")
     (tmp_path / "base" / "beside_a_base.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
@@ -189,18 +181,18 @@ def test_code_beside_a_base_is_kept_with_the_run(command, tiny, tmp_path):
         assert json.loads(code.read("manifest.json"))["roots"] == [str(tmp_path / "base")]
 
 
-# ---- own files that cannot be imported
+# ---- user files that cannot be imported
 
 LOSS = "from torch.nn import CrossEntropyLoss\n{}\n\n\nclass L(CrossEntropyLoss):\n    pass\n"
 LACKS = "importing mine (for `mine.L`) needs not_there, which is not installed here ({}): pip install its-project"
 FAILS = "importing mine (for `mine.L`) failed: {}"
 DEEP = f"{Path('package', 'deep.py')}:1"
 BROKEN = {
-    # the text behind the first line, the exit code, the words
+    # the text after the first line, the exit code, the message
     "a package": ("import not_there", 3, LACKS.format("mine.py:2")),
-    "a part of one": ("from not_there.part import thing", 3, LACKS.format("mine.py:2")),
-    "a package of an own file": ("import helper", 3, LACKS.format("helper.py:3")),
-    "one of an own package": ("from package.part import thing", 3, LACKS.format(DEEP)),
+    "a submodule": ("from not_there.part import thing", 3, LACKS.format("mine.py:2")),
+    "a package that a user file needs": ("import helper", 3, LACKS.format("helper.py:3")),
+    "a package that a user package needs": ("from package.part import thing", 3, LACKS.format(DEEP)),
 }
 RAISES = {
     "a library": ("raise OSError('libfoo.so not found')", 3, FAILS.format("OSError: libfoo.so not found (mine.py:2)")),
@@ -210,21 +202,21 @@ RAISES = {
 ONLY_IMPORTED = {
     **RAISES,
     "a library in C": ("import ctypes\nctypes.CDLL('libfoo.so')", 3, "OSError: libfoo.so: "),
-    "a part that its package has not": ("import torch.not_there", 2, "No module named 'torch.not_there' (mine.py:2)"),
+    "a missing submodule": ("import torch.not_there", 2, "No module named 'torch.not_there' (mine.py:2)"),
 }
 HARMLESS = {
     "behind try": "try:\n    import not_there\nexcept ImportError:\n    not_there = None",
     "for types": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import not_there",
     "in a function": "def late():\n    import not_there",
     "in a circle": "import circle",
-    "perhaps": "if len(__name__) == 0:\n    raise OSError('libfoo.so not found')",
+    "conditional": "if len(__name__) == 0:\n    raise OSError('libfoo.so not found')",
     "caught": "try:\n    raise OSError('libfoo.so not found')\nexcept OSError:\n    pass",
 }
 
 
 @pytest.fixture
 def mine(tmp_path, tiny, monkeypatch):
-    """Writes `mine.py` into a fresh working directory, checks a config with its loss; gives the faults."""
+    """`mine(text, importing)` writes `mine.py` into an empty working directory and checks a config with its loss."""
     (tmp_path / "helper.py").write_text("import os\n\nimport not_there\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
@@ -248,43 +240,43 @@ def mine(tmp_path, tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "words", "importing"),
+    ("text", "code", "message", "importing"),
     [
         *((*case, True) for case in BROKEN.values()),
         *(pytest.param(*case, False, marks=[pytest.mark.slow] * (n > 1)) for n, case in enumerate(BROKEN.values())),
         *((*case, True) for case in ONLY_IMPORTED.values()),
     ],
 )
-def test_an_own_file_that_cannot_be_imported_is_told_as_that(mine, text, code, words, importing):
-    """With its line; what the machine lacks has exit code 3, a package the command that installs it."""
+def test_a_user_file_that_cannot_be_imported_is_reported(mine, text, code, message, importing):
+    """The error names the line. A missing library has exit code 3, and a missing package its install command."""
     report = mine(text, importing)
     (fault,) = report.faults
     assert (fault.key, report.exit_code) == ("model.loss.type", code)
-    assert words in fault.message, fault
+    assert message in fault.message, fault
 
 
 def test_an_import_that_may_fail_is_no_fault(mine):
-    """Packages that an own file can do without."""
+    """Optional imports of a user file, and errors that only an import would raise, are no fault."""
     for text in HARMLESS.values():
         for importing in (False, True):
             report = mine(text, importing)
-            assert (text, report.faults, report.unchecked) == (text, [], [])
+            assert (report.faults, report.unchecked) == ([], []), text
     for text, *_ in RAISES.values():  # the import reports the error
-        assert (text, mine(text, False).faults) == (text, [])
+        assert mine(text, False).faults == [], text
 
 
 @pytest.mark.parametrize("verb", ["check", "train", "explain", "check --dry-run"])
-def test_a_package_that_is_not_installed_is_the_machines_lack(command, tiny, tmp_path, verb):
-    """Each verb reports it in the same words and with the same exit code."""
+def test_a_package_that_is_not_installed_is_reported_by_each_verb(command, tiny, tmp_path, verb):
+    """Each verb gives the same message and exit code 3."""
     (tmp_path / "mine.py").write_text(LOSS.format("import skimage.not_there"))
     outcome = command(*verb.split(), tiny, "model.loss.type=mine.L", cwd=tmp_path, code=3)
-    words = "needs skimage, which is not installed here (mine.py:2): pip install scikit-image"
-    assert f"model.loss.type: importing mine (for `mine.L`) {words}" in outcome.err
+    message = "needs skimage, which is not installed here (mine.py:2): pip install scikit-image"
+    assert f"model.loss.type: importing mine (for `mine.L`) {message}" in outcome.err
 
 
 @pytest.mark.parametrize("function", ["__init__(self)", "forward(self, *batch)"])
 def test_a_package_that_a_function_needs(command, tiny, tmp_path, function):
-    """An import inside a function is no fault before that is called."""
+    """A missing package that a function imports is reported only when the function is called."""
     text = LOSS.format("").replace("    pass", f"    def {function}:\n        import skimage.not_there")
     (tmp_path / "mine.py").write_text(text)
     for verb in (["train"], ["check", "--dry-run"]):
@@ -295,7 +287,7 @@ def test_a_package_that_a_function_needs(command, tiny, tmp_path, function):
 
 
 def test_what_pip_installs_into_a_folder_is_no_own_code(tmp_path):
-    """A folder of `pip install --target` on PYTHONPATH; others there, and the working directory, are own code."""
+    """A folder of `pip install --target` is not user code; the working directory and other import roots are."""
     for name in ("target", "mine", "here"):
         (tmp_path / name).mkdir()
     for name in ("target", "here"):

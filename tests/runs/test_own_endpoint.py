@@ -1,5 +1,6 @@
-"""An endpoint for a LightningModule of the user's own, without a line for it: answers are those of its forward."""
+"""An endpoint for a LightningModule of the user, without extra code: answers are those of its forward."""
 
+import functools
 import io
 import json
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from PIL import Image
-from tiny import write_pairs
+from tiny import csv_rows, write_pairs
 from torch import nn
 
 from deeplightning.export.bundle import export
@@ -53,23 +54,20 @@ train: {num_epochs: 1, checkpoint: {monitor: val_loss}}
 
 @pytest.fixture
 def here(tmp_path, store):
+    """A working directory with the module and a config."""
     write_pairs(tmp_path, store, OWN, SETTINGS)
     return tmp_path
 
 
 @pytest.fixture
 def train(command, here):
-    """`train(override, …)` trains it."""
-
-    def run(*overrides):
-        return command("train", "c.yaml", "logger.pictures=null", *overrides, cwd=here, code=0)
-
-    return run
+    """`train(override, …)` trains the module."""
+    return functools.partial(command, "train", "c.yaml", "logger.pictures=null", cwd=here, code=0)
 
 
 def test_a_plain_module_is_exported_and_answers_as_its_forward(command, train, here):
-    """The export at the end of training, `export` and `predict FILE` of the same run, and a server's session agree with
-    the module itself; golden answers are in the bundle."""
+    """The export at the end of training, `export` and `predict FILE` of the same run, and a server's session give the
+    outputs of the module; the bundle contains golden answers."""
     done = train()
     assert "bundle     " in done.out
     folder = RunFolder(done.folder)
@@ -82,34 +80,33 @@ def test_a_plain_module_is_exported_and_answers_as_its_forward(command, train, h
     assert (card["task"], card["labels"]) == ("array_regression", ["output_0", "output_1", "output_2"])
     assert len(card["golden"]["arrays"]) == 16
     np.testing.assert_allclose(Bundle.open(folder.bundle).predict(arrays), expected, rtol=1e-5, atol=1e-6)
-    command("export", str(folder.path), cwd=here, code=0)
+    command("export", folder.path, cwd=here, code=0)
     golden = json.loads(folder.bundle_card.read_text())["golden"]
     assert [golden[name] for name in ("arrays", "fp32")] == [card["golden"][name] for name in ("arrays", "fp32")]
     np.save(here / "rows.npy", arrays)
-    command("predict", str(folder.path), "rows.npy", "--out", "rows.csv", cwd=here, code=0)
-    rows = np.genfromtxt(here / "rows.csv", delimiter=",", names=True, dtype=None, encoding="utf-8")
-    found = np.stack([rows[f"predicted_output_{n}"] for n in range(3)], 1)
+    command("predict", folder.path, "rows.npy", "--out", "rows.csv", cwd=here, code=0)
+    found = [[float(row[f"predicted_output_{n}"]) for n in range(3)] for row in csv_rows(here / "rows.csv")]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("param", "code", "words", "remedy"),
+    ("param", "code", "message", "remedy"),
     [
         ("several", 2, "pairs.Task cannot be exported: forward gives tuple (", "`example_input_array`"),
         ("noise", 4, "The exported network and the checkpoint give different answers", "must not draw random numbers"),
     ],
 )
-def test_what_cannot_be_exported_is_one_note(command, train, here, param, code, words, remedy):
-    """A training ends well without a bundle and says why; `export` ends with an error and one note."""
+def test_what_cannot_be_exported_is_one_note(command, train, here, param, code, message, remedy):
+    """Training succeeds without a bundle and gives the reason; `export` ends with one error and the remedy."""
     done = train(f"model.module.params.{param}=1")
-    assert f"bundle     none: {words}" in done.out, done
+    assert f"bundle     none: {message}" in done.out, done
     refused = command("export", str(done.folder), cwd=here, code=code)
-    (note,) = [line for line in refused.err.splitlines() if words in line]
+    (note,) = [line for line in refused.err.splitlines() if message in line]
     assert remedy in note
     assert "Traceback" not in refused.err
 
 
-# ---- what goes in, and what comes out
+# ---- inputs and outputs
 
 
 class Linear(pl.LightningModule):
@@ -131,7 +128,7 @@ class OfStep(pl.LightningModule):
 
 
 class Takes2(Linear):
-    """Takes two tensors, and shows one."""
+    """Takes two tensors; its example has one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +150,7 @@ class Tokens(pl.LightningModule):
 
 
 class Doubles(Linear):
-    """Has float64 weights, and gives a number for a batch of one."""
+    """Has float64 weights, and returns a scalar for a batch of one."""
 
     def __init__(self) -> None:
         super().__init__(6, 1)
@@ -164,7 +161,7 @@ class Doubles(Linear):
 
 
 class Unpacks(pl.LightningModule):
-    """Takes a batch of two parts, which two samples look like."""
+    """Takes a batch of two parts, which a batch of two samples resembles."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, _ = batch
@@ -172,16 +169,17 @@ class Unpacks(pl.LightningModule):
 
 
 class Complex(Linear):
-    """Gives complex numbers."""
+    """Returns complex numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.fft.fft(self.layer(x.flatten(1)))
 
 
 def kept(folder, task, batch, data=None):
-    found = samples_of(task, data, batch)
-    np.savez(folder.samples, **found)
-    return found, OwnModule(task, folder)
+    """Return the samples that a run keeps of a batch, and the module that the endpoint uses."""
+    samples = samples_of(task, data, batch)
+    np.savez(folder.samples, **samples)
+    return samples, OwnModule(task, folder)
 
 
 PIXELS = torch.arange(2 * 3 * 2 * 2, dtype=torch.uint8).view(2, 3, 2, 2)
@@ -200,7 +198,7 @@ FLOATS = torch.linspace(-1, 1, 24).view(4, 2, 3)
     ],
 )
 def test_inputs_are_the_first_part_of_a_batch_or_the_example(tmp_path, task, batch, kind, names):
-    """Arrays, whole numbers and pictures; the answers are the numbers of the module, flattened."""
+    """The endpoint takes arrays, integers or pictures, and answers with the flattened outputs of the module."""
     found, own = kept(RunFolder(tmp_path), task, batch)
     assert (own.kind, own.class_names) == (kind, names)
     samples = torch.from_numpy(found["images" if kind.startswith("image") else "arrays"])
@@ -210,7 +208,7 @@ def test_inputs_are_the_first_part_of_a_batch_or_the_example(tmp_path, task, bat
 
 
 def test_a_module_of_64_bits_answers_in_32(tmp_path):
-    """Weights and inputs of float64 become float32, and a batch of one has one answer."""
+    """float64 weights and inputs become float32, and a batch of one has one answer."""
     task = Doubles()
     wanted = task(FLOATS.double()).detach().float()[:, None]
     _, own = kept(RunFolder(tmp_path), task, (FLOATS.double(), 0))
@@ -220,12 +218,10 @@ def test_a_module_of_64_bits_answers_in_32(tmp_path):
 
 
 def test_pictures_are_prepared_as_the_data_module_says(tmp_path):
-    """With an `image_spec` the endpoint takes pictures, `forward` gets what it got in training, and class names name
-    the answers."""
+    """With an `image_spec`, the endpoint takes pictures and prepares them as in training; answers have class names."""
     spec = ImageSpec(2, 2, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
     scaled = (PIXELS / 255 - torch.tensor(spec.mean).view(-1, 1, 1)) / torch.tensor(spec.std).view(-1, 1, 1)
-    task = Linear(12)
-    data = pl.LightningDataModule()
+    task, data = Linear(12), pl.LightningDataModule()
     data.image_spec, data.class_names = spec, ["cat", "dog"]
     found, own = kept(RunFolder(tmp_path), task, (scaled, 0), data)
     assert (own.kind, own.class_names, own.image_spec) == ("image_regression", ["cat", "dog"], spec)
@@ -235,7 +231,7 @@ def test_pictures_are_prepared_as_the_data_module_says(tmp_path):
 
 @pytest.mark.parametrize("batch", [(PIXELS, 0), (FLOATS, 0)], ids=["pictures", "arrays"])
 def test_a_bundle_is_served_as_pictures_or_arrays(tmp_path, batch):
-    """`/predict` answers with the module's numbers by name, and `/openapi.json` describes it."""
+    """`/predict` answers with the module's outputs by name, and `/openapi.json` describes them."""
     folder, task = RunFolder(tmp_path), Linear(batch[0][0].numel())
     found, own = kept(folder, task, batch)
     samples = found.get("images", found.get("arrays"))
@@ -254,7 +250,7 @@ def test_a_bundle_is_served_as_pictures_or_arrays(tmp_path, batch):
 
 
 def test_a_value_that_the_network_does_not_take_is_a_bad_request(tmp_path):
-    """An index outside an embedding, of ONNX Runtime and of torch, is 400 with the input and the reason."""
+    """An index outside an embedding gets 400 with the input and the reason, with ONNX Runtime and with torch."""
     folder = RunFolder(tmp_path)
     found, own = kept(folder, Tokens(), torch.tensor([[1, 8], [0, 2]]))
     export(own, folder, found["arrays"], {"id": "1"})
@@ -271,7 +267,7 @@ def test_a_value_that_the_network_does_not_take_is_a_bad_request(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "batch", "words"),
+    ("task", "batch", "message"),
     [
         (Linear(5), FLOATS, "forward does not take float32 (2, 2, 3): "),
         (Linear(), {"text": ["a", "b"]}, "the inputs of a validation batch are str, not a real tensor"),
@@ -282,7 +278,50 @@ def test_a_value_that_the_network_does_not_take_is_a_bad_request(tmp_path):
         (Unpacks(), FLOATS, "predict_step does not take float32 (17, 2, 3): too many values to unpack"),
     ],
 )
-def test_a_module_that_takes_something_else_is_refused(tmp_path, task, batch, words):
+def test_a_module_that_takes_something_else_is_refused(tmp_path, task, batch, message):
+    """The error names the inputs that the module does not take, or the outputs that cannot be answered."""
     with pytest.raises(ConfigError) as refused:
         kept(RunFolder(tmp_path), task, batch)
-    assert words in str(refused.value)
+    assert message in str(refused.value)
+
+
+LEAVES_OUT = """
+    def state_dict(self):
+        return {name: value for name, value in super().state_dict().items() if not name.startswith("layers.3")}
+
+"""
+CONFIGURED = """
+    def configure_model(self):
+        self.scale = getattr(self, "scale", None) or nn.Identity()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["factor"] = 2.0
+
+    def on_load_checkpoint(self, checkpoint):
+        self.scale.factor = checkpoint["factor"]
+
+"""
+
+
+def test_a_module_that_leaves_weights_out_of_checkpoints_is_exported(train, here):
+    """With `strict_loading = False` they are those of the constructor, as in Lightning."""
+    text = (here / "pairs.py").read_text().replace("    def forward(", f"{LEAVES_OUT}    def forward(")
+    seeded = "super().__init__()\n        self.strict_loading = torch.manual_seed(3) is None\n        self.layers"
+    (here / "pairs.py").write_text(text.replace("super().__init__()\n        self.layers", seeded))
+    assert RunFolder(train().folder).bundle_card.is_file()
+
+
+def test_hooks_are_called_in_lightnings_order_when_a_run_is_loaded(train, here):
+    """`on_load_checkpoint` finds what `configure_model` has built."""
+    text = (here / "pairs.py").read_text()
+    (here / "pairs.py").write_text(text.replace("    def forward(", f"{CONFIGURED}    def forward("))
+    assert RunFolder(train().folder).bundle_card.is_file()
+
+
+def test_a_data_module_as_in_lightnings_manual_gives_the_samples(command, train, here):
+    """Its `setup` knows only fit and test, and its `teardown` drops the sets."""
+    new = "    def teardown(self, stage):\n        del self.set\n\n    def setup(self, stage):\n"
+    new += "        if stage not in ('fit', 'test'):\n            return\n"
+    (here / "pairs.py").write_text((here / "pairs.py").read_text().replace("    def setup(self, stage):\n", new))
+    assert RunFolder(train().folder).bundle_card.is_file()
+    command("export", train("train.export=false").folder, cwd=here, code=0)

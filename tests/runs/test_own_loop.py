@@ -1,4 +1,4 @@
-"""A user's own LightningModule: its own loop, hooks, validation, logging and processes, reached by name alone."""
+"""A user's LightningModule, which the config names: its training loop, hooks, validation, logging and processes."""
 
 import json
 import re
@@ -30,7 +30,7 @@ logger:
 """
 
 TASKS = '''\
-"""Tasks of the user's own."""
+"""Tasks of the user."""
 
 import pathlib
 import time
@@ -63,7 +63,7 @@ class Task(pl.LightningModule):
 
 
 class Loop(Task):
-    """Forward, loss, backward and step by hand; at batch 2 it may throw away what has come together."""
+    """Manual forward, loss, backward and step; it may discard the accumulated gradients at batch 2."""
 
     def __init__(self, cfg, accumulate=4, reset=False):
         super().__init__(cfg)
@@ -89,7 +89,7 @@ class Loop(Task):
 
 
 class Hooks(Task):
-    """Lightning's hooks, what they log, and where it is."""
+    """Logs from Lightning's hooks."""
 
     def on_train_epoch_start(self):
         self.began = self.global_step
@@ -111,7 +111,7 @@ class Hooks(Task):
 
 
 class Waits(Task):
-    """Rank 0 comes late to a barrier: only when the other one is known to stand before it."""
+    """Rank 0 enters a barrier only when rank 1 is about to wait there."""
 
     def on_train_start(self):
         here, done = pathlib.Path("rank1_is_here"), pathlib.Path("rank0_was_here")
@@ -123,13 +123,13 @@ class Waits(Task):
             here.touch()
         self.trainer.strategy.barrier()
         assert done.exists()
-        print(f"rank {self.global_rank} went on", flush=True)
+        print(f"rank {self.global_rank} passed", flush=True)
 '''
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, store):
-    """A working directory with tasks of the user's own."""
+    """A working directory with user tasks and a config."""
     folder = tmp_path_factory.mktemp("own_tasks")
     (folder / "own_tasks.py").write_text(TASKS)
     (folder / "own.yaml").write_text(CONFIG.replace("STORE", str(store)))
@@ -138,52 +138,52 @@ def place(tmp_path_factory, store):
 
 @pytest.fixture(scope="module")
 def learn(command, place):
-    """`learn(TASK, override, …)` trains with one of them."""
+    """`learn(TASK, override, …)` trains one of the tasks."""
 
-    def run(task, *overrides, ranks=1, code=0):
+    def run(task, *overrides, ranks=1):
         settings = [f"model.module.type=own_tasks.{task}", f"engine.processes={ranks}", *overrides]
-        return command("train", "own.yaml", *settings, cwd=place, ranks=ranks, code=code)
+        return command("train", "own.yaml", *settings, cwd=place, ranks=ranks, code=0)
 
     return run
 
 
 @pytest.fixture(scope="module")
 def loop(learn, place):
-    """A run of one's own loop, and the gradients of its steps."""
+    """A run with a manual loop, and the gradients of its steps."""
     outcome = learn("Loop")
     return outcome, torch.load(place / "gradients.pt", weights_only=True)
 
 
-# ---- a loop of one's own
+# ---- a manual loop
 
 
 def test_gradients_are_added_up_by_hand_on_one_process_and_two(loop, learn, place, tracked):
-    """A task that accumulates by 4 itself: the gradient of its step is the same from 4 batches of 8 and from as many of
-    4 on each of two processes; the counter of steps is Lightning's."""
+    """A task that accumulates 4 batches itself gets the same gradients from batches of 8 and from batches of 4 on each
+    of two processes; Lightning counts its steps."""
     one, first = loop
     assert torch.load(one.folder / "last.ckpt", weights_only=True)["global_step"] == len(first) == 2  # of 9 batches
     learn("Loop", "data.batch_size=4", ranks=2)
     torch.testing.assert_close(torch.load(place / "gradients.pt", weights_only=True), first, rtol=1e-4, atol=1e-6)
-    assert len(tracked(one.folder).series()["train_loss"]) == 9  # Lightning has a point of each batch
+    assert len(tracked(one.folder).series()["train_loss"]) == 9  # Lightning logs a point per batch
 
 
 @pytest.mark.slow
 def test_a_reset_inside_an_accumulation_begins_anew(loop, learn, place):
-    """Gradients thrown away after two batches are gone: the step that follows has those of the two others alone."""
-    whole = loop[1][0]
+    """A step after a reset has the gradients of the batches since the reset only."""
+    total = loop[1][0]
     learn("Loop", "model.module.params={reset: true}")
     reset = torch.load(place / "gradients.pt", weights_only=True)[0]
     learn("Loop", "model.module.params={accumulate: 2}")
     pair = torch.load(place / "gradients.pt", weights_only=True)[0] / 2
-    torch.testing.assert_close(pair + reset, whole)  # by each half of the four batches; nothing was stepped between
-    assert not torch.equal(reset, whole)
+    torch.testing.assert_close(pair + reset, total)  # the two halves of the four batches, with no step between
+    assert not torch.equal(reset, total)
 
 
 # ---- hooks, state, processes
 
 
 def test_what_hooks_log_appears(learn, tracked):
-    """Own training and validation steps, hooks, figures and pictures: values with their prefix, and readable PNGs."""
+    """Values that training steps, validation steps and hooks log are metrics; figures and pictures are PNG files."""
     outcome = learn("Hooks")
     metrics = tracked(outcome.folder).metrics
     assert {"train_loss", "val_loss", "grad_norm"} <= metrics.keys()
@@ -196,9 +196,9 @@ def test_what_hooks_log_appears(learn, tracked):
 
 
 def test_ranks_know_themselves_and_wait_for_each_other(learn, place):
-    """Two processes have ranks 0 and 1 of 2, and `barrier()` holds the one until the other has come."""
+    """Two processes have ranks 0 and 1, and `barrier()` waits for both."""
     outcome = learn("Waits", "logger.ranks=[0, 1]", ranks=2)
-    assert [f"rank {number} went on" in rank.out for number, rank in enumerate(outcome.ranks)] == [True, True]
+    assert [f"rank {number} passed" in rank.out for number, rank in enumerate(outcome.ranks)] == [True, True]
     assert "CPU, ddp" in outcome.out
 
 
@@ -208,23 +208,23 @@ def test_ranks_know_themselves_and_wait_for_each_other(learn, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example_trains_on_one_process_and_two(ranks, command, store, tmp_path):
-    """The loop of the example, resumed after its first epoch, ends as an uninterrupted one, on one process and two."""
+    """A run of the example that resumes after the first epoch ends with the weights of an uninterrupted one."""
     settings = [f"logger.params.tracking_uri={store}", "logger.params.system_metrics=false", "stages=[train]"]
     settings += [f"engine.processes={ranks}", "data.module.params.limit=150", "train.num_epochs=2"]
 
     def train(*overrides):
         return command("train", EXAMPLE / "own_loop.yaml", *settings, *overrides, cwd=tmp_path, ranks=ranks, code=0)
 
-    whole, half = train(), train("train.num_epochs=1")
+    uninterrupted, half = train(), train("train.num_epochs=1")
     resumed = train(f"train.resume_ckpt='{half.folder}'")
-    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
-    assert json.loads((whole.folder / "best.json").read_text())["value"] > 0.1
-    assert re.search(r"epoch 2 of 2 .*train_loss.*val_acc", whole.out)
+    assert digest(resumed.folder / "last.ckpt") == digest(uninterrupted.folder / "last.ckpt")
+    assert json.loads((uninterrupted.folder / "best.json").read_text())["value"] > 0.1
+    assert re.search(r"epoch 2 of 2 .*train_loss.*val_acc", uninterrupted.out)
 
 
 def test_each_step_clears_the_gradients_through_the_hook_of_the_task(fit):
-    """`optimizer_zero_grad` that is set on the task, and `zero_grad` on its optimizer, are called once per step;
-    `last.ckpt` counts these calls. Gradients that the task keeps are not lost."""
+    """`optimizer_zero_grad` of the task and `zero_grad` of its optimizer are called once per step, even if they are set
+    on the instance; `last.ckpt` counts these calls."""
     calls = []
 
     class Keeps(ImageClassification):

@@ -1,4 +1,4 @@
-"""A user's own LightningModule as Lightning's manual writes it: names of metrics, optimizers, callbacks and hooks."""
+"""A user's LightningModule as in Lightning's manual: metric names, optimizers, callbacks and hooks."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 
 
 class Task(pl.LightningModule):
-    """Two optimizers by hand, metrics of a collection, and names with slashes."""
+    """Two optimizers stepped manually, a metric collection, and names with slashes."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -73,8 +73,8 @@ train: {num_epochs: 2, export: false, checkpoint: {monitor: valid/acc}, early_st
 
 
 def test_names_of_any_form_are_shown_tracked_and_monitored(command, store, tmp_path, tracked):
-    """Slashes, a MetricCollection, `logger=False` and two optimizers by hand: in the line of an epoch, in the tracker,
-    as monitors of checkpoints, early stopping and own callbacks, in the report."""
+    """Names with slashes and of a MetricCollection appear in epoch lines, tracker and report, and can be monitored by
+    checkpoints, early stopping and user callbacks; `logger=False` keeps a metric out of the tracker."""
     write_pairs(tmp_path, store, OWN, SETTINGS)
     command("check", "c.yaml", cwd=tmp_path, code=0)
     done = command("train", "c.yaml", cwd=tmp_path, code=0)
@@ -96,7 +96,7 @@ def test_names_of_any_form_are_shown_tracked_and_monitored(command, store, tmp_p
 
 
 class Plain(pl.LightningModule):
-    """Gives what `configure` makes of its one layer, and its own loaders."""
+    """Returns from `configure_optimizers` what `configure` builds; has its own loaders."""
 
     def __init__(self, configure: Any = None):
         super().__init__()
@@ -125,7 +125,7 @@ class Plain(pl.LightningModule):
 
 
 class ByHand(Plain):
-    """Steps two optimizers itself."""
+    """Steps two optimizers manually."""
 
     def __init__(self, configure: Any):
         super().__init__(configure)
@@ -145,7 +145,7 @@ class ByHand(Plain):
 
 
 class Trains(Plain):
-    """Logs one name without a stage, and validates nothing."""
+    """Logs one name without a stage, and has no validation."""
 
     def step(self, stage: str, batch: Any) -> torch.Tensor:
         loss = nn.functional.mse_loss(self.layer(batch[0]), batch[1])
@@ -158,7 +158,7 @@ class Trains(Plain):
 
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`", "ignore:Total length of `list`")
 def test_a_name_without_a_stage_is_shown_and_judged(fit, caplog):
-    """Where nothing validates, the training's value of each epoch chooses the best checkpoint."""
+    """Without validation, the training value of each epoch selects the best checkpoint."""
     caplog.set_level("INFO", "deeplightning")
 
     def made(cfg: Any) -> Trains:
@@ -198,7 +198,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
 def test_every_form_of_configure_optimizers_trains_as_lightning_does(fit, form):
-    """The weights are those of Lightning's own Trainer, with the loaders of the LightningModule."""
+    """Training with the loaders of the LightningModule gives the weights of Lightning's Trainer."""
     kind, configure = FORMS[form]
     pl.seed_everything(7)
     plain = kind(configure)

@@ -1,4 +1,4 @@
-"""What the wheel holds, and that the command works from the wheel alone, without a clone."""
+"""Content of the wheels. test_installed.py runs the command from a wheel."""
 
 import posixpath
 import re
@@ -17,19 +17,23 @@ DATA = [
 ]
 
 
+def opened(folder, project=ROOT, version="standard"):
+    """Build a wheel into a folder, and open it."""
+    (wheel,) = WheelBuilder(str(project)).build(directory=str(folder), versions=[version])
+    return zipfile.ZipFile(wheel)
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A folder with the wheel."""
-    folder = tmp_path_factory.mktemp("dist")
-    assert [*WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])]
-    return folder
+def wheel(tmp_path_factory):
+    """The wheel of the core, open."""
+    with opened(tmp_path_factory.mktemp("dist")) as archive:
+        yield archive
 
 
-def test_the_wheel_has_the_package_and_its_data(built):
-    """All modules, the page and the schemas; configs and examples of the clone below `deeplightning`, each once; and
-    nothing else of the clone."""
-    (wheel,) = built.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+def test_the_wheel_has_the_package_and_its_data(wheel):
+    """The wheel has all modules, the page and the schemas, and the configs and examples of the clone below
+    `deeplightning`, each once; and nothing else."""
+    names = wheel.namelist()
     assert len(names) == len(set(names))
     assert {f"deeplightning/{name}" for name in DATA} <= set(names)
     modules = [path for top in ("deeplightning", "serve") for path in ROOT.glob(f"{top}/**/*.py")]
@@ -39,35 +43,31 @@ def test_the_wheel_has_the_package_and_its_data(built):
     assert [name for name in names if name.endswith(".pyc") or "mlruns" in name] == []
 
 
-def test_the_schema_that_a_shipped_config_names_is_in_the_wheel(built):
-    """Each names it by a path relative to itself, and finds it where the wheel was installed. The example of a package
-    is installed elsewhere."""
-    (wheel,) = built.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        configs = [n for n in archive.namelist() if n.endswith(".yaml") and not re.search("/templates/|/plugin/", n)]
-        for name in configs:
-            text = archive.read(name).decode()
-            (address,) = re.findall(r"^# yaml-language-server: \$schema=([^#\s]+)\S*$", text, re.MULTILINE)
-            assert posixpath.normpath(posixpath.join(name, "..", address)) == "deeplightning/configs/schema.json"
+def test_the_schema_that_a_shipped_config_names_is_in_the_wheel(wheel):
+    """Each config names the schema by a relative path that is valid where the wheel is installed, except the example of
+    a package, which is installed elsewhere."""
+    configs = [n for n in wheel.namelist() if n.endswith(".yaml") and not re.search("/templates/|/plugin/", n)]
     assert len(configs) > 20
+    for name in configs:
+        text = wheel.read(name).decode()
+        (address,) = re.findall(r"^# yaml-language-server: \$schema=([^#\s]+)\S*$", text, re.MULTILINE)
+        assert posixpath.normpath(posixpath.join(name, "..", address)) == "deeplightning/configs/schema.json"
 
 
 @pytest.mark.parametrize("plugin", sorted(ROOT.glob("plugins/*")), ids=lambda folder: folder.name)
 def test_the_wheel_of_a_plugin_has_its_modules_and_its_page(plugin, tmp_path):
-    """With its entry points, and nothing of the core."""
-    (wheel,) = WheelBuilder(str(plugin)).build(directory=str(tmp_path), versions=["standard"])
-    with zipfile.ZipFile(wheel) as archive:
+    """The wheel has entry points and the files of the plug-in's package, and nothing of the core."""
+    with opened(tmp_path, plugin) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         (entries,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
         assert b"[deeplightning." in archive.read(entries)
     package = plugin / plugin.name.replace("-", "_")
-    there = [path for path in package.rglob("*") if path.suffix in (".py", ".md", ".tsv")]
-    assert sorted(names) == sorted(str(path.relative_to(plugin)) for path in there)
+    files = [path for path in package.rglob("*") if path.suffix in (".py", ".md", ".tsv")]
+    assert sorted(names) == sorted(str(path.relative_to(plugin)) for path in files)
 
 
 def test_an_editable_installation_has_the_clone_alone(tmp_path):
-    """No second copy of a config that the clone has."""
-    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["editable"])
-    with zipfile.ZipFile(wheel) as archive:
+    """An editable installation refers to the clone; it has no second copy of the configs."""
+    with opened(tmp_path, version="editable") as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         assert [archive.read(name).decode().strip() for name in names] == [str(ROOT)]

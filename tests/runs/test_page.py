@@ -1,14 +1,12 @@
-"""The page in a real browser: an image goes in, and what stands in the document is the server's answer."""
+"""The prediction page in a real browser: it shows the server's answers to what a user gives."""
 
+import dataclasses
 import io
 import json
 import re
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,30 +20,31 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     started = Browser(tmp_path_factory.mktemp("browser"))
     yield started
     started.close()
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
+    """A folder for the runs that the servers serve."""
     return tmp_path_factory.mktemp("served")
 
 
 @pytest.fixture(scope="module")
-def server(place: Path) -> Iterator[Server]:
+def server(place):
     started = Server(colour_run(place / "colours").path, place / "errors", "--max-upload-mb", "1")
     yield started
     started.stop()
 
 
 @pytest.fixture
-def open_page(browser: Browser, serving: Any) -> Iterator[Any]:
-    """`open_page(url)` gives a Page, which is closed before the servers of the test are killed."""
-    pages: list[Page] = []
+def open_page(browser, serving):
+    """`open_page(url)` returns a Page, which is closed before the servers of the test are killed."""
+    pages = []
 
-    def opened(url: str, prefix: str = "", path: str = "") -> Page:
+    def opened(url, prefix="", path=""):
         pages.append(Page(browser, url, prefix, path))
         return pages[-1]
 
@@ -55,40 +54,47 @@ def open_page(browser: Browser, serving: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(open_page: Any, server: Server) -> Page:
+def page(open_page, server):
     return open_page(server.url)
 
 
-def give_keys(page: Page) -> None:
-    """Enter a wrong key, which is refused in words, and the right one."""
-    for key in ("wrong", "a-key-to-try"):
-        page.call("Input.insertText", text=key)
-        page.press("Enter", "\r")
-        if key == "wrong":
-            page.evaluate(
-                "until(() => document.querySelector('#note').textContent.includes('does not accept this key'))"
-            )
+def give_keys(page):
+    """Enter a wrong key, which is refused with a message, and then the right one."""
+    page.call("Input.insertText", text="wrong")
+    page.press("Enter", "\r")
+    page.evaluate("until(() => document.querySelector('#note').textContent.includes('does not accept this key'))")
+    page.call("Input.insertText", text="a-key-to-try")
+    page.press("Enter", "\r")
 
 
-def expected_rows(server: Server, data: bytes) -> list[list[str]]:
-    """What a card's table says, by the server's answer to another client."""
+def png(colour, **options):
+    """Return name, type and content of a picture for `Page.give`."""
+    return f"{colour}.png", "image/png", picture(colour, **options)
+
+
+def drop(page, *files):
+    """Drop files on the page; return the content of the cards."""
+    page.give("drop", *files)
+    return page.answers()
+
+
+def expected_rows(server, data):
+    """Return the expected table of a card, from the server's answer to another client."""
     status, answer = server.ask("POST", "/predict", data)
     assert status == 200
-    shares = [(one["label"], one["probability"]) for one in answer["predictions"]]
-    told = [[label, "> 99.9 %" if 0.9995 < share < 1 else f"{100 * share:.1f} %", share] for label, share in shares]
-    return [one[:2] for one in told if one[2] >= 0.0005]
+    shares = [(one["label"], one["probability"]) for one in answer["predictions"] if one["probability"] >= 0.0005]
+    return [[label, "> 99.9 %" if 0.9995 < share < 1 else f"{100 * share:.1f} %"] for label, share in shares]
 
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 SEEN = f"As the network sees it: 8 {TIMES} 8, colour"
 
 
-def test_a_dropped_image_gets_the_servers_answer(page: Page, server: Server, tmp_path: Path) -> None:
-    """Classes, probabilities, bars of their length, the picture and the time; told to those who do not see as well. No
-    bar is empty: classes below 0.1 % are named in one line."""
+def test_a_dropped_image_gets_the_servers_answer(page, server, tmp_path):
+    """The card has classes, probabilities, bars of their length, the picture and the time; screen readers get the
+    result, too. Classes below 0.1 % have no bar and are listed in one line."""
     data = picture("green", size=(640, 480))
-    page.give("drop", ("a green one.png", "image/png", data))
-    (answer,) = page.answers()
+    (answer,) = drop(page, ("a green one.png", "image/png", data))
     assert answer["rows"] == expected_rows(server, data)
     assert answer["title"] == answer["rows"][0][0] == "green"
     shares = [one["probability"] for one in server.ask("POST", "/predict", data)[1]["predictions"]]
@@ -102,18 +108,14 @@ def test_a_dropped_image_gets_the_servers_answer(page: Page, server: Server, tmp
     assert np.all(seen == COLOURS["green"], axis=2).sum() > 10_000  # the picture itself
     blue = io.BytesIO()
     Image.new("RGB", (8, 8), (0, 0, 255)).save(blue, "PNG")
-    page.give("drop", ("blue.png", "image/png", blue.getvalue()))
-    (answer,) = page.answers()
+    (answer,) = drop(page, ("blue.png", "image/png", blue.getvalue()))
     assert answer["rows"] == expected_rows(server, blue.getvalue())
     assert ([row[0] for row in answer["rows"]], answer["others"]) == (["blue"], "red, green: below 0.1 %")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (1000, "dark")])
-def test_it_can_be_read_everywhere(
-    page: Page, open_page: Any, server: Server, tmp_path: Path, width: int, scheme: str
-) -> None:
-    """Nothing is wider than the window, and words stand out from their ground by WCAG's 4.5 to 1; so do the docs, whose
-    parts are opened or not."""
+def test_it_can_be_read_everywhere(page, open_page, server, tmp_path, width, scheme):
+    """Nothing is wider than the window, also in the docs with open sections; text has WCAG's contrast of 4.5 to 1."""
     docs = open_page(server.url, path="docs")
     docs.look(width, scheme)
     for _ in range(2):
@@ -122,14 +124,14 @@ def test_it_can_be_read_everywhere(
     dark = docs.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (dark == "rgb(21, 20, 18)") == (scheme == "dark")
     page.look(width, scheme)
-    page.give("drop", ("a" * 200 + ".png", "image/png", picture("blue")), ("b.png", "image/png", b"no picture"))
-    assert len(page.answers()) == 2
+    long = ("a" * 200 + ".png", "image/png", picture("blue"))
+    assert len(drop(page, long, ("b.png", "image/png", b"no picture"))) == 2
     page.shot(tmp_path / "page.png")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     pairs = page.evaluate(COLOURS_OF)
     assert len(pairs) > 8
-    for words, ground in pairs:
-        assert contrast(words, ground) >= 4.5, (words, ground)
+    for text, ground in pairs:
+        assert contrast(text, ground) >= 4.5, (text, ground)
     assert (np.mean(pairs[0][1]) < 128) == (scheme == "dark")
 
 
@@ -144,10 +146,10 @@ COLOURS_OF = """
 """
 
 
-def contrast(one: list[float], other: list[float]) -> float:
-    """https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio"""
+def contrast(one, other):
+    """Return the contrast ratio of two colours: https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio"""
 
-    def luminance(colour: list[float]) -> float:
+    def luminance(colour):
         shares = [value / 255 for value in colour]
         linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
         return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
@@ -156,22 +158,19 @@ def contrast(one: list[float], other: list[float]) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_several_images_are_answered_in_order(page: Page, server: Server) -> None:
-    """Each has its own card, whatever becomes of the others; the next choice takes their place."""
-    given = [(f"{colour}.png", "image/png", picture(colour)) for colour in ("blue", "red", "green")]
-    given.insert(1, ("text.jpg", "image/jpeg", b"no picture"))
-    page.give("drop", *given)
-    answers = page.answers()
+def test_several_images_are_answered_in_order(page, server):
+    """Each image has its own card, even if others are refused; the next choice replaces the cards."""
+    given = [png("blue"), ("text.jpg", "image/jpeg", b"no picture"), png("red"), png("green")]
+    answers = drop(page, *given)
     assert [answer["title"] for answer in answers] == ["blue", None, "red", "green"]
     assert [answer["names"][0] for answer in answers] == [name for name, _, _ in given]
     assert page.note() == "4 images: 3 answered, 1 not answered."
     assert page.evaluate("document.body.innerText").count("measured in this browser") == 1
-    page.give("drop", given[0])
-    assert [answer["title"] for answer in page.answers()] == ["blue"]
+    assert [answer["title"] for answer in drop(page, given[0])] == ["blue"]
 
 
-def test_the_samples_of_the_run_can_be_tried(page: Page, server: Server) -> None:
-    """Each is a button with a name, by mouse and by keyboard; its answer is that of the server."""
+def test_the_samples_of_the_run_can_be_tried(page, server):
+    """Each sample is a button with a name that works by keyboard; its answer is that of the server."""
     samples = server.ask("GET", "/samples")[1]["samples"]
     page.evaluate("until(() => document.querySelectorAll('#samples img').length === 4)")
     names = page.evaluate("[...document.querySelectorAll('#samples img')].map((image) => image.alt)")
@@ -185,26 +184,26 @@ def test_the_samples_of_the_run_can_be_tried(page: Page, server: Server) -> None
     assert answer["title"] == expected["label"]
 
 
-def test_the_page_shows_what_the_network_gets_of_a_picture(page: Page, server: Server) -> None:
-    """Its pixels, and a remark where the picture is far larger than those of the training, or has other proportions."""
+def test_the_page_shows_what_the_network_gets_of_a_picture(page, server):
+    """The card shows the input of the network, and a hint if the picture is far larger than those of the training or
+    has other proportions."""
     end = ": the answer may be unreliable."
-    for (width, height), words in {
+    for (width, height), hint in {
         (8, 8): None,
         (800, 600): f"Its sides are 87 times as long{end}",
         (160, 4): f"Its sides are 3.2 times as long, and its proportions are changed{end}",
         (16, 8): f"Its proportions are changed{end}",
     }.items():
-        page.give("drop", ("red.png", "image/png", picture("red", size=(width, height))))
-        (answer,) = page.answers()
+        (answer,) = drop(page, png("red", size=(width, height)))
         assert answer["names"] == ["red.png", SEEN]
         sizes = f"This picture has {width} {TIMES} {height} pixels; the network was trained on 8 {TIMES} 8."
-        assert answer["hint"] == (words and f"{sizes} {words}")
-    said = server.ask("POST", "/predict?show=input", picture("red", size=(16, 8)))[1]
-    assert page.evaluate("document.querySelectorAll('#answers img')[1].src") == f"data:image/png;base64,{said['input']}"
+        assert answer["hint"] == (hint and f"{sizes} {hint}")
+    shown = server.ask("POST", "/predict?show=input", picture("red", size=(16, 8)))[1]["input"]
+    assert page.evaluate("document.querySelectorAll('#answers img')[1].src") == f"data:image/png;base64,{shown}"
 
 
-def test_a_phone_offers_its_camera(page: Page) -> None:
-    """Where there is no mouse nothing is dropped: a picture is chosen, or taken by a field with `capture`."""
+def test_a_phone_offers_its_camera(page):
+    """Without a mouse, the page offers to choose a picture, or to take one through a field with `capture`."""
     visible = (
         "[...document.querySelectorAll('#drop, #camera')].filter((one) => one.checkVisibility())"
         ".map((one) => one.innerText.trim().split('\\n')[0])"
@@ -216,21 +215,18 @@ def test_a_phone_offers_its_camera(page: Page) -> None:
     assert "Drop" not in page.evaluate("document.body.innerText")
 
 
-def test_what_the_server_refuses_is_told_in_its_words(page: Page, server: Server) -> None:
-    """Its sentence stands in the card, once; a picture afterwards is answered."""
-    page.give("drop", ("text.jpg", "image/jpeg", b"no picture at all"))
-    (answer,) = page.answers()
-    status, said = server.ask("POST", "/predict", b"no picture at all")
-    assert (status, answer["fault"], answer["rows"]) == (415, said["ERROR"], [])
+def test_what_the_server_refuses_is_shown_with_its_message(page, server):
+    """The card shows the error message of the server; the next picture is answered."""
+    (answer,) = drop(page, ("text.jpg", "image/jpeg", b"no picture at all"))
+    status, refusal = server.ask("POST", "/predict", b"no picture at all")
+    assert (status, answer["fault"], answer["rows"]) == (415, refusal["ERROR"], [])
     assert page.note() == "text.jpg: not answered; the reason is in the list of answers."
-    page.give("drop", ("large.png", "image/png", b"\0" * 3_000_000))
-    assert "at most 1 MB" in page.answers()[0]["fault"]
-    page.give("drop", ("red.png", "image/png", picture("red")))
-    assert page.answers()[0]["title"] == "red"
+    assert "at most 1 MB" in drop(page, ("large.png", "image/png", b"\0" * 3_000_000))[0]["fault"]
+    assert drop(page, png("red"))[0]["title"] == "red"
 
 
-def test_an_image_can_be_chosen_and_pasted(page: Page, tmp_path: Path) -> None:
-    """As well as dropped; the same file also twice. What is no file is told so."""
+def test_an_image_can_be_chosen_and_pasted(page, tmp_path):
+    """Images can be chosen, the same one twice, and pasted. A drop without files gets a message."""
     for colour in ("red", "blue"):
         (tmp_path / f"{colour}.png").write_bytes(picture(colour))
     for chosen in (["red", "blue"], ["red"], ["red"]):
@@ -240,14 +236,14 @@ def test_an_image_can_be_chosen_and_pasted(page: Page, tmp_path: Path) -> None:
         page.evaluate("document.querySelector('#answers').replaceChildren()")
         page.call("DOM.setFileInputFiles", files=files, nodeId=chooser)
         assert [answer["title"] for answer in page.answers()] == chosen
-    page.give("paste", ("image.png", "image/png", picture("green")))
+    page.give("paste", png("green"))
     assert page.answers()[0]["title"] == "green"
     page.give("drop")
     assert page.note().startswith("That was not a file")
 
 
-def test_the_keyboard_is_enough(page: Page) -> None:
-    """Tab comes to the chooser first and shows it, Enter opens it."""
+def test_the_keyboard_is_enough(page):
+    """The first Tab focuses the file chooser visibly, and Enter opens it; further ones reach samples and links."""
     page.call("Page.setInterceptFileChooserDialog", enabled=True)
     page.press("Tab")
     assert page.evaluate("document.activeElement.id") == "file"
@@ -255,55 +251,47 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     page.press("Enter", "\r")
     assert page.wait("Page.fileChooserOpened")["mode"] == "selectMultiple"
     page.evaluate("until(() => document.querySelectorAll('#samples button').length === 4)")
-    stops = ["file"]
-    for _ in range(20):
+    for stop in (*[""] * 4, "3 classes", "docs", "openapi.j", "info", "metrics"):
         page.press("Tab")
-        stops.append(
-            page.evaluate("document.activeElement.id || document.activeElement.textContent.slice(0, 9).trim()")
-        )
-        if stops[-1] == "metrics":
-            break
-    assert stops == ["file", *[""] * 4, "3 classes", "docs", "openapi.j", "info", "metrics"]
+        name = page.evaluate("document.activeElement.id || document.activeElement.textContent.slice(0, 9).trim()")
+        assert name == stop
 
 
-def test_it_tells_which_model_answers(page: Page, server: Server) -> None:
-    """Task, input, run and labels as `/info` has them."""
+def test_it_tells_which_model_answers(page, server):
+    """The page shows task, input, run and labels as in `/info`."""
     info = server.ask("GET", "/info")[1]
-    words = page.evaluate("document.querySelector('#model').textContent")
-    form = "image classification on 8 \N{MULTIPLICATION SIGN} 8 pixels, colour; images up to 1 MB."
-    assert words == f"Run a run, id abc: {form}"
+    description = f"Run a run, id abc: image classification on 8 {TIMES} 8 pixels, colour; images up to 1 MB."
+    assert page.evaluate("document.querySelector('#model').textContent") == description
     assert info["run"]["folder_name"] == "a run"
     assert page.evaluate("document.querySelector('#classes p').textContent") == ", ".join(info["labels"])
 
 
-def test_it_may_stand_behind_a_prefix(open_page: Any, server: Server) -> None:
-    """A proxy may give the server a path of its own: every address on the page is relative."""
+def test_it_may_stand_behind_a_prefix(open_page, server):
+    """A proxy may serve the page below a path: every address on the page is relative."""
     page = open_page(server.url, PREFIX)
-    page.give("drop", ("red.png", "image/png", picture("red")))
-    assert page.answers()[0]["title"] == "red"
+    assert drop(page, png("red"))[0]["title"] == "red"
     asked = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
     fetched = {url.removeprefix(server.url) for url in asked if url.startswith("http")}
     assert fetched == {f"{PREFIX}/{name}" for name in ("", "info", "samples", "predict?show=input")}
 
 
-def test_a_server_that_is_gone_is_told(open_page: Any, serving: Any, place: Path) -> None:
-    """No silence where nobody answers."""
+def test_a_server_that_does_not_answer_is_reported(open_page, serving, place):
+    """The first image reports that the server does not answer; the others are not sent."""
     server = serving(place / "colours")
     page = open_page(server.url)
     server.stop()
-    page.give("drop", *((f"{colour}.png", "image/png", picture(colour)) for colour in ("red", "blue")))
-    faults = [answer["fault"] for answer in page.answers()]
+    faults = [answer["fault"] for answer in drop(page, png("red"), png("blue"))]
     assert faults == ["The server does not answer; check that it is still running.", "Not sent."]
     assert page.note() == "2 images: 0 answered, 2 not answered."
 
 
-def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, serving: Any, place: Path, server: Server) -> None:
-    """The field is there only where a key is needed; images wait for it; it is in no storage and no address."""
+def test_a_key_is_asked_for_and_kept_nowhere(open_page, serving, place, server):
+    """The page asks for a key only if the server needs one; images wait for it; it is in no storage and no address."""
     assert open_page(server.url).evaluate("document.querySelector('#key').hidden")
     secured = serving(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
     page = open_page(secured.url)
     assert not page.evaluate("document.querySelector('#key').hidden")
-    page.give("drop", *((f"{colour}.png", "image/png", picture(colour)) for colour in ("red", "blue")))
+    page.give("drop", png("red"), png("blue"))
     page.evaluate("until(() => document.querySelector('#note').textContent.startsWith('Enter the API key'))")
     assert page.note() == "Enter the API key; then the 2 images are sent again."
     assert not page.evaluate("document.querySelectorAll('.fault, #samples button').length")
@@ -318,27 +306,26 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, serving: Any, place
     assert not any("a-key-to-try" in url for url in asked)
 
 
-def test_a_picture_is_answered_with_a_picture(open_page: Any, serving: Any, place: Path, tmp_path: Path) -> None:
-    """A reconstruction stands beside what was given."""
+def test_a_picture_is_answered_with_a_picture(open_page, serving, place, tmp_path):
+    """A reconstruction is shown beside the input."""
     server = serving(negative_run(place / "negative").path)
     page = open_page(server.url)
-    page.give("drop", ("red.png", "image/png", picture("red")))
-    (answer,) = page.answers()
+    (answer,) = drop(page, png("red"))
     assert (answer["title"], answer["rows"], answer["names"]) == (None, [], ["red.png", SEEN, "The model's picture"])
     assert answer["time"].endswith(" ms")
-    said = server.ask("POST", "/predict", picture("red"))[1]["image"]
-    assert page.evaluate("[...document.querySelectorAll('#answers img')].at(-1).src") == f"data:image/png;base64,{said}"
+    image = server.ask("POST", "/predict", picture("red"))[1]["image"]
+    shown = page.evaluate("[...document.querySelectorAll('#answers img')].at(-1).src")
+    assert shown == f"data:image/png;base64,{image}"
     seen = page.shot(tmp_path / "page.png")
     for colour in (COLOURS["red"], [255 - value for value in COLOURS["red"]]):
         assert np.all(np.abs(seen.astype(int) - colour) <= 1, axis=2).sum() > 10_000
 
 
-def test_a_picture_gets_several_labels(open_page: Any, serving: Any, place: Path) -> None:
-    """Those that fit are the title, and bold in the list of all."""
+def test_a_picture_gets_several_labels(open_page, serving, place):
+    """The labels that apply are the title, and bold in the list of all labels."""
     server = serving(labelled_run(place / "labelled").path)
     page = open_page(server.url)
-    page.give("drop", ("red.png", "image/png", picture("red")))
-    (answer,) = page.answers()
+    (answer,) = drop(page, png("red"))
     assert answer["title"] == "red, green"
     assert answer["rows"] == expected_rows(server, picture("red"))
     weights = page.evaluate("[...document.querySelectorAll('tbody th')].map((one) => getComputedStyle(one).fontWeight)")
@@ -348,27 +335,27 @@ def test_a_picture_gets_several_labels(open_page: Any, serving: Any, place: Path
     assert page.evaluate("document.querySelector('#classes summary').textContent") == "3 labels"
 
 
-def test_a_picture_gets_its_mask(open_page: Any, serving: Any, place: Path, tmp_path: Path) -> None:
-    """The mask stands beside what was given, and a list says how much each class has, in the colour of the mask."""
+def test_a_picture_gets_its_mask(open_page, serving, place, tmp_path):
+    """The mask is shown beside the input, and a list shows the share of each class in its colour."""
     server = serving(masked_run(place / "masked").path)
     page = open_page(server.url)
-    page.give("drop", ("green.png", "image/png", picture("green")))
-    (answer,) = page.answers()
+    (answer,) = drop(page, png("green"))
     assert (answer["title"], answer["names"]) == ("green", ["green.png", SEEN, "The model's mask"])
     assert (answer["rows"], answer["others"]) == ([["green", "100.0 %"]], "red, blue: no pixel")
-    said = server.ask("POST", "/predict", picture("green"))[1]
+    expected = server.ask("POST", "/predict", picture("green"))[1]
     shown = page.evaluate("[...document.querySelectorAll('#answers img')].at(-1).src")
-    assert shown == f"data:image/png;base64,{said['mask']}"
+    assert shown == f"data:image/png;base64,{expected['mask']}"
     shown = page.evaluate("getComputedStyle(document.querySelector('.bar i')).backgroundColor")
     red, green, blue = CLASS_COLOURS[1]
-    assert (said["classes"][1]["colour"], shown) == (f"#{red:02x}{green:02x}{blue:02x}", f"rgb({red}, {green}, {blue})")
+    assert expected["classes"][1]["colour"] == f"#{red:02x}{green:02x}{blue:02x}"
+    assert shown == f"rgb({red}, {green}, {blue})"
     seen = page.shot(tmp_path / "page.png")
     assert np.all(np.abs(seen.astype(int) - CLASS_COLOURS[1]) <= 1, axis=2).sum() > 5_000
 
 
-def test_texts_are_written_into_a_field(open_page: Any, serving: Any, place: Path) -> None:
-    """A text is answered as the server answers any client; there is no place to drop pictures on."""
-    from exported import WORDS, exported  # here, since it needs torch, and all else does without
+def test_texts_are_written_into_a_field(open_page, serving, place):
+    """A text gets the answer that any client gets; there is no area to drop pictures on."""
+    from exported import WORDS, exported  # imported lazily: only this needs torch
 
     server = serving(exported(place / "written", "text_classification")[1].path)
     page = open_page(server.url)
@@ -378,16 +365,16 @@ def test_texts_are_written_into_a_field(open_page: Any, serving: Any, place: Pat
     page.evaluate(f"document.querySelector('#text').value = '{text}'")
     page.evaluate("document.querySelector('#write button').click()")
     (answer,) = page.answers()
-    status, said = server.ask("POST", "/predict", json.dumps({"text": text}), {"Content-Type": "application/json"})
-    assert (status, answer["title"]) == (200, said["label"])
-    assert [row[0] for row in answer["rows"]] == [one["label"] for one in said["predictions"]]
+    status, expected = server.ask("POST", "/predict", json.dumps({"text": text}), {"Content-Type": "application/json"})
+    assert (status, answer["title"]) == (200, expected["label"])
+    assert [row[0] for row in answer["rows"]] == [one["label"] for one in expected["predictions"]]
     assert page.evaluate("document.querySelector('blockquote').textContent") == text
-    words = f"text classification on a vocabulary of {WORDS.size} tokens"
-    assert words in page.evaluate("document.querySelector('#model').textContent")
+    model = page.evaluate("document.querySelector('#model').textContent")
+    assert f"text classification on a vocabulary of {WORDS.size} tokens" in model
 
 
-def test_labels_of_markup_are_shown_as_text(open_page: Any, serving: Any, place: Path, tmp_path: Path) -> None:
-    """Labels that would run a script in a page that trusted them are words there, and nothing else is asked for."""
+def test_labels_of_markup_are_shown_as_text(open_page, serving, place, tmp_path):
+    """Labels and file names that contain markup are shown as text: no script runs, and no other address is fetched."""
     labels = (
         "<img src=x onerror=\"document.title='pwned'\">",
         "</script><script>document.title='pwned'</script>",
@@ -397,8 +384,8 @@ def test_labels_of_markup_are_shown_as_text(open_page: Any, serving: Any, place:
     page = open_page(server.url)
     title = page.evaluate("document.title")
     for number, colour in enumerate(COLOURS):
-        page.give("drop", (f"<svg onload=document.title='pwned'>{number}.png", "image/png", picture(colour)))
-        answer = next(one for one in page.answers() if f">{number}.png" in one["names"][0])
+        cards = drop(page, (f"<svg onload=document.title='pwned'>{number}.png", "image/png", picture(colour)))
+        answer = next(one for one in cards if f">{number}.png" in one["names"][0])
         assert answer["title"] == labels[number]
         assert {row[0] for row in answer["rows"]} <= set(labels)
     assert page.evaluate("document.querySelectorAll('#answers script, #answers svg, #answers b').length") == 0
@@ -407,7 +394,7 @@ def test_labels_of_markup_are_shown_as_text(open_page: Any, serving: Any, place:
     page.shot(tmp_path / "page.png")
 
 
-# The page of the description.
+# ---- the docs page
 
 COMMANDS = "[...document.querySelectorAll('figure pre')].map((one) => one.textContent)"
 
@@ -419,11 +406,9 @@ COMMANDS = "[...document.querySelectorAll('figure pre')].map((one) => one.textCo
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("table_regression", "array_multilabel")),
     ],
 )
-def test_the_docs_show_each_address_with_a_command_that_works(
-    open_page: Any, serving: Any, place: Path, kind: str
-) -> None:
-    """Addresses, parameters and statuses are those of `/openapi.json`; each command, run by a shell, is answered."""
-    from exported import exported  # here, since it needs torch, and all else does without
+def test_the_docs_show_each_address_with_a_command_that_works(open_page, serving, place, kind):
+    """Routes and statuses are those of `/openapi.json`; each command, run in a shell, is answered."""
+    from exported import exported  # imported lazily, since it needs torch
 
     server = serving(exported(place / kind, kind)[1].path)
     page = open_page(server.url, path="docs")
@@ -448,8 +433,8 @@ def test_the_docs_show_each_address_with_a_command_that_works(
         assert done.stdout.endswith("\n200"), (command, done.stdout)
 
 
-def test_the_docs_work_by_keyboard_and_are_named(open_page: Any, server: Server) -> None:
-    """The page links it; each stop has a name; a command is copied, or selected where that is not allowed."""
+def test_the_docs_work_by_keyboard_and_are_named(open_page, server):
+    """The page links to the docs; a button with a name copies a command, or selects it if copying is not allowed."""
     page = open_page(server.url)
     assert page.evaluate("document.querySelector('footer a').href") == f"{server.url}/docs"
     page = open_page(server.url, path="docs")
@@ -464,11 +449,9 @@ def test_the_docs_work_by_keyboard_and_are_named(open_page: Any, server: Server)
     assert re.match("Copied|Selected", page.evaluate("document.querySelector('#said').textContent"))
 
 
-def test_the_docs_ask_for_a_key_and_stand_behind_a_prefix(
-    open_page: Any, serving: Any, place: Path, server: Server
-) -> None:
-    """A wrong key is refused in words; with the right one all is shown, and commands name the variable, not the key.
-    Commands have the address that the browser has."""
+def test_the_docs_ask_for_a_key_and_stand_behind_a_prefix(open_page, serving, place, server):
+    """A wrong key is refused with a message; with the right one everything is shown, and commands name the variable,
+    not the key. Behind a prefix, commands have the address that the browser has."""
     page = open_page(server.url, PREFIX, "docs")
     assert f"{server.url}{PREFIX}/predict" in page.evaluate(COMMANDS)[0]
     secured = serving(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
@@ -485,15 +468,15 @@ def test_the_docs_ask_for_a_key_and_stand_behind_a_prefix(
 
 
 @pytest.mark.parametrize("name", ["page.html", "docs.html"])
-def test_labels_are_words_and_never_markup(name: str) -> None:
-    """The page sets text, and text only: nothing that is told to it can run."""
+def test_the_pages_never_insert_markup(name):
+    """The pages insert text only, so nothing that the server sends can run."""
     source = (ROOT / "serve" / name).read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|style=|\son\w+=", source)
     assert re.findall(r"<(?:script|style)\b[^>]*>", source) == ["<style>", "<script>"]
     assert not re.search(r"(?:https?:)?//[a-z]", source)
 
 
-# Accessibility.
+# ---- accessibility
 
 AXE = "axe-core@4"
 LOOKS = [(width, scheme) for width in (360, 1280) for scheme in ("light", "dark")]
@@ -505,39 +488,35 @@ axe.run(document, { resultTypes: ["violations"] }).then(({ violations }) => viol
 
 
 @pytest.fixture(scope="module")
-def axe(place: Path) -> str:
+def axe(place):
     """The source of axe-core, from npm."""
     done = subprocess.run(["npm", "pack", AXE], cwd=place, capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.skip(f"npm cannot bring {AXE}: {done.stderr.strip().splitlines()[-1:]}")
     (packed,) = place.glob("axe-core-*.tgz")
     with tarfile.open(packed) as archive:
-        source = archive.extractfile("package/axe.min.js")
-        assert source is not None
-        return source.read().decode()
+        return archive.extractfile("package/axe.min.js").read().decode()
 
 
-def ask(page: Page) -> None:
-    files = [(f"{colour}.png", "image/png", picture(colour, size=(900, 600))) for colour in COLOURS]
-    page.give("drop", *files, ("notes.png", "image/png", b"no picture"))
-    page.answers()
+def ask(page):
+    drop(page, *(png(colour, size=(900, 600)) for colour in COLOURS), ("notes.png", "image/png", b"no picture"))
 
 
-def ask_for_the_key(page: Page) -> None:
-    page.give("drop", ("red.png", "image/png", picture("red")))
+def ask_for_the_key(page):
+    page.give("drop", png("red"))
     page.evaluate("until(() => document.querySelector('#note').textContent.includes('API key'))")
 
 
-def ask_a_sample(page: Page) -> None:
+def ask_a_sample(page):
     page.evaluate("until(() => document.querySelector('#samples button')).then((button) => button.click())")
     page.answers()
 
 
-def open_all(page: Page) -> None:
+def open_all(page):
     page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
 
 
-STATES: dict[str, tuple[str, str, Callable[[Page], object]]] = {
+STATES = {
     "start": ("colours", "", open_all),
     "several": ("colours", "", ask),
     "key": ("secured", "", ask_for_the_key),
@@ -551,15 +530,15 @@ STATES: dict[str, tuple[str, str, Callable[[Page], object]]] = {
     "docs of rows": ("table_regression", "docs", open_all),
     "docs with a key": ("secured", "docs", open_all),
 }
-"""By name: what is served, the path, and what is done there."""
+"""By name: the served run, the path, and the action there."""
 
 IMAGES = {"colours": colour_run, "secured": colour_run, "negative": negative_run, "labelled": labelled_run}
 IMAGES |= {"masked": masked_run}
 
 
 @pytest.fixture(scope="module")
-def served(place: Path) -> Iterator[dict[str, Server]]:
-    """A server of each kind."""
+def served(place):
+    """A server for each run of `STATES`."""
     from exported import exported
 
     servers = {}
@@ -576,9 +555,9 @@ def served(place: Path) -> Iterator[dict[str, Server]]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm, which brings axe-core, is not installed")
 @pytest.mark.parametrize("state", STATES)
-def test_axe_finds_nothing(browser: Browser, served: dict[str, Server], axe: str, state: str) -> None:
-    """No violation that axe-core knows (https://github.com/dequelabs/axe-core): names and roles, contrast, order, live
-    regions; narrow and wide, light and dark."""
+def test_axe_finds_nothing(browser, served, axe, state):
+    """axe-core (https://github.com/dequelabs/axe-core) finds no violation in names and roles, contrast, order or live
+    regions, on narrow and wide windows, light and dark."""
     kind, path, act = STATES[state]
     page = Page(browser, served[kind].url, path=path)
     page.evaluate(f"{axe}; 0")
@@ -590,3 +569,22 @@ def test_axe_finds_nothing(browser: Browser, served: dict[str, Server], axe: str
         found[width, scheme] = page.evaluate(RUN)
     page.close()
     assert found == {look: [] for look in LOOKS}
+
+
+def test_a_sample_is_written_with_the_decimal_sign_of_its_table(open_page, serving, place):
+    """The numbers of a sample reach the network unchanged if the table has decimal commas."""
+    from exported import RUN, task_of  # imported lazily, since it needs torch
+
+    from deeplightning.export.bundle import export
+    from deeplightning.runfolder import RunFolder
+    from deeplightning.table_spec import TableFormat
+
+    task, _ = task_of("table_regression")
+    task.row_spec = dataclasses.replace(task.row_spec, format=TableFormat(";", ","))
+    (place / "commas").mkdir()
+    export(task, RunFolder(place / "commas"), np.array([json.dumps({"age": 41.125, "city": "Bern"})]), RUN)
+    page = open_page(serving(place / "commas").url)
+    page.evaluate("until(() => document.querySelector('#samples button')).then((button) => button.click())")
+    (answer,) = page.answers()
+    assert page.evaluate("document.querySelector('#columns input').value") == "41,125"
+    assert answer["title"].startswith("low: ")

@@ -1,7 +1,8 @@
-"""`predict RUN FILE`: files of each kind are answered as the run's bundle, and so the endpoint, answers them."""
+"""`predict RUN FILE`: files of each kind get the answers of the run's bundle, which are those of the endpoint."""
 
 import base64
 import csv
+import functools
 import io
 import json
 import wave
@@ -27,38 +28,36 @@ SIGNALS = np.random.default_rng(1).normal(size=(3, 2, 12))
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """`runs(kind)`: task, run folder and bundle of a kind, made once."""
-    made = {}
+    """`runs(kind)` returns task, run folder and bundle of a kind."""
 
+    @functools.cache
     def run(kind):
-        if kind not in made:
-            task, folder = exported(tmp_path_factory.mktemp(kind), kind)
-            made[kind] = task, folder, Bundle.open(folder.bundle)
-        return made[kind]
+        task, folder = exported(tmp_path_factory.mktemp(kind), kind)
+        return task, folder, Bundle.open(folder.bundle)
 
     return run
 
 
-@pytest.fixture
-def asked(runs, monkeypatch, tmp_path):
-    """`asked(kind, file, …)` answers files by the task of a kind: the rows, and the error if one was raised."""
+def rows_of(path):
+    """Return the rows of an output table; [] if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def ask(kind, *files, out="out.jsonl"):
+
+@pytest.fixture
+def answered(runs, monkeypatch, tmp_path):
+    """`answered(kind, file, …)` returns the rows that `predict` writes to `out` for files, with the task of a kind."""
+
+    def run(kind, *files, out="out.jsonl"):
         task, folder, _ = runs(kind)
         cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=10_000, max_side=200))
         monkeypatch.setattr(predict, "trained_task", lambda *_: (task, cfg, None))
-        error = None
-        try:
-            predict.predict_files(folder, files, tmp_path / out)
-        except SetupError as raised:
-            error = raised
-        written = tmp_path / out
-        return [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else [], error
+        predict.predict_files(folder, files, tmp_path / out)
+        return rows_of(tmp_path / out)
 
-    return ask
+    return run
 
 
-def table(path, rows):
+def write_csv(path, rows):
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -66,18 +65,18 @@ def table(path, rows):
     return path
 
 
-def lines(path, *values):
+def write_jsonl(path, *values):
     path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
     return path
 
 
-def stored(path, rows):
+def write_parquet(path, rows):
     parquet.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
 def flat(kind, answer):
-    """The row of an answer of the endpoint, put together another way than ours."""
+    """Return the row of an answer of the endpoint, computed independently of the product."""
     gives = KINDS[kind].gives
     if gives == "classification":
         top = answer["predictions"][0]
@@ -90,6 +89,7 @@ def flat(kind, answer):
 
 
 def assert_same(rows, file, kind, expected):
+    """Assert that rows of a file have the answers of the endpoint."""
     assert [(row["path"], row["row"]) for row in rows] == [(str(file), n + 1) for n in range(len(expected))]
     for row, answer in zip(rows, expected, strict=True):
         wanted = flat(kind, answer)
@@ -102,82 +102,73 @@ def assert_same(rows, file, kind, expected):
 @pytest.mark.parametrize(
     "write",
     [
-        lambda folder: table(folder / "a.csv", ROWS),
-        lambda folder: lines(folder / "a.json", {"rows": ROWS}),
-        lambda folder: lines(folder / "a.jsonl", *ROWS),
-        lambda folder: stored(folder / "a.PARQUET", ROWS),
+        lambda folder: write_csv(folder / "a.csv", ROWS),
+        lambda folder: write_jsonl(folder / "a.json", {"rows": ROWS}),
+        lambda folder: write_jsonl(folder / "a.jsonl", *ROWS),
+        lambda folder: write_parquet(folder / "a.PARQUET", ROWS),
     ],
     ids=["csv", "json", "jsonl", "parquet"],
 )
-def test_rows_of_tables_are_answered(runs, asked, tmp_path, kind, write):
-    """From CSV, JSON, JSON lines and Parquet: a row for each, with its number, and the numbers of the endpoint."""
+def test_rows_of_tables_are_answered(runs, answered, tmp_path, kind, write):
+    """Each row of a CSV, JSON, JSON lines or Parquet file gets a row with its number and the answer of the endpoint."""
     file = write(tmp_path)
-    rows, error = asked(kind, file)
-    assert error is None
-    assert_same(rows, file, kind, answers(runs(kind)[2], ROWS, 0))
+    assert_same(answered(kind, file), file, kind, answers(runs(kind)[2], ROWS, 0))
 
 
 @pytest.mark.parametrize(
     "write",
     [
         lambda folder: folder / "a.txt",
-        lambda folder: table(folder / "a.csv", [{"text": text, "n": 1} for text in TEXTS]),
-        lambda folder: table(folder / "a.csv", [{"note": text} for text in TEXTS]),
-        lambda folder: table(folder / "a.csv", [{"text": "n", "review": text} for text in TEXTS]),
-        lambda folder: lines(folder / "a.jsonl", *[{"review": text, "n": 1} for text in TEXTS]),
+        lambda folder: write_csv(folder / "a.csv", [{"text": text, "n": 1} for text in TEXTS]),
+        lambda folder: write_csv(folder / "a.csv", [{"note": text} for text in TEXTS]),
+        lambda folder: write_csv(folder / "a.csv", [{"text": "n", "review": text} for text in TEXTS]),
+        lambda folder: write_jsonl(folder / "a.jsonl", *[{"review": text, "n": 1} for text in TEXTS]),
         lambda folder: folder / "a.tsv",
-        lambda folder: lines(folder / "a.jsonl", *[{"text": text} for text in TEXTS]),
-        lambda folder: lines(folder / "a.json", {"texts": TEXTS}),
+        lambda folder: write_jsonl(folder / "a.jsonl", *[{"text": text} for text in TEXTS]),
+        lambda folder: write_jsonl(folder / "a.json", {"texts": TEXTS}),
     ],
     ids=["txt", "csv", "one column", "trained", "trained jsonl", "tsv", "jsonl", "json"],
 )
-def test_texts_are_answered(runs, asked, tmp_path, write):
-    """A line each, or the column of the training table, `text` or `sentence`, or the only one."""
+def test_texts_are_answered(runs, answered, tmp_path, write):
+    """Texts are the lines of a file, or a column: that of the training table, `text`, `sentence`, or the only one."""
     (tmp_path / "a.txt").write_text("\n\n".join(TEXTS) + "\n")
     (tmp_path / "a.tsv").write_text("index\tsentence\n" + "".join(f"{n}\t{text}\n" for n, text in enumerate(TEXTS)))
-    file = write(tmp_path)
-    rows, error = asked("text_classification", file)
-    assert error is None
-    assert_same(rows, file, "text_classification", answers(runs("text_classification")[2], TEXTS, 0))
+    kind, file = "text_classification", write(tmp_path)
+    assert_same(answered(kind, file), file, kind, answers(runs(kind)[2], TEXTS, 0))
 
 
-def sound(path):
-    """16 bits, two channels, and the numbers that it stands for."""
-    whole = np.round(SIGNALS[0] / 8 * 2**15).astype("<i2")  # (2, 12)
+def write_wav(path):
+    """Write a file of 16 bits and two channels; return its values, (2, 12)."""
+    samples = np.round(SIGNALS[0] / 8 * 2**15).astype("<i2")
     with wave.open(str(path), "wb") as file:
         file.setnchannels(2)
         file.setsampwidth(2)
         file.setframerate(8000)
-        file.writeframes(whole.T.tobytes())
-    return whole / 2**15
+        file.writeframes(samples.T.tobytes())
+    return samples / 2**15
 
 
 @pytest.mark.parametrize("kind", ["array_classification", "array_regression", "array_multilabel"])
-def test_arrays_and_signals_are_answered(runs, asked, tmp_path, kind):
-    """.npy with one or several, .json as the endpoint takes it, .csv with a line for each step, .wav."""
+def test_arrays_and_signals_are_answered(runs, answered, tmp_path, kind):
+    """Arrays come from .npy with one or several, .json as for the endpoint, .csv with a line per step, and .wav."""
     several, one, listed, steps = (tmp_path / name for name in ("a.npy", "b.npy", "c.json", "d.csv"))
     np.save(several, SIGNALS)
     np.save(one, SIGNALS[1])
-    lines(listed, {"arrays": SIGNALS.tolist()})
+    write_jsonl(listed, {"arrays": SIGNALS.tolist()})
     steps.write_text("left,right\n" + "".join(f"{a!r},{b!r}\n" for a, b in SIGNALS[2].T.tolist()))
-    heard = sound(tmp_path / "e.wav")
-    given = {several: SIGNALS, one: SIGNALS[1:2], listed: SIGNALS, steps: SIGNALS[2:], tmp_path / "e.wav": heard[None]}
+    sound = tmp_path / "e.wav"
+    given = {several: SIGNALS, one: SIGNALS[1:2], listed: SIGNALS, steps: SIGNALS[2:], sound: write_wav(sound)[None]}
     for file, arrays in given.items():
-        rows, error = asked(kind, file)
-        assert error is None
-        assert_same(rows, file, kind, answers(runs(kind)[2], list(arrays), 0))
-    rows, error = asked(kind, tmp_path)  # a folder
-    assert error is None
-    assert len(rows) == sum(map(len, given.values()))
+        assert_same(answered(kind, file), file, kind, answers(runs(kind)[2], list(arrays), 0))
+    assert len(answered(kind, tmp_path)) == sum(map(len, given.values()))  # a folder
 
 
-def test_the_other_files_of_a_folder_are_counted_on_stderr(asked, capsys, tmp_path):
-    """As a training counts them: a folder of photographs has some that are not read."""
-    table(tmp_path / "a.csv", ROWS)
+def test_the_other_files_of_a_folder_are_counted_on_stderr(answered, capsys, tmp_path):
+    """Files of a folder that are not read are counted by ending, as in training."""
+    write_csv(tmp_path / "a.csv", ROWS)
     for name in ("b.heic", "c.heic", "README", ".hidden"):
         (tmp_path / name).touch()
-    rows, error = asked("table_classification", tmp_path)
-    assert (len(rows), error) == (len(ROWS), None)
+    assert len(answered("table_classification", tmp_path)) == len(ROWS)
     assert capsys.readouterr().err == f"Files ignored in {tmp_path}, by ending: .heic (2), no ending (1)\n"
 
 
@@ -195,37 +186,34 @@ def png(path, seed=0):
 
 
 @pytest.mark.slow
-def test_pictures_get_labels_and_masks(runs, asked, tmp_path):
-    """Several labels are columns; a mask is a PNG file in the folder beside the table, as the endpoint sends it."""
+def test_pictures_get_labels_and_masks(runs, answered, tmp_path):
+    """The probabilities of several labels are columns; a mask is a PNG file in the folder beside the table, with the
+    pixels that the endpoint sends."""
     files = [png(tmp_path / folder / "a.png", seed) for seed, folder in enumerate(("one", "two"))]
     data = [file.read_bytes() for file in files]
-    rows, error = asked("image_multilabel", *files)
-    assert error is None
+    rows = answered("image_multilabel", *files)
     for row, answer in zip(rows, answers(runs("image_multilabel")[2], data, 100), strict=True):
         assert row.pop("path") in map(str, files)
         wanted = flat("image_multilabel", answer)
         assert row["predicted_labels"] == wanted.pop("predicted_labels")
         assert [row[name] for name in wanted] == pytest.approx([*wanted.values()], abs=1e-5)
 
-    rows, error = asked("image_segmentation", *files, out="masks.jsonl")
-    assert error is None
+    rows = answered("image_segmentation", *files, out="masks.jsonl")
     names = [str(tmp_path / "masks" / name) for name in ("a.png", "a-2.png")]
     assert [row["mask"] for row in rows] == names
     for row, answer in zip(rows, answers(runs("image_segmentation")[2], data, 100), strict=True):
         with Image.open(row["mask"]) as ours, Image.open(io.BytesIO(base64.b64decode(answer["mask"]))) as theirs:
             assert np.array_equal(np.asarray(ours), np.asarray(theirs))
-        assert [row[f"share_{one['label']}"] for one in answer["classes"]] == [
-            one["share"] for one in answer["classes"]
-        ]
+        for one in answer["classes"]:
+            assert row[f"share_{one['label']}"] == one["share"]
 
-    rows, error = asked("image_reconstruction", files[0], out="shown.jsonl")
-    assert error is None
+    answered("image_reconstruction", files[0], out="shown.jsonl")
     with Image.open(tmp_path / "shown" / "a.png") as image:
         assert image.size == (5, 6)
 
 
 def test_a_run_that_cannot_answer_files_says_so(runs, monkeypatch, tmp_path):
-    """Masks do not go to stdout, and a task of another kind answers no files: one note, with the remedy."""
+    """Masks without --out, and a task of an unknown kind, are an error with the remedy."""
     task, folder, _ = runs("image_segmentation")
     cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=100, max_side=100))
     monkeypatch.setattr(predict, "trained_task", lambda *_: (task, cfg, None))
@@ -236,17 +224,19 @@ def test_a_run_that_cannot_answer_files_says_so(runs, monkeypatch, tmp_path):
         predict.predict_files(folder, [tmp_path / "a.csv"])
 
 
-def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
-    """Rows and files, each with its place and what is expected; all others have their answers."""
-    good = table(tmp_path / "good.csv", [{"age": 30, "city": "Bern"}, {"age": "old", "city": "Rome"}])
+def test_rows_and_files_that_cannot_be_answered_are_reported_at_the_end(answered, tmp_path):
+    """Each is reported with its place and what is expected, after all others are answered."""
+    good = write_csv(tmp_path / "good.csv", [{"age": 30, "city": "Bern"}, {"age": "old", "city": "Rome"}])
     other = tmp_path / "other.png"
     other.write_bytes(b"")
     cut = tmp_path / "cut.jsonl"
     cut.write_text('{"age": 3, "city": "Rome"}\n{"age": 4\n')
-    files = [tmp_path / "none.csv", other, cut, table(tmp_path / "short.csv", [{"age": 1}]), good]
-    rows, error = asked("table_classification", *files)
+    files = [tmp_path / "none.csv", other, cut, write_csv(tmp_path / "short.csv", [{"age": 1}]), good]
+    with pytest.raises(SetupError) as raised:
+        answered("table_classification", *files)
+    rows = rows_of(tmp_path / "out.jsonl")
     assert [(row["path"], row["row"]) for row in rows] == [(str(cut), 1), (str(good), 1)]
-    assert error.exit_code == 3
+    assert raised.value.exit_code == 3
     expected = {
         files[0]: "No such file",
         other: "this run takes rows of a table: files end in .csv, .tsv, .json, .jsonl, .ndjson, .parquet, .pq",
@@ -254,12 +244,12 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
         f"{files[3]}, row 1": "city is missing",
         f"{good}, row 2": "Column age: 'old' is not a number",
     }
-    for note, (place, words) in zip(map(str, error.faults), expected.items(), strict=True):
-        assert (note.startswith(str(place)), words in note) == (True, True), note
+    for note, (place, message) in zip(map(str, raised.value.faults), expected.items(), strict=True):
+        assert (note.startswith(str(place)), message in note) == (True, True), note
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "content", "words"),
+    ("kind", "name", "content", "message"),
     [
         ("text_classification", "a.csv", "a,b\nx,y\n", "there is no column review or text or sentence, but a, b"),
         ("text_classification", "a.txt", "\n\n", "this file has no inputs"),
@@ -275,27 +265,49 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
         ("image_multilabel", "a.png", picture(size=(1, 201)), "1 x 201 pixels; a side of at most 200 is accepted"),
     ],
 )
-def test_a_file_of_another_content_says_what_is_wrong(asked, tmp_path, kind, name, content, words):
+def test_a_file_of_another_content_says_what_is_wrong(answered, tmp_path, kind, name, content, message):
+    """The error names the file and what is wrong with it."""
     file = tmp_path / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    rows, error = asked(kind, file)
-    assert rows == []
-    assert words in str(error)
-    assert name.endswith(".json") or "application/json" not in str(error)  # which is for requests
-    assert str(error).startswith(str(file))
+    with pytest.raises(SetupError) as raised:
+        answered(kind, file)
+    assert rows_of(tmp_path / "out.jsonl") == []
+    error = str(raised.value)
+    assert message in error
+    assert name.endswith(".json") or "application/json" not in error  # only requests have that
+    assert error.startswith(str(file))
 
 
-def test_pictures_never_replace_the_inputs(asked, tmp_path):
-    """A table beside a folder of inputs, with its name, is refused."""
+def test_pictures_never_replace_the_inputs(answered, tmp_path):
+    """An output table whose folder of pictures would be the folder of the inputs is refused."""
     file = png(tmp_path / "photos" / "a.png")
     before = file.read_bytes()
     for given in (file, file.parent, tmp_path):
-        rows, error = asked("image_segmentation", given, out="photos.jsonl")
-        assert (rows, error.exit_code, file.read_bytes()) == ([], 3, before)
+        with pytest.raises(SetupError) as raised:
+            answered("image_segmentation", given, out="photos.jsonl")
+        assert (rows_of(tmp_path / "photos.jsonl"), raised.value.exit_code, file.read_bytes()) == ([], 3, before)
 
 
 def test_a_local_file_may_have_more_texts_than_a_request(tmp_path):
-    """As with rows and arrays."""
+    """The limits of a request do not apply to local files."""
     from deeplightning.run.inputs import inputs_of
 
-    assert len([*inputs_of(lines(tmp_path / "a.json", {"texts": ["a, b"] * 1500}), "text")]) == 1500
+    assert len([*inputs_of(write_jsonl(tmp_path / "a.json", {"texts": ["a, b"] * 1500}), "text")]) == 1500
+
+
+def test_pictures_never_replace_other_files(answered, tmp_path):
+    """A folder that no earlier answer wrote is left alone; answers of an earlier call are replaced."""
+    file, mask = png(tmp_path / "images" / "a.png"), png(tmp_path / "masks" / "a.png", 1)
+    before = mask.read_bytes()
+    with pytest.raises(SetupError, match="choose another --out"):
+        answered("image_segmentation", file, out="masks.jsonl")
+    assert mask.read_bytes() == before
+    first, again = (answered("image_segmentation", file, out="new.jsonl") for _ in range(2))
+    assert first == again
+
+
+def test_a_local_picture_may_be_as_large_as_in_training(answered, tmp_path):
+    """`serve.max_pixels` limits requests, not files."""
+    file = tmp_path / "large.png"
+    file.write_bytes(picture(size=(150, 150)))
+    assert len(answered("image_multilabel", file)) == 1

@@ -43,7 +43,7 @@ DOCUMENTED = {
 """Names of the standard library that begin with an underscore and are public."""
 
 
-# ---- they are used in one place
+# ---- private names are used in one place
 
 
 def _is_private(name: str) -> bool:
@@ -102,10 +102,8 @@ def _load(path: str) -> type:
 
 @functools.cache
 def _source(cls: type) -> str:
-    written = (
-        base for base in cls.__mro__ if base.__module__ not in ("builtins", "typing")
-    )  # those of C have no source
-    return "".join(map(inspect.getsource, written))
+    with_source = (base for base in cls.__mro__ if base.__module__ not in ("builtins", "typing"))
+    return "".join(map(inspect.getsource, with_source))
 
 
 def _has(cls: type, name: str) -> bool:
@@ -197,16 +195,20 @@ def _loader() -> DataLoader:
     return DataLoader(torch.ones(6, 2), batch_size=2)
 
 
+def _fit(callback: pl.Callback, module=None, loader=None, **options) -> pl.Trainer:
+    """Train with a callback; return the trainer."""
+    options = {"logger": False, "max_epochs": 1} | QUIET | options
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[callback], **options)
+    trainer.fit(module or Line(), loader or _loader(), _loader())
+    return trainer
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a trainer after three steps, and the records of its callback."""
+    """A trainer after three steps, and the records of its callback."""
     points = Points()
     logger = pl.loggers.CSVLogger(tmp_path_factory.mktemp("logs"))
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=2, callbacks=[points], **QUIET
-    )
-    trainer.fit(Line(), _loader(), _loader())
-    return trainer, points
+    return _fit(points, logger=logger, log_every_n_steps=2), points
 
 
 def test_the_training_loader_is_made_again(trained):
@@ -220,52 +222,50 @@ def test_the_training_loader_is_made_again(trained):
 
 
 def test_an_epoch_begins_again():
-    """The loader creates a new iterator behind the hooks of the epoch's start; its first batch is read next, and its
+    """The loader creates a new iterator after the hooks of the epoch's start; its first batch is read next, and its
     sampler has the current epoch."""
-    asked: list[str] = []
+    events = []
 
     class Again(pl.Callback):
         def on_train_start(self, trainer, module):
-            lightning.before_batches(trainer, self._begin, lambda _: asked.append("validation"))
+            lightning.before_batches(trainer, self._begin, lambda _: events.append("validation"))
 
         def on_train_epoch_start(self, trainer, module):
             trainer.train_dataloader.sampler.set_epoch(7)
-            asked.append("hook")
+            events.append("hook")
 
         def _begin(self, trainer):
             lightning.restart_epoch(trainer, skip=(), new_iterator=True)
 
     class Loader(DataLoader):
         def __iter__(self):
-            asked.append("iterator")
+            events.append("iterator")
             return super().__iter__()
 
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **QUIET)
     data = torch.zeros(4, 2)
     loader = Loader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
-    trainer.fit(Line(), loader, _loader())
-    assert (asked, trainer.global_step) == (["iterator", "hook", "iterator", "validation"], 4)
+    trainer = _fit(Again(), loader=loader)
+    assert (events, trainer.global_step) == (["iterator", "hook", "iterator", "validation"], 4)
     assert loader.sampler.epoch == 0
 
 
 def test_a_loader_begins_again_inside_an_epoch():
-    """The shorter of two loaders: the function gets its number and that of the batch before it begins again."""
-    begun: list[tuple[int, int]] = []
+    """Before the shorter of two loaders restarts, the function gets its number and that of the batch."""
+    restarts = []
 
     class Again(pl.Callback):
         def on_train_start(self, trainer, module):
             lightning.before_batches(trainer, self._begin)
 
         def _begin(self, trainer):
-            lightning.before_cycles(trainer, lambda *numbers: begun.append(numbers))
+            lightning.before_cycles(trainer, lambda *numbers: restarts.append(numbers))
 
     class Two(Line):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch[0], batch_idx)
 
-    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", callbacks=[Again()], logger=False, **QUIET)
-    trainer.fit(Two(), [DataLoader(torch.zeros(5, 2)), DataLoader(torch.zeros(2, 2))], _loader())
-    assert (begun, trainer.global_step) == ([(1, 2), (1, 4)] * 2, 10)
+    trainer = _fit(Again(), Two(), [DataLoader(torch.zeros(5, 2)), DataLoader(torch.zeros(2, 2))], max_epochs=2)
+    assert (restarts, trainer.global_step) == ([(1, 2), (1, 4)] * 2, 10)
 
 
 def test_the_end_of_a_stream_is_found_by_reading_ahead():
@@ -279,8 +279,7 @@ def test_the_end_of_a_stream_is_found_by_reading_ahead():
         def on_train_batch_start(self, trainer, *_):
             seen.append((trainer.current_epoch, trainer.fit_loop._data_fetcher.length, trainer.is_last_batch))
 
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=[Look()], **QUIET)
-    trainer.fit(Line(), _loader(), _loader())
+    _fit(Look(), max_epochs=2)
     batches = len(_loader())
     assert seen == [(epoch, None, number == batches - 1) for epoch in range(2) for number in range(batches)]
 
@@ -355,8 +354,7 @@ def test_lightning_leaves_signals_alone(keeps):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
-    trainer = pl.Trainer(accelerator="cpu", max_steps=1, logger=False, callbacks=[Look()], **QUIET)
-    trainer.fit(Line(), _loader(), _loader())
+    _fit(Look(), max_steps=1)
     assert (seen == [before]) is keeps
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -372,7 +370,7 @@ def test_the_launcher_of_a_strategy_can_be_replaced():
 
 
 def test_threads_are_shared(monkeypatch):
-    """`_set_num_threads_if_needed` keeps a given number of threads, and otherwise divides the cores."""
+    """`_set_num_threads_if_needed` keeps a number of threads that is set, and otherwise divides the cores."""
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     lightning.share_threads(10_000)
@@ -386,7 +384,7 @@ def test_threads_are_shared(monkeypatch):
 
 
 def test_lightnings_logger_tells_whether_it_has_a_run(tmp_path):
-    """`_initialized` tells whether it has opened one."""
+    """`_initialized` shows whether the logger has created a run."""
     logger = pl.loggers.MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifact_location=str(tmp_path))
     assert not lightning.has_run(logger)
     assert logger.run_id
@@ -405,7 +403,7 @@ def test_storages_are_told_apart():
 
 
 def test_buffers_that_are_not_saved_are_told_apart():
-    """`_non_persistent_buffers_set` has a module's own; those of submodules are theirs."""
+    """`_non_persistent_buffers_set` of a module has its own buffers, not those of submodules."""
     module = nn.Sequential(nn.BatchNorm1d(2))
     module.register_buffer("seen", torch.ones(2), persistent=False)
     module.register_buffer("saved", torch.ones(2))
@@ -414,7 +412,7 @@ def test_buffers_that_are_not_saved_are_told_apart():
 
 
 def test_tensors_of_a_module_are_replaced():
-    """`_apply` of a module reaches parameters and buffers, also of its submodules."""
+    """`_apply` of a module replaces parameters and buffers, also those of its submodules."""
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     torchs.apply(module, torch.zeros_like)
     assert all(not tensor.any() for tensor in (*module.parameters(), *module.buffers()))
@@ -431,7 +429,7 @@ def test_metrics_keep_their_precision():
     assert before == after
 
 
-# ---- the others
+# ---- other libraries
 
 
 def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
@@ -447,7 +445,7 @@ def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
 
 
 def test_a_run_with_a_known_id_is_added_as_the_client_adds_it(tmp_path):
-    """Every column and tag equals those of the client's own run, but for the id and what follows from it."""
+    """Every column and tag equals those of a run that the client creates, except for the id and what depends on it."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri)
     tags = {"mlflow.runName": "a", "mlflow.user": "b", "c": "d"}
@@ -457,7 +455,7 @@ def test_a_run_with_a_known_id_is_added_as_the_client_adds_it(tmp_path):
     run = Run(other, "0", "RUNNING", 5, folder.replace(one, other), True, {}, tags)
     store = SqlAlchemyStore(uri, str(tmp_path))
     mlflow.add_run(store, run)
-    mlflow.add_run(store, run)  # what is there stays
+    mlflow.add_run(store, run)  # an existing run stays
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         rows = {row[0]: row[1:] for row in database.execute("SELECT * FROM runs")}
         assert sorted(rows) == sorted((one, other))
@@ -467,7 +465,7 @@ def test_a_run_with_a_known_id_is_added_as_the_client_adds_it(tmp_path):
     assert kept[one] == kept[other] == set(tags.items())
 
 
-def test_torchmetrics_loads_what_draws_when_it_is_asked():
+def test_torchmetrics_imports_matplotlib_lazily():
     """`_MATPLOTLIB_AVAILABLE` determines what the plot module defines, and a plot first calls
     `_error_on_missing_matplotlib`. Without the former, start-up is slower; without the latter, a plot fails."""
     from torchmetrics.utilities import imports, plot
@@ -479,10 +477,8 @@ def test_torchmetrics_loads_what_draws_when_it_is_asked():
 
 def test_a_database_gets_the_latest_schema(tmp_path):
     """`_get_latest_schema_revision`, `_upgrade_db` and `create_sqlalchemy_engine` of MLflow migrate a database."""
-    from mlflow import MlflowClient
-
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    MlflowClient(uri).search_experiments()  # makes it
+    MlflowClient(uri).search_experiments()  # creates it
     mlflow.upgrade_database(uri)
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
         assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == (mlflow.latest_schema(),)
@@ -557,8 +553,7 @@ def test_a_text_becomes_a_tree_by_name_of_rule_and_mode():
 
 
 def test_a_tree_is_visited_with_what_the_caller_looks_up():
-    """`GrammarVisitor` passes keys (dots and parts) and calls (name, values and sources) to two callbacks, those of
-    nested references too."""
+    """`GrammarVisitor` passes keys (dots, parts) and calls (name, values, sources) to callbacks, nested ones too."""
     finds, calls = [], []
     found = omegaconf.Evaluation(
         lambda dots, parts: finds.append((dots, parts)) or "B",

@@ -1,9 +1,7 @@
-"""What a command does when the reader of its stdout leaves, where stdout is closed, and at SIGTERM in its first
-seconds."""
+"""A command handles a stdout that is closed, full or unread, and SIGTERM in its first seconds."""
 
 import gc
 import http.server
-import os
 import signal
 import subprocess
 import sys
@@ -18,27 +16,22 @@ from tiny import OWN
 TERMINATED = "error: interrupted by SIGTERM"
 
 
-def run_in(store: Path) -> Path:
-    """The folder of the only run of a store."""
-    (folder,) = store.glob("*/*/artifacts")
-    return folder
-
-
-# ---- a stdout that nobody reads
+# ---- stdout without a reader
 
 
 @pytest.mark.parametrize(
     "how", ["stdout", "closed", *(pytest.param(h, marks=pytest.mark.slow) for h in ("both", "full"))]
 )
 def test_a_run_outlives_the_reader_of_its_stdout(how, command, tiny, place, tmp_path):
-    """It ends with the training's exit code; a closed stdout is /dev/null."""
+    """A run whose stdout is unread, full or closed trains to the end with exit code 0."""
     words = ("train", tiny, f"logger.params.tracking_uri='{tmp_path}'", "logger.progress=bar")
     command(*words, cwd=place, main=f"lost:{how}", code=0)
-    assert (run_in(tmp_path) / "last.ckpt").is_file()
+    (folder,) = tmp_path.glob("*/*/artifacts")
+    assert (folder / "last.ckpt").is_file()
 
 
 def test_a_run_that_fails_and_one_of_two_ranks_keep_their_exit_codes_without_a_reader(command, tiny, place, tmp_path):
-    """The loss that is no number is what a run ends with, not the pipe; two ranks train to the end."""
+    """The exit code is that of the training, here 5 for a loss that is NaN, not of the broken pipe."""
     words = ("train", tiny, f"logger.params.tracking_uri='{tmp_path}'")
     failed = command(*words, "model.optimizer.params.lr=1e30", cwd=place, main="lost:stdout")
     assert (failed.code, failed.err.count("error")) == (5, 1), failed
@@ -48,26 +41,26 @@ def test_a_run_that_fails_and_one_of_two_ranks_keep_their_exit_codes_without_a_r
 
 @pytest.mark.parametrize("words", ["explain CONFIG", "check CONFIG --format json", "--help"])
 def test_a_verb_that_prints_its_result_ends_without_a_word(words, command, tiny, place):
-    """Without a reader with 141, as a program that SIGPIPE has ended; with a closed stdout as with /dev/null."""
+    """The exit code is 141 without a reader, as after SIGPIPE, and 0 with a closed stdout; stderr is empty."""
     arguments = [tiny if word == "CONFIG" else word for word in words.split()]
     for how, code in (("lost:stdout", 141), ("lost:closed", 0)):
         outcome = command(*arguments, cwd=place, main=how)
         assert (outcome.code, outcome.err) == (code, ""), outcome
 
 
-# ---- SIGTERM before a run hears it
+# ---- SIGTERM before a run handles it
 
 
 def caught(process: int) -> int:
-    """The signals for which a process has a handler, a bit each."""
+    """Return the bit mask of the signals for which a process has a handler."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="nothing tells which signals a process hears")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only /proc shows which signals a process handles")
 @pytest.mark.parametrize("delay", [0, 0.1, 1])
 def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_path):
-    """Whatever is being imported after the handlers are installed: one line and 143, no traceback, within seconds."""
+    """SIGTERM during any import ends the command within seconds: one line and exit code 143, no traceback."""
     uri = f"logger.params.tracking_uri='{tmp_path}'"
     command = [sys.executable, "-m", "deeplightning", "train", str(tiny), "train.num_epochs=1000", uri]
     child = subprocess.Popen(command, cwd=place, env=environment(), stdout=-3, stderr=-1, text=True)
@@ -85,17 +78,17 @@ def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_pa
 
 
 def test_sigterm_inside_a_callback_of_an_import_is_not_lost(place):
-    """Python prints and drops what such a callback raises; the signal comes again behind it."""
+    """Python prints and drops an exception of such a callback; the signal is then raised again."""
     program = (
         "import os, signal, time, weakref\n"
         "from importlib import _bootstrap\n"
         "from deeplightning.process import streams\n"
         "streams.prepare()\n"
         "lock = _bootstrap._get_module_lock('a module')\n"
-        "forget, _bootstrap._imp = _bootstrap._imp, type('Held', (), {\n"
+        "real, _bootstrap._imp = _bootstrap._imp, type('Lock', (), {\n"
         "    'acquire_lock': lambda: os.kill(os.getpid(), signal.SIGTERM), 'release_lock': lambda: None})\n"
         "del lock\n"
-        "_bootstrap._imp = forget\n"
+        "_bootstrap._imp = real\n"
         "try:\n"
         "    time.sleep(20)\n"
         "except streams.Terminated:\n"
@@ -107,7 +100,7 @@ def test_sigterm_inside_a_callback_of_an_import_is_not_lost(place):
 
 @pytest.mark.parametrize("calls", [1, 2], ids=["of the module", "of the command"])
 def test_sigterm_while_the_command_prepares_ends_with_words(calls, place):
-    """The module and the command it imports both prepare; a signal that comes meanwhile is one line and 143."""
+    """The module and the command that it imports both call `prepare`; a signal after either is one line and 143."""
     program = (
         "import itertools, os, signal, deeplightning.process.streams as streams\n"
         "from deeplightning.__main__ import main\n"
@@ -123,7 +116,7 @@ def test_sigterm_while_the_command_prepares_ends_with_words(calls, place):
 
 
 def test_handlers_come_before_most_imports(place):
-    """Before anything of ours that takes time, and not by an import: a library may import all of this."""
+    """`prepare` runs before the slow imports. Importing our modules installs no handler: a library may import them."""
     program = (
         "import signal, sys; before = signal.getsignal(15), sys.stdout\n"
         "import deeplightning.cli, deeplightning.__main__, deeplightning.process.streams as process\n"
@@ -154,7 +147,7 @@ from deeplightning.task.img_classif import ImageClassification as Task
 
 
 def test_sigterm_that_a_library_swallows_ends_all_the_same(command, tiny, tmp_path):
-    """The run does not begin: it ends as interrupted."""
+    """If an imported library swallows SIGTERM, the run does not start and ends as interrupted."""
     (tmp_path / "swallows.py").write_text(SWALLOWS)
     uri = f"logger.params.tracking_uri='{tmp_path}/runs'"
     (tmp_path / "own.py").write_text("")
@@ -179,7 +172,7 @@ class Notes(pl.Callback):
 
 @pytest.mark.slow
 def test_a_file_that_a_callback_leaves_open_is_written_at_the_end(tiny, tmp_path):
-    """The collector of garbage leaves alone what a command imported, and still closes the file in the end."""
+    """Imported objects are frozen for the garbage collector; a file that is still open is flushed at exit."""
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "leaves.py").write_text(LEAVES_OPEN)
     uri = f"logger.params.tracking_uri='{tmp_path}/runs'"
@@ -188,7 +181,7 @@ def test_a_file_that_a_callback_leaves_open_is_written_at_the_end(tiny, tmp_path
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """A server that sees a 7 in everything."""
+    """Prediction server that answers 7 to every request."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -201,7 +194,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 
 def test_predict_ends_without_a_word_where_nobody_reads():
-    """`predict.sh … | true` ends with 141, `predict.sh … >&-` with 0; nothing is on stderr."""
+    """`predict.sh … | true` ends with 141, `predict.sh … >&-` with 0; stderr is empty."""
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -215,8 +208,7 @@ def test_predict_ends_without_a_word_where_nobody_reads():
 
 
 def test_a_character_that_the_encoding_lacks_is_escaped():
-    """It must not end a run."""
+    """A character outside the encoding of stdout is printed as an escape, and ends no run."""
     program = "from deeplightning.process import streams; streams.prepare(); print('null \\u2192 3')"
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
-    assert done.stdout == b"null \\u2192 3\n"
+    done = python("-c", program, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "null \\u2192 3\n")

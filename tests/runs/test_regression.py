@@ -1,4 +1,4 @@
-"""Regression, and data modules that a function of the config makes: scikit-learn's numbers on one and two processes."""
+"""Regression metrics equal scikit-learn's on one process and two; functions of the config make data modules."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "linear_regression" / "linear_regression.yaml"
 ONE = "model.network.params.out_features=1"
 SETS = '''
-"""Sets that a function makes."""
+"""Data modules that functions make."""
 
 import pytorch_lightning as pl
 import torch
@@ -22,7 +22,7 @@ from deeplightning.data.of_datasets import OfDatasets
 
 
 class Rows(Dataset):
-    """Two inputs, and `targets` numbers that depend on them and on chance."""
+    """Two inputs, and `targets` numbers that depend on them plus noise."""
 
     def __init__(self, size, targets=1, seed=0):
         random = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def ours(cfg, size=67, targets=2, held_out=True):
 
 
 def lightnings(cfg):
-    """One data set, and Lightning's own way to make a data module of it, with a batch size of its own."""
+    """Lightning's own data module of one data set, with its own batch size."""
     return pl.LightningDataModule.from_datasets(Rows(64), batch_size=4)
 
 
@@ -78,7 +78,7 @@ def config(tmp_path_factory, store):
 
 @pytest.fixture(scope="module")
 def regress(command, config):
-    """`regress(override, …)` trains; `code` is the exit code that is expected of all."""
+    """`regress(override, …)` trains; `code` is the expected exit code of all processes."""
 
     def run(*overrides, code=0, ranks=1, verb="train"):
         return command(verb, config, f"engine.processes={ranks}", *overrides, cwd=config.parent, ranks=ranks, code=code)
@@ -88,20 +88,18 @@ def regress(command, config):
 
 @pytest.fixture(scope="module")
 def tested(regress):
-    """The runs of one process and of two, with a tested set of 29 samples."""
-    batch = {1: 8, 2: 4}
-    return {n: regress("stages=[train,test]", f"data.batch_size={batch[n]}", ranks=n).folder for n in (1, 2)}
+    """Folders of runs of one process and of two, with a test set of 29 samples."""
+    return {n: regress("stages=[train,test]", f"data.batch_size={8 // n}", ranks=n).folder for n in (1, 2)}
 
 
 def predicted(folder):
     rows = csv_rows(folder / "test_predictions.csv")
-    columns = {name: [float(row[name]) for row in rows] for name in rows[0]}
-    pick = lambda name: list(zip(columns[f"{name}_0"], columns[f"{name}_1"], strict=True))  # noqa: E731
-    return columns["index"], pick("target"), pick("prediction")
+    columns = ([[float(row[f"{name}_{n}"]) for n in (0, 1)] for row in rows] for name in ("target", "prediction"))
+    return [int(row["index"]) for row in rows], *columns
 
 
 def test_errors_are_those_of_scikit_learn(tested, tracked):
-    """Of 29 predictions of two targets on one process and two, whose curves of errors are the same."""
+    """They hold for 29 predictions of two targets on one process and two; both runs have the same error curves."""
     for folder in tested.values():
         results = json.loads((folder / "test_results.json").read_text())
         index, truth, given = predicted(folder)
@@ -116,7 +114,7 @@ def test_errors_are_those_of_scikit_learn(tested, tracked):
 
 
 def test_one_row_may_be_all_that_validates(command, tmp_path, store):
-    """Of ten rows one validates, and the half width of the interval is the error of that row."""
+    """With ten rows one row validates, and the half width of the interval is the error of that row."""
     (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{n / 7:.3f},{n * n % 5}.5\n" for n in range(10)))
     command("init", "p", "--kind", "regression", "--data", "t.csv", cwd=tmp_path, code=0)
     words = ("train.num_epochs=1", "train.checkpoint.monitor=val_rmse", f"logger.params.tracking_uri={store}")
@@ -127,7 +125,7 @@ def test_one_row_may_be_all_that_validates(command, tmp_path, store):
 
 
 def test_one_number_for_each_sample_may_stand_in_a_column(regress):
-    """Outputs (B, 1) against targets (B, 1): a loss is taken of each with its own, and the file has one column."""
+    """Outputs (B, 1) and targets (B, 1) are not broadcast, and the predictions file has one column for each."""
     outcome = regress("data.module.params={targets: 1}", ONE, "stages=[train,test]")
     header = (outcome.folder / "test_predictions.csv").read_text().splitlines()[0]
     assert header == "index,prediction,target"
@@ -145,13 +143,13 @@ def test_one_number_for_each_sample_may_stand_in_a_column(regress):
     ],
 )
 def test_what_does_not_fit_is_named(overrides, verb, words, regress):
-    """A network, a metric and a data module that do not fit are one note with exit code 2."""
+    """A network, a metric and a data module that do not fit are reported as one error with exit code 2."""
     assert words in regress(*overrides, verb=verb, code=2).err
 
 
 def test_a_function_gives_one_set_and_lightnings_own_data_module(regress, tracked):
-    """`LightningDataModule.from_datasets` of a training set alone: it trains, and nothing is validated; the start shows
-    the batch size of its loader, whatever `data.batch_size` says."""
+    """`LightningDataModule.from_datasets` of a training set alone trains without validation; the start shows the batch
+    size of its loader instead of `data.batch_size`."""
     outcome = regress("data.module.type=sets.lightnings", "train.num_epochs=1", ONE)
     assert "batch      4 samples a step: 4 per process\n" in outcome.out
     assert "1 epoch; 16 steps\n" in outcome.out
@@ -161,20 +159,20 @@ def test_a_function_gives_one_set_and_lightnings_own_data_module(regress, tracke
 
 
 def test_a_stage_without_its_data_is_told(regress, tested):
-    """`stages: [validate]` of a function that makes a training set alone ends with 2."""
+    """`stages: [validate]` without a validation set ends with exit code 2."""
     without = ["data.module.params={held_out: false}", f"test.ckpt='{tested[1] / 'last.ckpt'}'"]
     assert "stages: no validation data" in regress(*without, "stages=[validate]", code=2).err
 
 
 def test_folds_are_taken_from_the_training_set(regress, tracked):
-    """Without a validation set of its own, `num_splits` makes one: 13 of 67 samples, seeded."""
+    """Without a validation set, `num_splits` takes one from the training set: 13 of 67 samples."""
     outcome = regress("data.module.params={held_out: false}", "data.num_splits=5", "data.fold=1")
     assert "ours: 54 training, 13 validation samples" in outcome.out
     assert tracked(outcome.folder).metrics["val_mse"] > 0
 
 
 def test_the_order_may_come_from_a_sampler_by_a_column_of_the_set(regress):
-    """`data.sampler` with the column `size` of the user's own set; and a sample may be a pair."""
+    """`data.sampler` sorts by the column `size` of the user's data set; a sample may also be a pair."""
     sampler = "deeplightning.data.samplers.BucketedDistributedSampler"
     params = "{buckets: 2, sort_key: size, min_samples_per_bucket: 30}"
     regress(f"data.sampler={{type: {sampler}, params: {params}}}")
@@ -183,7 +181,7 @@ def test_the_order_may_come_from_a_sampler_by_a_column_of_the_set(regress):
 
 
 def test_the_line_is_found(command, store, tmp_path):
-    """The example: within its three epochs the error is that of the noise, and the slopes are those of the data."""
+    """The example's three epochs reach the error of the noise, and the slopes and intercept of the data."""
     outcome = command("train", EXAMPLE, f"logger.params.tracking_uri={store}", cwd=tmp_path, code=0)
     assert json.loads((outcome.folder / "test_results.json").read_text())["test_loss"] < 0.02
     found = torch.load(outcome.folder / "last.ckpt", weights_only=True)["state_dict"]

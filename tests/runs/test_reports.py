@@ -1,4 +1,4 @@
-"""What a training leaves to look at, and the verb that shows runs: `report`."""
+"""A training writes figures and a report; `deeplightning report` writes the report again."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from deeplightning.runfolder import RunFolder
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A working directory with a blank in its name, and some pictures of two classes."""
+    """A working directory with a space in its name, and images of two classes."""
     folder = tmp_path_factory.mktemp("a place")
     random = np.random.default_rng(0)
     for name, low in (("<b>dark", 0), ("light", 60)):
@@ -47,15 +47,15 @@ def run(command, place):
 
 
 def test_a_run_leaves_its_pictures_and_its_report(run):
-    """Pictures as SVG and PNG, the mistakes with the names of their files, and the places of the config."""
+    """Figures are SVG and PNG; mistakes have their file names; each config value has its source. HTML is escaped."""
     folder = RunFolder(run.folder)
     names = ["val_confusion_matrix", "val_classes", "val_predictions"]
     names += [f"test_{name}" for name in ("confusion_matrix", "classes", "reliability", "roc")]
     assert [n for n in names for ending in (".svg", ".png") if not (folder.path / f"{n}{ending}").is_file()] == []
     kept = json.loads(folder.mistakes("test").read_text())
     assert kept["classes"] == ["<b>dark", "light"]
-    sure = [one["probability"] for one in kept["mistakes"]]
-    assert sure == sorted(sure, reverse=True)
+    probabilities = [one["probability"] for one in kept["mistakes"]]
+    assert probabilities == sorted(probabilities, reverse=True)
     assert [one["name"] for one in kept["mistakes"] if not one["name"].endswith(".png")] == []
     places = json.loads(folder.places.read_text())
     assert places["model.optimizer.params.momentum"] == "command line"
@@ -67,7 +67,7 @@ def test_a_run_leaves_its_pictures_and_its_report(run):
 
 
 def test_the_report_is_made_again(run, command, place):
-    """`report RUN` writes it, `--out` writes that file alone, and `last` is the newest run."""
+    """`report RUN` writes it into the run folder, `--out` to another file; `last` is the newest run."""
     done = command("report", run.folder, cwd=place)
     assert (done.code, done.out.splitlines()[-1]) == (0, str(RunFolder(run.folder).report))
     done = command("report", "last", "--out", "own report.html", cwd=place, MLFLOW_TRACKING_URI=str(place / "runs"))
@@ -76,20 +76,20 @@ def test_the_report_is_made_again(run, command, place):
 
 
 def test_a_foreign_run_is_left_as_it_is(run, command, place, tmp_path):
-    """Its report is written into the working directory, and nothing into its folder."""
-    shutil.copytree(run.folder, tmp_path / "theirs")
-    config = tmp_path / "theirs" / "cfg.yaml"
-    config.write_text(config.read_text() + "\n# from elsewhere\n")
-    (tmp_path / "theirs" / "report.html").unlink()
-    before = sorted(tmp_path.rglob("theirs/*"))
+    """The report of a run of another user is written into the working directory, not into the run folder."""
+    foreign = shutil.copytree(run.folder, tmp_path / "foreign")
+    with (foreign / "cfg.yaml").open("a") as config:
+        config.write("\n# from elsewhere\n")
+    (foreign / "report.html").unlink()
+    before = sorted(foreign.rglob("*"))
     (tmp_path / "here").mkdir()
-    done = command("report", tmp_path / "theirs", cwd=tmp_path / "here")
+    done = command("report", foreign, cwd=tmp_path / "here")
     assert (done.code, done.out.splitlines()[-1]) == (0, str(tmp_path / "here" / "report.html")), done
-    assert sorted(tmp_path.rglob("theirs/*")) == before
+    assert sorted(foreign.rglob("*")) == before
 
 
 def test_without_pictures_there_is_no_report(run, command, place):
-    """`logger.pictures=null` draws nothing; `report` draws it later, from what the run has left."""
+    """`logger.pictures=null` draws no figure and no report; `report` draws both later, from the files of the run."""
     done = command("train", "c.yaml", "logger.pictures=null", "train.num_epochs=2", cwd=place, code=0)
     assert [path.name for path in done.folder.iterdir() if path.suffix in (".png", ".svg", ".html")] == []
     assert command("report", done.folder, cwd=place).code == 0

@@ -1,12 +1,12 @@
-"""A run is made again from what it left, after everything else is gone; and two runs are told apart."""
+"""`reproduce` repeats a run from its files alone; `diff` compares two runs."""
 
 import errno
+import hashlib
 import io
 import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -29,8 +29,8 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment
 from deeplightning.tracking.metrics_file import first_differences, is_repeatable
 
-PASSWORD = "correct-horse-battery"  # comes from the environment
-WRITTEN = "hf_" + "Zk3b9QeX7LmP2vRt8YwN5dHc1sJa4gUf"  # somebody has written this one into the code
+PASSWORD = "correct-horse-battery"  # in the environment
+TOKEN = "hf_" + "Zk3b9QeX7LmP2vRt8YwN5dHc1sJa4gUf"  # in the code
 CONFIG = """\
 seed: 7
 data: {root: ROOT, module: {type: own.Table, params: {password: "${oc.env:TABLE_PASSWORD}"}}, batch_size: 16}
@@ -49,7 +49,7 @@ import yaml
 from deeplightning.data.datasets import Samples
 from deeplightning.data.digits import Digits
 
-HUB_TOKEN = "{WRITTEN}"
+HUB_TOKEN = "{TOKEN}"
 
 
 class Table(Digits):
@@ -82,7 +82,7 @@ def commit(tree):
 
 
 def write(folder, files):
-    """Write texts to files by their names; folders are made."""
+    """Write texts to files by their names; create folders as needed."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -99,8 +99,8 @@ def write_table(root):
 
 @pytest.fixture(scope="module")
 def gone(command, tmp_path_factory):
-    """A run from a dirty git tree (a changed file, files that git does not know, a folder of configs with code beside
-    it), and its data; the tree, `.git` and all, is gone."""
+    """A run from a dirty git tree (a changed file, untracked files, code beside the config), its data and its store.
+    The tree, with `.git`, is deleted."""
     top = tmp_path_factory.mktemp("gone")
     tree, root, store = top / "a tree", top / "table", top / "mlruns"
     write(tree, {"own.py": "# to be written\n", "nets/narrow.py": "WIDTH = 8\n", "unused.py": "UNUSED = 1\n"})
@@ -110,16 +110,15 @@ def gone(command, tmp_path_factory):
     beside = "from torch.nn import CrossEntropyLoss as Loss\n"
     write(tree, {"conf/beside.py": beside, "conf/c.yaml": CONFIG.replace("ROOT", str(root))})
     write_table(root)
-    done = command(
-        *("train", "conf/c.yaml", f"logger.params.tracking_uri='{store}'"), cwd=tree, TABLE_PASSWORD=PASSWORD, code=0
-    )
+    uri = f"logger.params.tracking_uri='{store}'"
+    done = command("train", "conf/c.yaml", uri, cwd=tree, TABLE_PASSWORD=PASSWORD, code=0)
     shutil.rmtree(tree)
     return done, root, store
 
 
 @pytest.fixture
 def forked(command):
-    """Runs the plan of a reproduction in a forked process; a fresh one spends seconds on imports."""
+    """`forked(plan)` runs the plan of a reproduction in a forked process; a new one spends seconds on imports."""
 
     def start(plan):
         done = command("train", plan.config, *plan.overrides, cwd=plan.directory, **plan.variables)
@@ -130,7 +129,7 @@ def forked(command):
 
 @pytest.fixture(scope="module")
 def trained(train):
-    """A small run of parts of ours."""
+    """The folder of a small run without user code."""
     return train("stages=[train,test]").folder
 
 
@@ -140,16 +139,16 @@ def series_of(store, run_id):
     return {name: [(p.step, p.value) for p in client.get_metric_history(run_id, name)] for name in names}
 
 
-def told(outcome):
-    """The lines of a `diff`, without what somebody does to this clone while the tests run."""
+def diff_lines(outcome):
+    """Return the lines of a `diff` without edits of this clone while the tests run."""
     lines = [line for line in outcome.out.splitlines() if not line.startswith("  deeplightning (its own files)")]
-    behind = [*lines[1:], ""]
-    return [line for number, line in enumerate(lines) if line != "code" or behind[number].startswith("  ")]
+    following = [*lines[1:], ""]
+    return [line for line, after in zip(lines, following, strict=False) if line != "code" or after.startswith("  ")]
 
 
 @pytest.mark.slow
 def test_a_run_of_a_dirty_tree_is_made_again_after_the_tree_is_gone(gone, command, tmp_path):
-    """From its id and the tracker alone a new run has the same metrics and weights, bit for bit."""
+    """A new run from its id and the tracker alone has the same metrics and weights, bit for bit."""
     done, _, store = gone
     run_id = done.folder.parent.name
     again = command("reproduce", run_id, cwd=tmp_path, MLFLOW_TRACKING_URI=str(store), TABLE_PASSWORD=PASSWORD, code=0)
@@ -161,20 +160,20 @@ def test_a_run_of_a_dirty_tree_is_made_again_after_the_tree_is_gone(gone, comman
     assert digest(again.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
     tags = MlflowClient(f"sqlite:///{store / 'mlflow.db'}").get_run(again.folder.parent.name).data.tags
     assert tags["reproduces"] == run_id
-    assert told(command("diff", done.folder, again.folder, cwd=tmp_path)) == []
+    assert diff_lines(command("diff", done.folder, again.folder, cwd=tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_run_keeps_of_its_code(gone):
-    """What it imported, also late, with the small texts in its packages; no data, no `.env` and no secret."""
+    """`code.zip` has the imported files, late ones too, and small text files of their packages; it has no data, no
+    `.env` and no secret."""
     folder = RunFolder(gone[0].folder)
     with zipfile.ZipFile(folder.code) as archive:
         names = archive.namelist()
         kept = {name: archive.read(name).decode() for name in names}
     manifest = json.loads(kept.pop("manifest.json"))
-    assert set(kept) == {
-        *("0/own.py", "0/late.py", "0/nets/wide.py", "0/nets/narrow.py", "0/nets/factor.json", "1/beside.py")
-    }
+    expected = ("0/own.py", "0/late.py", "0/nets/wide.py", "0/nets/narrow.py", "0/nets/factor.json", "1/beside.py")
+    assert set(kept) == set(expected)
     assert kept["0/nets/narrow.py"] == "WIDTH = 12\n"
     assert 'HUB_TOKEN = "***"' in kept["0/own.py"]
     assert '"${oc.env:TABLE_PASSWORD}"' in kept["0/own.py"]
@@ -184,24 +183,22 @@ def test_what_a_run_keeps_of_its_code(gone):
     for path in folder.path.rglob("*"):
         if path.is_file():
             content = path.read_bytes() + "".join(kept.values()).encode()
-            assert not [secret for secret in (PASSWORD, WRITTEN, "kept-elsewhere") if secret.encode() in content], path
+            assert not [secret for secret in (PASSWORD, TOKEN, "kept-elsewhere") if secret.encode() in content], path
     assert "own.py:6 looks like a secret" in gone[0].err
 
 
 def test_a_byte_that_changed_in_the_data_is_named_before_anything_runs(gone, command, tmp_path):
-    """So are a file that is gone and one that is new; exit code 3, and no run is opened."""
+    """A missing file and a new one are named too; the exit code is 3, and no run is opened."""
     done, root, store = gone
     runs = len(list(store.glob("0/*")))
-    elsewhere = tmp_path / "table"
-    shutil.copytree(root, elsewhere)
-    content = bytearray((elsewhere / "digits.csv").read_bytes())
-    content[0] = ord("1") if content[0] != ord("1") else ord("2")
-    (elsewhere / "digits.csv").write_bytes(content)
-    (elsewhere / "readme.md").unlink()
-    (elsewhere / "more.csv").write_text("1,2\n")
-    refused = command(
-        *("reproduce", done.folder, f"data.root='{elsewhere}'"), cwd=tmp_path, TABLE_PASSWORD=PASSWORD, code=3
-    )
+    copy = shutil.copytree(root, tmp_path / "table")
+    content = bytearray((copy / "digits.csv").read_bytes())
+    content[0] ^= 1  # another digit
+    (copy / "digits.csv").write_bytes(content)
+    (copy / "readme.md").unlink()
+    (copy / "more.csv").write_text("1,2\n")
+    words = ("reproduce", done.folder, f"data.root='{copy}'")
+    refused = command(*words, cwd=tmp_path, TABLE_PASSWORD=PASSWORD, code=3)
     assert "digits.csv: other content (SHA-256 " in refused.err
     assert "more.csv: new" in refused.err
     assert "readme.md: missing" in refused.err
@@ -209,49 +206,47 @@ def test_a_byte_that_changed_in_the_data_is_named_before_anything_runs(gone, com
 
 
 def test_other_data_make_another_run_and_the_first_difference_is_named(gone, forked, tmp_path, monkeypatch):
-    """With `--any-data` it runs all the same: exit code 5, the metric, its step, both values, and the likely reason."""
+    """`--any-data` runs it on other data. The exit code is 5; the error has the metric, its step, both values and the
+    next step, and a warning the likely reason."""
     monkeypatch.setenv("TABLE_PASSWORD", PASSWORD)
     done, root, _ = gone
-    elsewhere = tmp_path / "table"
-    shutil.copytree(root, elsewhere)
-    text = (elsewhere / "digits.csv").read_text().splitlines()
-    (elsewhere / "digits.csv").write_text("\n".join(["5," + line.partition(",")[2] for line in text]) + "\n")
-    said = []
+    copy = shutil.copytree(root, tmp_path / "table")
+    text = (copy / "digits.csv").read_text().splitlines()
+    (copy / "digits.csv").write_text("\n".join(["5," + line.partition(",")[2] for line in text]) + "\n")
+    output = []
 
     def with_roots(plan):  # a forked process does not read PYTHONPATH
         shutil.copytree(plan.directory.with_name("1"), plan.directory, dirs_exist_ok=True)
         return forked(plan)
 
     with pytest.raises(RunError) as failed:
-        reproduce(str(done.folder), [f"data.root='{elsewhere}'"], any_data=True, say=said.append, start=with_roots)
+        reproduce(str(done.folder), [f"data.root='{copy}'"], any_data=True, say=output.append, start=with_roots)
     assert failed.value.exit_code == 5
     first, second = past_run(str(done.folder)), past_run(failed.value.args[0].split(" does not")[0])
     apart = first_differences(first.series, second.series)[0]
     assert f"first difference: {apart.name} at step {apart.step}: {apart.one!r} → {apart.two!r}" in str(failed.value)
     assert (apart.name, apart.step) == ("train_loss", 0)
     assert str(failed.value).endswith(f"`deeplightning diff {first} {second}` shows what else differs")
-    assert any("warning: the data are not those of" in line for line in said)
+    assert any("warning: the data are not those of" in line for line in output)
 
 
 def test_a_copied_folder_is_enough(trained, forked, tmp_path, monkeypatch):
-    """Its series stand in `metrics.jsonl`; the new run goes into the store that is in use."""
-    copied = tmp_path / "copied"
-    shutil.copytree(trained, copied)
+    """The metrics are compared with its `metrics.jsonl`; the new run goes into the store that is in use."""
+    copied = shutil.copytree(trained, tmp_path / "copied")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "store"))
     monkeypatch.chdir(tmp_path)
-    said = []
+    output = []
     uri = f"logger.params.tracking_uri='{tmp_path / 'store'}'"
-    again = reproduce(str(copied), [uri], say=said.append, start=forked)
+    again = reproduce(str(copied), [uri], say=output.append, start=forked)
     points = sum(map(len, past_run(str(trained)).series.values()))
-    assert f"metrics: the same {points} points of" in " ".join(said)
+    assert f"metrics: the same {points} points of" in " ".join(output)
     assert again.path.is_relative_to(tmp_path / "store")
-    assert not any("code" in line for line in said)
+    assert not any("code" in line for line in output)
 
 
 def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path, monkeypatch):
-    """The first tensor that differs; here the original's checkpoint and results were changed."""
-    copied = RunFolder(tmp_path / "copied")
-    shutil.copytree(trained, copied.path)
+    """The error names the first tensor that differs; here the copy's checkpoint and results are edited."""
+    copied = RunFolder(shutil.copytree(trained, tmp_path / "copied"))
     checkpoint = torch.load(copied.last, weights_only=True)
     name = next(iter(checkpoint["state_dict"]))
     checkpoint["state_dict"][name].view(-1)[0] += 0.25
@@ -259,35 +254,33 @@ def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path,
     copied.metrics.unlink()
     copied.results("test").write_text('{"test_acc": 2.0}')
     monkeypatch.chdir(tmp_path)
-    said = []
+    output = []
     with pytest.raises(RunError) as failed:
-        reproduce(str(copied.path), say=said.append, start=forked)
+        reproduce(str(copied.path), say=output.append, start=forked)
     assert "first difference: test_acc: 2.0 →" in str(failed.value)
     assert f"the tensor {name} (1 of " in str(failed.value)
-    assert "neither a tracker nor metrics.jsonl" in " ".join(said)
+    assert "neither a tracker nor metrics.jsonl" in " ".join(output)
 
 
 @pytest.mark.parametrize("name", ["cfg.yaml", "code.zip"])
 def test_the_code_of_a_run_that_was_made_elsewhere_is_not_executed(name, trained, tmp_path, command):
     """A copy of a user's own run is trusted until its config or code changes; without code a remedy is named."""
-    copied = RunFolder(tmp_path / "a copy")
-    shutil.copytree(trained, copied.path)
+    copied = RunFolder(shutil.copytree(trained, tmp_path / "a copy"))
     with (copied.path / name).open("ab") as file:
         file.write(b"\n")
-    begun = []
+    started = []
     with pytest.raises(CheckpointError) as refused:
-        reproduce(str(copied.path), say=begun.append, start=begun.append)
-    assert begun == []
-    told = str(refused.value)
-    assert "you did not make this run, as it is now, on this machine" in told
-    assert all(path in told for path in code.read_code(copied.code).names())
-    assert told.endswith("If you trust all of it: --trust")
-    outcome = command("reproduce", copied.path, cwd=tmp_path)
-    assert (outcome.code, "Traceback" in outcome.err) == (4, False)
-    assert "--trust" in outcome.err
+        reproduce(str(copied.path), say=started.append, start=started.append)
+    assert started == []
+    message = str(refused.value)
+    assert "you did not make this run, as it is now, on this machine" in message
+    assert all(path in message for path in code.read_code(copied.code).names())
+    assert message.endswith("If you trust all of it: --trust")
+    outcome = command("reproduce", copied.path, cwd=tmp_path, code=4)
+    assert ("Traceback" in outcome.err, "--trust" in outcome.err) == (False, True)
     copied.code.unlink()
-    outcome = command("reproduce", copied.path, "--trust", cwd=tmp_path)
-    assert (outcome.code, "Traceback" in outcome.err) == (4, False)
+    outcome = command("reproduce", copied.path, "--trust", cwd=tmp_path, code=4)
+    assert "Traceback" not in outcome.err
     assert "this run kept no code (code.zip)" in outcome.err
     assert f"`deeplightning train '{copied.config}'`" in outcome.err
 
@@ -306,7 +299,7 @@ def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_agai
 
 
 def test_git_runs_no_program_that_a_repository_names_and_uses_none_of_another_user(tmp_path, monkeypatch):
-    """Each program would leave a file; `GIT_TEST_ASSUME_DIFFERENT_OWNER` is what Git tests its rule by."""
+    """Each program would create a file; Git's own tests set `GIT_TEST_ASSUME_DIFFERENT_OWNER`."""
     tree, ran = tmp_path / "tree", tmp_path / "ran"
     ran.mkdir()
     write(tree, {"own.py": "one = 1\n", ".gitattributes": "*.py filter=p diff=p\n"})
@@ -325,67 +318,64 @@ def test_git_runs_no_program_that_a_repository_names_and_uses_none_of_another_us
     monkeypatch.chdir(tree)
     assert environment.git_state()["commit"]
     assert list(ran.iterdir()) == []
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # a `safe.directory` there is an answer of its own
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # a `safe.directory` there would allow it
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert environment.git_state() is None
 
 
 def test_a_run_that_began_from_a_checkpoint_begins_from_it_again(train, trained, forked, tmp_path, monkeypatch):
-    """As a run of its own: the run that the checkpoint is of stays as it is."""
-    start = tmp_path / "somewhere.ckpt"
-    shutil.copyfile(trained / "last.ckpt", start)
-    begun = train(f"train.resume_ckpt='{start}'", "train.num_epochs=3").folder
+    """It is a separate run: the run of the checkpoint stays unchanged."""
+    start = shutil.copyfile(trained / "last.ckpt", tmp_path / "somewhere.ckpt")
+    resumed = train(f"train.resume_ckpt='{start}'", "train.num_epochs=3").folder
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     monkeypatch.chdir(tmp_path)
-    again = reproduce(str(begun), say=lambda text: None, start=forked)
-    assert again.path not in (begun, trained)
+    again = reproduce(str(resumed), say=lambda text: None, start=forked)
+    assert again.path not in (resumed, trained)
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
 
 
 def test_a_run_that_failed_fails_again(train, forked, tmp_path, monkeypatch):
-    """Compared is what it said until then."""
+    """The metrics up to the failure are compared."""
     failed = train("model.optimizer.params.lr=1e30", code=5).folder
     monkeypatch.chdir(tmp_path)
-    said = []
-    again = reproduce(str(failed), say=said.append, start=forked)
+    output = []
+    again = reproduce(str(failed), say=output.append, start=forked)
     assert past_run(str(again.path)).status == "FAILED"
-    assert "the run ended as FAILED: what it logged until then is compared" in said
+    assert "the run ended as FAILED: what it logged until then is compared" in output
 
 
 def test_one_of_several_processes_does_not_begin_a_reproduction(trained, command, place):
-    """It would start all of the run's processes once more: exit code 3, before anything."""
-    refused = command(
-        "reproduce", trained, cwd=place, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="x", code=3
-    )
-    assert "start reproduce only once" in refused.err
+    """Each process of a launcher would start all processes of the run, so it is refused with exit code 3."""
+    launcher = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"}
+    assert "start reproduce only once" in command("reproduce", trained, cwd=place, code=3, **launcher).err
 
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_is_made_again(job, command, tmp_path):
-    """`reproduce` starts both by itself."""
+    """`reproduce` starts both processes itself."""
     done = job("data.batch_size=8", "train.num_epochs=1")
     again = command("reproduce", done.folder, cwd=tmp_path, code=0)
     assert digest(again.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
 
 
 def test_a_result_that_is_no_number_twice_is_no_difference():
-    """NaN, by itself or in a list, equals NaN; another kind of missing number does not."""
+    """NaN equals NaN, alone or in a list; infinity does not equal NaN."""
     one = {"a": math.nan, "b": [math.nan], "c": math.nan, "d": 1}
     two = {"a": float("nan"), "b": [float("nan")], "c": math.inf, "d": 1.0}
     assert [name for name, _, _ in between(one, two)] == ["c"]
 
 
 def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
-    """Config, code, data, environment, hardware and metrics; as text, and for programs; none of a run and itself."""
+    """The groups are config, code, data, environment, hardware and metrics, as text and as JSON. A run does not differ
+    from itself."""
     first = RunFolder(gone[0].folder)
-    second = RunFolder(tmp_path / "second")
-    shutil.copytree(first.path, second.path)
+    second = RunFolder(shutil.copytree(first.path, tmp_path / "second"))
     second.config.write_text(second.config.read_text().replace("lr: 0.05", "lr: 0.06"))
     note_own(second.config)
-    told = json.loads(second.environment.read_text())
-    told["packages"]["torch"], told["cpu"]["model"] = "9.9.9", "Abacus"
-    told |= {"started": "2030-01-01", "command": "other", "launch": "other"}
-    second.environment.write_text(json.dumps(told))
+    recorded = json.loads(second.environment.read_text())
+    recorded["packages"]["torch"], recorded["cpu"]["model"] = "9.9.9", "Abacus"
+    recorded |= {"started": "2030-01-01", "command": "other", "launch": "other"}
+    second.environment.write_text(json.dumps(recorded))
     data = json.loads(second.data.read_text())
     data["files"]["digits.csv"][1] = "0" * 64
     second.data.write_text(json.dumps(data))
@@ -418,7 +408,7 @@ def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
 
 @pytest.fixture
 def collected(monkeypatch):
-    """`collected(roots, (name, file), …)`: what is kept of a process with these import roots and imported modules; the
+    """`collected(roots, (name, file), …)` is the code of a process with these import roots and imported modules. The
     first root is the working directory."""
 
     def collect(roots, *modules, **more):
@@ -433,12 +423,11 @@ def collected(monkeypatch):
     return collect
 
 
-def test_only_what_is_imported_is_looked_at(collected, tmp_path, monkeypatch):
-    """A working directory full of other things costs nothing: it is never listed by us; of packages, folders are."""
+def test_only_imported_code_is_read(collected, tmp_path, monkeypatch):
+    """Only folders of imported packages are listed, so other files in the working directory cost nothing."""
     names = ("main.py", "other.py", "pack/__init__.py", "pack/inner.py", "pack/data.csv")
     write(tmp_path, dict.fromkeys(names, "from pack import inner\nimport json, numpy as np\n"))
-    listed = []
-    scan = os.scandir
+    listed, scan = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scan(path))
     found = collected([tmp_path], ("main", tmp_path / "main.py"))
     assert set(found.names()) == {"main.py", "pack/__init__.py", "pack/inner.py"}
@@ -446,7 +435,7 @@ def test_only_what_is_imported_is_looked_at(collected, tmp_path, monkeypatch):
 
 
 def test_roots_keep_their_order_and_files_of_one_name_apart(collected, tmp_path):
-    """As `sys.path` has them; a program comes out of the zip as it went in, and the same code gives the same bytes."""
+    """Roots have the order of `sys.path`. The zip unpacks to the same files, and the same code gives the same bytes."""
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         write(folder, {"shared/part.py": f"import late{folder.name}\n", f"late{folder.name}.py": "# é\n"})
@@ -464,7 +453,7 @@ def test_roots_keep_their_order_and_files_of_one_name_apart(collected, tmp_path)
 
 
 def test_code_keeps_the_state_in_which_it_was_imported(collected, tmp_path):
-    """What is edited while the run goes on is kept as it was at its start; what is imported later is added."""
+    """A file that is edited during the run is kept as it was at the start; a file that is imported later is added."""
     write(tmp_path, {"main.py": "x = 1\n", "late.py": "y = 1\n"})
     before = collected([tmp_path], ("main", tmp_path / "main.py"))
     (tmp_path / "main.py").write_text("x = 2\n")
@@ -472,8 +461,8 @@ def test_code_keeps_the_state_in_which_it_was_imported(collected, tmp_path):
     assert collected([tmp_path], *modules, before=before).names() == {"main.py": b"x = 1\n", "late.py": b"y = 1\n"}
 
 
-def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch):
-    """Limits of size and number hold, and each file that is left out is named with the reason."""
+def test_code_over_the_limits_is_left_out_and_named(collected, tmp_path, monkeypatch):
+    """Size and number of files are limited, and each file that is left out is named with the reason."""
     monkeypatch.setattr(code, "MAX_FILE_BYTES", 100)
     monkeypatch.setattr(code, "MAX_FILES", 3)
     monkeypatch.setattr(code, "MAX_TEXT_BYTES", 10)
@@ -491,7 +480,7 @@ def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name", ["0/../../evil.py", "0//etc/evil.py", "7/evil.py", "0/a\\evil.py", "evil.py"])
 def test_a_zip_that_leads_out_of_its_folder_or_is_damaged_is_refused(name, tmp_path):
-    """A run folder may come from anywhere: exit code 4, and nothing is written."""
+    """Nothing is unpacked from an untrusted `code.zip` with damage or a path outside its folder."""
     (tmp_path / "code.zip").write_bytes(code.Code(files={(0, "a.py"): b"x"}, roots=["/"]).pack()[:-30])
     with pytest.raises(CheckpointError, match="is damaged, or not the code of a run"):
         code.read_code(tmp_path / "code.zip")
@@ -505,14 +494,12 @@ def test_a_zip_that_leads_out_of_its_folder_or_is_damaged_is_refused(name, tmp_p
 
 
 def test_a_folder_of_data_is_told_by_its_files(tmp_path, monkeypatch):
-    """Name, size and SHA-256, or what could be found; not what is hidden, is code, or is a tracking store."""
+    """Each file has name, size and SHA-256, or the size alone; hidden files, code and tracking stores are left out."""
     names = ("a/1.png", "a/2.png", ".hidden", "code.py", "mlruns/mlflow.db", "mlruns/x.png")
     write(tmp_path, {name: name for name in names})
     found = datafiles.describe_files([tmp_path], str(tmp_path), remember=False)
     assert found["files"].keys() == {"a/1.png", "a/2.png"}
-    size, sha = found["files"]["a/1.png"]
-    told = subprocess.run(["sha256sum", tmp_path / "a/1.png"], capture_output=True, text=True, check=True).stdout
-    assert (size, sha) == (7, told.split()[0])
+    assert found["files"]["a/1.png"] == [7, hashlib.sha256(b"a/1.png").hexdigest()]
     assert datafiles.changes(found, datafiles.describe_again(found, None)) == {}
     (tmp_path / "a/2.png").write_text("other!!")
     assert datafiles.changes(found, datafiles.describe_again(found, None)).keys() == {"a/2.png"}
@@ -526,26 +513,26 @@ def test_a_folder_of_data_is_told_by_its_files(tmp_path, monkeypatch):
 
 
 def test_a_data_module_tells_its_files(tmp_path):
-    """By `files`, by paths that it keeps, by texts in its params that are paths; else it is all of `data.root`."""
+    """The files are those of `files`, else paths among its attributes and params, else all of `data.root`."""
     for name in ("a.tsv", "b.tsv", "words.txt"):
         (tmp_path / name).touch()
 
     class Module:
-        def __init__(self, **kept):
-            self.__dict__ |= kept
+        def __init__(self, **attributes):
+            self.__dict__ |= attributes
 
-    def told(module, **params):
+    def names(module, **params):
         return {path.name for path in datafiles.paths_of(module, str(tmp_path), params)}
 
-    assert told(Module(files=lambda: ["a.tsv", "gone.tsv"])) == {"a.tsv"}
-    assert told(Module(files={"train": tmp_path / "a.tsv"}, words=tmp_path / "words.txt")) == {"a.tsv", "words.txt"}
-    assert told(Module(), table="b.tsv", mode="crop") == {"b.tsv", tmp_path.name}
-    assert told(Module()) == {tmp_path.name}
+    assert names(Module(files=lambda: ["a.tsv", "gone.tsv"])) == {"a.tsv"}
+    assert names(Module(files={"train": tmp_path / "a.tsv"}, words=tmp_path / "words.txt")) == {"a.tsv", "words.txt"}
+    assert names(Module(), table="b.tsv", mode="crop") == {"b.tsv", tmp_path.name}
+    assert names(Module()) == {tmp_path.name}
     assert datafiles.paths_of(Module(), None, {"mode": "crop", "sizes": [1, 2]}) == []
 
 
-def test_series_part_at_the_earliest_step_of_all():
-    """The metric that differs first is named; a missing point is a difference, NaN is NaN, and times do not count."""
+def test_differences_of_series_begin_with_the_earliest_step():
+    """A missing point is a difference and NaN equals NaN; metrics of time, memory and load are not compared."""
     nan = float("nan")
     one = {"loss": [(0, 1.0), (4, nan), (8, 3.0)], "acc": [(8, 0.5)], "same": [(1, 1.0)]}
     two = {"loss": [(0, 1.0), (4, nan)], "acc": [(8, 0.6)], "same": [(1, 1.0)], "more": [(2, 1.0)]}
@@ -556,10 +543,8 @@ def test_series_part_at_the_earliest_step_of_all():
     assert all(map(is_repeatable, ["train_loss", "val_acc", "lr", "epoch", "timestep_loss", "grad_norm/a.times"]))
 
 
-def test_a_run_in_the_temporary_folder_is_kept_on_another_disk_and_beside_an_earlier_one(
-    trained, tmp_path, monkeypatch
-):
-    """Both runs are kept; a rename between two file systems fails."""
+def test_a_run_is_moved_to_another_disk_beside_an_earlier_one(trained, tmp_path, monkeypatch):
+    """Two reproductions in the temporary folder are both kept, although a rename between two file systems fails."""
 
     def start(plan):
         shutil.copytree(trained, plan.directory / "version_0")
@@ -576,12 +561,28 @@ def test_a_run_in_the_temporary_folder_is_kept_on_another_disk_and_beside_an_ear
 
 
 def test_a_patch_of_line_ends_alone_describes_both_files():
-    """As without --patch: there are no lines to show."""
-    runs = [
-        SimpleNamespace(code=code.Code(roots=["/x"], files={(0, "own.py"): text})) for text in (b"A = 1", b"A = 1\n")
-    ]
-    ((name, one, two),) = _code_between(*runs, patch=True)
-    assert name == "own.py"
-    assert one.startswith("1 lines")
-    assert two.startswith("1 lines")
+    """Without lines to show, `--patch` gives the same description as a plain diff."""
+    codes = [code.Code(roots=["/x"], files={(0, "own.py"): text}) for text in (b"A = 1", b"A = 1\n")]
+    ((name, one, two),) = _code_between(*(SimpleNamespace(code=of) for of in codes), patch=True)
+    assert (name, one[:7], two[:7]) == ("own.py", "1 lines", "1 lines")
     assert one != two
+
+
+def test_relative_paths_are_those_of_the_user(trained, tmp_path, monkeypatch):
+    """The new run starts in another folder; it still finds initial weights and `data.root`."""
+    copied = RunFolder(shutil.copytree(trained, tmp_path / "copied"))
+    text = copied.config.read_text()
+    assert "init_from: null" in text
+    copied.config.write_text(text.replace("init_from: null", "init_from: weights/a.ckpt"))
+    note_own(copied.config)
+    write(tmp_path, {"weights/a.ckpt": "", "data/x.csv": ""})
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def start(plan):
+        seen.extend([(plan.directory / "weights" / "a.ckpt").exists(), plan.overrides[-1]])
+        return 3, None
+
+    with pytest.raises(SystemExit):
+        reproduce(str(copied.path), ["data.root=data"], any_data=True, say=lambda _: None, start=start)
+    assert seen == [True, f"data.root='{tmp_path / 'data'}'"]

@@ -1,4 +1,4 @@
-"""The nine ResNets: torchvision's networks and tensors, for pictures of any channels and small ones; others by name."""
+"""The nine ResNets have torchvision's layers and tensors, and take any number of channels and small images."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from deeplightning.model import resnet
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Parameters for 1,000 classes and 3 channels, as torchvision's manual has them.
+# Numbers of parameters for 1,000 classes and 3 channels, from torchvision's manual.
 SIZES = {
     "ResNet18": 11_689_512,
     "ResNet34": 21_797_672,
@@ -28,15 +28,15 @@ SIZES = {
 }
 
 
-def sketched(name: str, num_classes: int, num_channels: int = 3) -> nn.Module:
-    """A network without numbers."""
-    with torch.device("meta"):  # random numbers for 473 million parameters would take the most of the time
+def on_meta(name: str, num_classes: int, num_channels: int = 3) -> nn.Module:
+    """Return a network on the device `meta`: random values for 473 million parameters would take most of the time."""
+    with torch.device("meta"):
         return getattr(resnet, name)(num_classes, num_channels)
 
 
-def made(name: str, num_channels: int) -> nn.Module:
-    """A network of cheap numbers: each layer takes means, so that what comes out is finite at any depth."""
-    network = sketched(name, 10, num_channels).to_empty(device="cpu")
+def averaging(name: str, num_channels: int) -> nn.Module:
+    """Return a network with constant weights: each layer takes means, so outputs are finite at any depth."""
+    network = on_meta(name, 10, num_channels).to_empty(device="cpu")
     for key, tensor in network.state_dict().items():
         scale = 1 / tensor[0].numel() if tensor.ndim > 1 else 0.5 if key.endswith(("weight", "var")) else 0
         tensor.fill_(scale)
@@ -45,17 +45,17 @@ def made(name: str, num_channels: int) -> nn.Module:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_all_nine_take_grey_and_coloured_pictures(name):
-    """DL-68: 1x28x28 and 3x32x32 pixels become a finite logit per class; the sizes are the published ones."""
-    assert sum(p.numel() for p in sketched(name, 1000).parameters()) == SIZES[name]
+    """DL-68: 1x28x28 and 3x32x32 pixels give a finite logit per class; the networks have the published sizes."""
+    assert sum(p.numel() for p in on_meta(name, 1000).parameters()) == SIZES[name]
     for channels, size in ((1, 28), (3, 32)):
         with torch.no_grad():
-            logits = made(name, channels)(torch.rand(2, channels, size, size))
+            logits = averaging(name, channels)(torch.rand(2, channels, size, size))
         assert logits.shape == (2, 10)
         assert torch.isfinite(logits).all()
 
 
 def test_it_is_torchvisions_network():
-    """With three channels and large pictures, the same seed gives torchvision's own tensors, by the same names."""
+    """With three channels and the usual stem, the same seed gives torchvision's tensors under the same names."""
     torch.manual_seed(1)
     ours = resnet.ResNet18(5).state_dict()
     torch.manual_seed(1)
@@ -84,7 +84,7 @@ RESNET = "{type: deeplightning.model.resnet.ResNet18, params: {num_classes: 10, 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A file of torchvision's tensors for 1,000 classes, like those that it offers."""
+    """A file of torchvision's tensors for 1,000 classes, like its pretrained weights."""
     torch.manual_seed(2)
     path = tmp_path_factory.mktemp("pretrained") / "resnet18.safetensors"
     save_file(torchvision.models.resnet18().state_dict(), path)
@@ -92,36 +92,34 @@ def pretrained(tmp_path_factory):
 
 
 def test_one_line_changes_the_network_and_pretrained_weights_are_taken(train, pretrained):
-    """DL-15: `model.network` alone makes a CNN's run one of a ResNet-18, which takes torchvision's tensors where they
-    fit and names those that do not: the first layer for one channel, and the last for ten classes."""
+    """DL-15: `model.network` alone replaces a CNN by a ResNet-18. It takes torchvision's tensors that fit and names
+    those that do not: the first layer for one channel, and the last for ten classes."""
     run = train(f"model.network={RESNET}", f"model.init_from='{pretrained}'", "model.optimizer.params.lr=0", *SMALL)
-    assert "ResNet18: 11,175,370 parameters" in run.err + run.out
-    told = run.err + run.out
-    assert "network.conv1.weight, network.fc.weight, network.fc.bias" in told
+    output = run.err + run.out
+    assert "ResNet18: 11,175,370 parameters" in output
+    assert "network.conv1.weight, network.fc.weight, network.fc.bias" in output
     ours = {name.removeprefix("network."): t for name, t in weights(run.folder / "last.ckpt").items()}
     theirs = load_file(pretrained)
     assert set(ours) == set(theirs)
-    moving = ("running_mean", "running_var", "num_batches_tracked")  # go on in a training
+    moving = ("running_mean", "running_var", "num_batches_tracked")  # change in training whatever the rate
     same = [n for n in ours if not n.endswith(moving) and not n.startswith(("conv1", "fc"))]
     assert len(same) == 59
     assert all(torch.equal(ours[name], theirs[name]) for name in same)
 
 
 def test_a_pretrained_network_is_a_feature_extractor_or_fine_tuned(fit):
-    """BO-16: after `model.init_from`, `model.trainable: head` leaves all but the last layer's tensors bit for bit,
-    `all` changes every one."""
+    """BO-16: after `model.init_from`, `model.trainable: head` changes only the tensors of the last layer, `all` changes
+    every one."""
     base = fit(*SMALL).folder / "last.ckpt"
     before = weights(base)
-    for trainable, learned in (
-        ("head", {"network.classifier.weight", "network.classifier.bias"}),
-        ("all", set(before)),
-    ):
+    head = {"network.classifier.weight", "network.classifier.bias"}
+    for trainable, learned in (("head", head), ("all", set(before))):
         after = fit(f"model.init_from='{base}'", f"model.trainable={trainable}", *SMALL).folder / "last.ckpt"
         assert {name for name, now in weights(after).items() if not torch.equal(before[name], now)} == learned
 
 
 def test_missing_pretrained_weights_are_named(train, tmp_path):
-    """UT-12: a folder that is not there, or holds no weights, is named with its key before a run begins."""
+    """UT-12: a folder that does not exist, or has no weights, is named with exit code 4."""
     (tmp_path / "empty").mkdir()
     for folder, words in (("nowhere", "There is no run folder"), ("empty", "there are no weights in this folder")):
         run = train(f"model.init_from='{tmp_path / folder}'", code=4)
@@ -136,8 +134,8 @@ ENGINES = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_s
     ("config", "engine"), [("resnet18", "null"), *(("resnet18", engine) for engine in ENGINES), ("vit", "ddp")]
 )
 def test_one_file_for_seven_engines(config, engine):
-    """ST-63: CIFAR-10 checks without a fault under each engine, by one override; the Vision Transformer's file too."""
-    processes = 1 if engine == "null" else 2  # of CPUs: `engine.gpus` names how many GPUs there are
+    """ST-63: the configs of CIFAR-10, ResNet and Vision Transformer, pass `check` under each engine by one override."""
+    processes = 1 if engine == "null" else 2  # CPU processes, since `engine.gpus` counts the GPUs of this machine
     override = [f"engine.backend={engine}", "engine.gpus=null", f"engine.processes={processes}"]
     assert examine(ROOT / "configs" / f"cifar10_{config}.yaml", override).faults == []
 
@@ -146,7 +144,7 @@ def test_one_file_for_seven_engines(config, engine):
 
 
 def test_a_network_of_torchvision_by_name(command, store, tmp_path):
-    """Any network of torchvision's is a plain target: it trains, and its arguments are compared with its signature."""
+    """Any network of torchvision is a plain target: it trains, and its params are checked against its signature."""
     shapes = ["data.module.params={train: 20, test: 10}", "data.batch_size=6", "train.num_epochs=1"]
     shapes += ["model.optimizer.groups=[]", "train.export=false", f"logger.params.tracking_uri={store}"]
     network = "model.network={{type: torchvision.models.mobilenet_v3_small, params: {{{}: 10}}}}"

@@ -1,13 +1,13 @@
-"""A process of a run is lost: all are started again, as often as is allowed, and the end is that of an undisturbed run.
+"""After the loss of a process all restart, up to the limit, and the run ends like an undisturbed one.
 
-The processes that the launcher starts are forked (see `forks`), but for one test, in which all is as a person has it.
+The launcher's processes are forked (see `forks`), except in one test, which starts them as a user does.
 """
 
+import functools
 import os
 import random
 import re
 import signal
-import time
 from types import SimpleNamespace
 
 import commands
@@ -15,6 +15,7 @@ import pytest
 from commands import real
 from conftest import OWN, digest
 from killing import FAULT, GOES_WRONG, KILLS, SETTINGS, SLEEPS, WRITING
+from served import gone, wait_until
 from storm.ended import end_of
 
 from deeplightning.config.schema import Engine
@@ -31,7 +32,7 @@ if "PIDS" in os.environ:
 
 
 class Writes(pl.Callback):
-    """Leaves a file of each process."""
+    """Creates a file in each process."""
 
     def on_train_start(self, trainer, module):
         pathlib.Path(os.environ["FILES"], f"callback in rank {trainer.global_rank}").touch()
@@ -42,7 +43,7 @@ def fails():
 
 
 def hook():
-    """Says that it was called, and gives the log another format."""
+    """Records its call in a file, and gives the log another format."""
     start, rank = (os.environ.get(name, "-") for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
     group = "there is a group" if torch.distributed.is_initialized() else "no group yet"
     file = pathlib.Path(os.environ["FILES"], f"start {start} of rank {rank}")
@@ -52,7 +53,7 @@ def hook():
 
 
 def dies_early():
-    """Its process is killed in the first start, when the folder of its run has a config and nothing else yet."""
+    """Kills its process in the first start, when the run folder has a config and nothing else yet."""
     real = os.replace
 
     def replace(source, target, **more):
@@ -67,7 +68,7 @@ def dies_early():
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A working directory with own code."""
+    """A working directory with user code."""
     folder = tmp_path_factory.mktemp("here")
     (folder / "losses.py").write_text(LOSSES)
     (folder / "own.py").write_text(OWN)
@@ -80,7 +81,7 @@ def here(tmp_path_factory):
 
 @pytest.fixture
 def launch(command, tiny, here, tmp_path):
-    """`launch(override, …)` starts a run that is looked after; nothing is left of it, and no process in its way."""
+    """`launch(override, …)` starts a supervised run; afterwards no process and no temporary file of it remains."""
     temporary, pids = tmp_path / "tmp", tmp_path / "pids"
     temporary.mkdir()
     pids.mkdir()
@@ -92,22 +93,9 @@ def launch(command, tiny, here, tmp_path):
         return command.start("train", tiny, *engine, *launcher, *overrides, cwd=here, **variables)
 
     yield start
-    left = [path.name for path in pids.iterdir() if alive(int(path.name))]
-    assert left == [], "processes are left"
-    # Python's multiprocessing makes folders pymp-…, which a process that is killed cannot remove.
+    wait_until(lambda: all(gone(int(path.name)) for path in pids.iterdir()))
+    # Python's multiprocessing makes folders pymp-…, which a killed process cannot remove.
     assert [path for path in temporary.iterdir() if not path.name.startswith("pymp-")] == []
-
-
-def alive(pid, seconds=10):
-    """Whether a process does not end."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def at(rank, what, when="0"):
@@ -119,21 +107,19 @@ def restarts_of(outcome):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(command, tiny, here, tracked, tmp_path_factory):
-    """`undisturbed(processes, backend)` is what a run leaves of which no process is lost: weights, points."""
-    known = {}
+def undisturbed(command, tiny, here, tracked):
+    """`undisturbed(processes, backend)` is the weights' digest and the points of a run that loses no process."""
 
-    def run(processes, backend="null"):
-        if (processes, backend) not in known:
-            engine = [f"engine.processes={processes}", f"engine.backend={backend}", "engine.max_restarts=1"]
-            done = command("train", tiny, *engine, cwd=here, main=FORKED, code=0)
-            known[processes, backend] = digest(done.folder / "last.ckpt"), tracked(done.folder).series()
-        return known[processes, backend]
+    @functools.cache
+    def run(processes, backend):
+        engine = [f"engine.processes={processes}", f"engine.backend={backend}", "engine.max_restarts=1"]
+        done = command("train", tiny, *engine, cwd=here, main=FORKED, code=0)
+        return digest(done.folder / "last.ckpt"), tracked(done.folder).series()
 
     return run
 
 
-# ---- how often
+# ---- number of restarts
 
 
 @pytest.mark.slow
@@ -145,12 +131,12 @@ def undisturbed(command, tiny, here, tracked, tmp_path_factory):
 def test_a_lost_process_is_started_again_as_often_as_allowed(
     restarts, when, code, needed, launch, tracked, undisturbed
 ):
-    """A line for each restart; one run, which ends undisturbed, or FAILED with the last checkpoint named."""
-    victim = 1 if code == 0 else 0  # which speaks for the run
+    """Each restart prints a line. The run ends like an undisturbed one, or FAILED with the last checkpoint named."""
+    victim = 1 if code == 0 else 0  # rank 0 reports the failure
     done = launch(at(victim, "kill", when), restarts=restarts).end(code=code)
-    told = restarts_of(done)
-    assert len(told) == needed
-    for number, line in enumerate(told, start=1):
+    lines = restarts_of(done)
+    assert len(lines) == needed
+    for number, line in enumerate(lines, start=1):
         assert line.startswith(f"restart {number} of {restarts}: rank {victim}: a worker was lost: "), line
         assert line.endswith(f"resumes from {done.folder / 'last.ckpt'}")
     run = tracked(done.folder)
@@ -158,7 +144,7 @@ def test_a_lost_process_is_started_again_as_often_as_allowed(
     if code == 0:
         assert run.status == "FINISHED"
         assert "failure" not in run.tags
-        assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(2)
+        assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(2, "null")
     else:
         assert run.status == "FAILED"
         assert run.tags["failure"].startswith("rank 0: a worker was lost")
@@ -175,12 +161,11 @@ HANG = "rank 0: timed out after 12 s (engine.params.timeout); resumes"
     ("backend", "what", "words"),
     [
         *((backend, "kill", KILL) for backend in ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3")),
-        ("null", "sleep", HANG),
-        ("null", "stop", HANG),
+        *(("null", what, HANG) for what in ("sleep", "stop")),
     ],
 )
-def test_shards_are_there_again_and_a_process_that_hangs_is_lost(backend, what, words, launch, tracked, undisturbed):
-    """Each process takes up its own pieces; at the time limit all end, one that stands still by force."""
+def test_sharded_engines_and_hanging_processes_restart(backend, what, words, launch, tracked, undisturbed):
+    """Each process loads its own shards; at the time limit all processes end, a stopped one by force."""
     limit = [] if what == "kill" else ["engine.params.timeout=12"]
     done = launch(f"engine.backend={backend}", *limit, at(1, what)).end(code=0)
     (line,) = restarts_of(done)
@@ -190,7 +175,7 @@ def test_shards_are_there_again_and_a_process_that_hangs_is_lost(backend, what, 
 
 
 def test_an_edit_does_not_reach_a_restart(launch, tracked, undisturbed, here, tmp_path):
-    """Processes that start again have the code and config of the start, and so has the run's `code.zip`; config and
+    """Restarted processes use the code and config of the first start, and so does the run's `code.zip`. Config and
     folder are printed once."""
     code, config = here / "edited.py", tmp_path / "more.yaml"
     code.write_text(LOSSES)
@@ -202,17 +187,17 @@ def test_an_edit_does_not_reach_a_restart(launch, tracked, undisturbed, here, tm
     assert (run.status, run.tags["restarts"], "failure" in run.tags) == ("FINISHED", "1", False)
     assert "this was edited" in code.read_text()
     assert "this was edited" in config.read_text()
-    assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(2)
+    assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(2, "null")
     kept = read_code(done.folder / "code.zip")
     assert kept.roots[0] == kept.working_directory == str(here)
     assert kept.names()["edited.py"] == LOSSES.encode()
 
 
 def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed):
-    """A crash of its own, at the place where it was killed."""
+    """A single process that crashes is restarted, resumes, and ends like an undisturbed run."""
     done = launch(at(0, "crash"), processes=1).end(code=0)
     assert "restart 1 of 1: rank 0: a worker was lost: the process was killed by SIGSEGV; resumes" in done.err
-    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(1)
+    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(1, "null")
 
 
 @pytest.mark.parametrize(
@@ -223,8 +208,8 @@ def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed)
         ("leave", "the process ended with exit code 7 without a message"),
     ],
 )
-def test_what_would_happen_again_is_not_started_again(what, words, launch):
-    """A fault of the code, a loss that is no number, an end without a word: told once, with its exit code."""
+def test_an_error_that_would_recur_is_not_restarted(what, words, launch):
+    """An error of the code, a loss that is NaN and an exit without a message are reported once, without a restart."""
     done = launch(at(0, what), processes=1).end(code=5)
     assert restarts_of(done) == []
     assert words in done.err
@@ -232,8 +217,8 @@ def test_what_would_happen_again_is_not_started_again(what, words, launch):
 
 
 @pytest.mark.slow
-def test_processes_that_cannot_all_be_started_do_not_stay(launch, tmp_path):
-    """The machine refuses the second: the first ends, and so does the launch, with exit code 3."""
+def test_a_process_that_cannot_be_started_ends_the_launch(launch, tmp_path):
+    """If the second process cannot be forked, the first one and the launcher end; the exit code is 3."""
     refuses = tmp_path / "refuses"
     refuses.touch()
     done = launch(at(1, "kill", "never"), REFUSES=str(refuses)).end(code=3)
@@ -248,7 +233,7 @@ def test_processes_that_cannot_all_be_started_do_not_stay(launch, tmp_path):
     [(signal.SIGTERM, 143, 2), pytest.param(signal.SIGINT, 130, 1, marks=pytest.mark.slow)],
 )
 def test_a_signal_to_the_launcher_ends_all_politely(number, code, processes, launch, tracked, tmp_path):
-    """Each process gets it once: the batch is finished, `last.ckpt` saved, the run KILLED, nothing started again."""
+    """Each process finishes its batch, `last.ckpt` is saved, the run is KILLED, and no process is restarted."""
     go = tmp_path / "go"
     running = launch(f"train.callbacks=[{{type: own.Waits, params: {{until: '{go}'}}}}]", processes=processes)
     running.says("waits")
@@ -264,7 +249,7 @@ def test_a_signal_to_the_launcher_ends_all_politely(number, code, processes, lau
 
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_processes_along(launch, tracked, undisturbed, tmp_path):
-    """They notice, and end; the same command with `train.resume_ckpt=auto` goes on in the same run."""
+    """They notice it and end; the same command with `train.resume_ckpt=auto` resumes the same run."""
     go, named = tmp_path / "go", f"logger.params.experiment_name=killed-{tmp_path.name}"
     waits = f"{at(0, 'kill', 'never')[:-1]}, {{type: own.Waits, params: {{until: '{go}'}}}}]"
     running = launch(waits, named)
@@ -274,23 +259,23 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(launch, tracked, un
     go.touch()
     done = launch(waits, named, "train.resume_ckpt=auto").end(code=0)
     assert f"run folder {done.folder}" in out
-    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2)
+    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2, "null")
 
 
 # ---- the hook
 
 
 def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_path):
-    """Before there is a group, with the variables of `engine.env`; the files of the log have the format it gives."""
+    """It is called before the process group exists, with the variables of `engine.env`; it may set the log's format."""
     files = tmp_path / "files"
     files.mkdir()
     callbacks = f"{at(1, 'kill')[:-1]}, {{type: losses.Writes}}]"
     done = launch("engine.setup_hook=losses.hook", "engine.env={FLAVOUR: bitter}", callbacks, FILES=str(files)).end(0)
-    (told,) = restarts_of(done)
-    assert told.startswith("restart 1 of 1: rank 1: a worker was lost: ")
-    assert told.endswith(f"resumes from {done.folder / 'last.ckpt'}")
-    said = {path.name: path.read_text() for path in files.glob("start *")}
-    assert said == {f"start {start} of rank {rank}": "no group yet, bitter" for start in (0, 1) for rank in (0, 1)}
+    (line,) = restarts_of(done)
+    assert line.startswith("restart 1 of 1: rank 1: a worker was lost: ")
+    assert line.endswith(f"resumes from {done.folder / 'last.ckpt'}")
+    calls = {path.name: path.read_text() for path in files.glob("start *")}
+    assert calls == {f"start {start} of rank {rank}": "no group yet, bitter" for start in (0, 1) for rank in (0, 1)}
     for rank in (0, 1):
         lines = (done.folder / "logs" / f"rank_{rank}.log").read_text().splitlines()
         assert [line for line in lines if not line.startswith("own format | ")] == []
@@ -305,9 +290,9 @@ def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch, tiny, here, tracked):
-    """With the place where it is; all end with 5, and with restarts they go on."""
-    dog = "{type: deeplightning.callbacks.watch.Watchdog, params: {seconds: 3}}"
-    overrides = [f"{at(processes - 1, 'sleep')[:-1]}, {dog}]"]
+    """It reports the line of code; all processes end with exit code 5, or restart and resume if allowed."""
+    watchdog = "{type: deeplightning.callbacks.watch.Watchdog, params: {seconds: 3}}"
+    overrides = [f"{at(processes - 1, 'sleep')[:-1]}, {watchdog}]"]
     if processes == 1:
         done = command("train", tiny, *overrides, cwd=here, code=5)
         assert tracked(done.folder).status == "FAILED"
@@ -319,23 +304,24 @@ def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch
     assert f"rank {processes - 1} is at losses.py:{SLEEPS}\n" in done.err
 
 
-# ---- as a person has it
+# ---- as a user starts it
 
 
 @pytest.mark.slow
-def test_processes_that_nobody_has_forked(tiny, here, tracked, undisturbed, tmp_path):
-    """`python -m deeplightning train`, with commands as its processes: killed once, started again, the same end."""
+def test_processes_that_are_not_forked_restart(tiny, here, tracked, undisturbed, tmp_path):
+    """`python -m deeplightning train` restarts a killed process, and the run ends like an undisturbed one."""
     arguments = ["engine.max_restarts=1", at(0, "kill")]
     done = real("train", tiny, *arguments, cwd=here, TMPDIR=str(tmp_path), PIDS=str(tmp_path), code=0)
     assert len(restarts_of(done)) == 1
     run = tracked(done.folder)
     assert run.status == "FINISHED"
-    assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(1)
-    left = [path.name for path in tmp_path.iterdir()]
-    assert [name for name in left if not name.isdecimal() or alive(int(name))] == []
+    assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(1, "null")
+    names = [path.name for path in tmp_path.iterdir()]
+    assert [name for name in names if not name.isdecimal()] == []
+    wait_until(lambda: all(gone(int(name)) for name in names))
 
 
-# ---- what is said, and what is refused
+# ---- errors
 
 LAUNCHER = "engine.launcher={{type: deeplightning.launch.Local, params: {}}}".format
 HOOK = "engine.setup_hook={}".format
@@ -352,22 +338,22 @@ HOOK = "engine.setup_hook={}".format
         (HOOK("hook"), "`hook` is not a MODULE.NAME"),
     ],
 )
-def test_a_launcher_that_is_told_wrong_and_a_hook_that_is_none_are_named(override, words, command, tiny, here):
-    """Exit 2, the key, what is allowed and the nearest name; of a hook by `check` as well."""
+def test_an_invalid_launcher_or_hook_is_named(override, words, command, tiny, here):
+    """The exit code is 2; the error has the key, what is allowed and the nearest name. `check` finds it for hooks."""
     failed = command("check" if "hook" in override else "train", tiny, override, cwd=here, code=2)
     assert words in failed.err
     assert override.partition("=")[0] in failed.err
 
 
 def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
-    """Its place and the exception, and exit 5."""
+    """The error has its file and exception; the exit code is 5."""
     failed = command("train", tiny, "engine.setup_hook=losses.fails", cwd=here, code=5)
     assert "losses.py:" in failed.err.splitlines()[-1]
     assert "the device is not there" in failed.err
 
 
 def test_a_port_of_the_config_is_free_again_for_a_restart(tmp_path, monkeypatch):
-    """The processes of each start meet at it: exit code 0 after a restart."""
+    """The processes of each start use the same port, so the restarted run ends with exit code 0."""
     from deeplightning.launch import local
 
     words = ["/bin/sh", "-c", f"test -e {tmp_path}/again || {{ touch {tmp_path}/again; kill -9 $$; }}"]
@@ -378,7 +364,7 @@ def test_a_port_of_the_config_is_free_again_for_a_restart(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("resumed", ["null", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, store):
-    """The run has a config and no name of its launch yet; the restart continues it all the same."""
+    """The run has a config but no launch id yet; the restart continues it, and makes no second run."""
     from mlflow.tracking import MlflowClient
 
     settings = [f"logger.params.experiment_name=opened-{resumed}", f"train.resume_ckpt={resumed}"]
@@ -394,14 +380,14 @@ def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, 
 
 @pytest.mark.slow
 def test_twenty_kills(launch, here, store, monkeypatch):
-    """At seeded instants, of one process or both, in one start or two: the end is that of an undisturbed run."""
+    """Killed at seeded events, one process or both, in one start or two, the run ends like an undisturbed one."""
     monkeypatch.setattr(commands, "LIMIT_SECONDS", 300)  # a launch starts up to three times
     draw = random.Random(8)
-    wholes, events = {}, {}
+    expected, events = {}, {}
     for processes in (1, 2):
         name = f"undisturbed-{processes}"
-        done = launch(*settings(name, processes), restarts=3, processes=processes, **variables(here, name)).end(code=0)
-        wholes[processes] = end_of(store, name)
+        launch(*settings(name, processes), restarts=3, processes=processes, **variables(here, name)).end(code=0)
+        expected[processes] = end_of(store, name)
         events[processes] = [(here / f"{name}.{rank}").read_text().splitlines() for rank in range(processes)]
     kinds = [WRITING, ("before replace",), ("in the validation",), ("at the end of epoch", "after the validation")]
     for number in range(20):
@@ -412,10 +398,10 @@ def test_twenty_kills(launch, here, store, monkeypatch):
         first = draw.choice(places) if number < 8 and places else draw.randrange(1, len(own))
         others = "".join(map(str, set(range(processes)) - {victim})) if draw.random() < 0.3 else ""
         second = f"{draw.choice(range(processes))}:{draw.randrange(1, len(own) // 2)}" if number % 3 == 0 else "-:0"
-        told = variables(here, name) | {"KILL": f"{victim}{others}:{first},{second},-:0,-:0"}
-        done = launch(*settings(name, processes), restarts=3, processes=processes, **told).end()
-        assert done.code == 0, (told, done)
-        assert end_of(store, name) == wholes[processes], (told, own[first - 1], done)
+        kills = variables(here, name) | {"KILL": f"{victim}{others}:{first},{second},-:0,-:0"}
+        done = launch(*settings(name, processes), restarts=3, processes=processes, **kills).end()
+        assert done.code == 0, (kills, done)
+        assert end_of(store, name) == expected[processes], (kills, own[first - 1], done)
 
 
 def settings(name, processes):

@@ -1,4 +1,4 @@
-"""A result is not wrong in silence: what is kept, what is learned with, and what is on record."""
+"""No result is silently wrong: the best checkpoints, the learning rate, and the record of what ran."""
 
 import json
 import shutil
@@ -27,15 +27,13 @@ def faults(report) -> dict[str, str]:
     return {fault.key: fault.message for fault in report.faults}
 
 
-# ---- which way of a metric is better
+# ---- the mode of a monitored metric
 
 
-@pytest.mark.parametrize(
-    ("monitor", "mode", "why"), [("val_acc", "max", "by the name val_acc"), ("val_loss", "min", "by the name val_loss")]
-)
+@pytest.mark.parametrize(("monitor", "mode"), [("val_acc", "max"), ("val_loss", "min")])
 @pytest.mark.parametrize("importing", [False, True])
-def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny):
-    """A `mode` that is not given follows from the metric's name, wherever one is needed; `explain` shows why."""
+def test_the_mode_of_a_metric_is_found(monitor, mode, importing, tiny):
+    """Each omitted `mode` follows from the name of the metric; `explain` shows why."""
     plateau = f"{{type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {{monitor: {monitor}}}}}"
     overrides = [
         f"train.checkpoint.monitor={monitor}",
@@ -49,32 +47,31 @@ def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny
     found = [cfg.train.checkpoint.mode, cfg.train.early_stop.mode]
     found += [cfg.model.scheduler.params["mode"], cfg.train.callbacks[0].params["mode"]]
     assert found == [mode] * 4
-    assert f"then null → {mode} ({why})" in explain(report, "train.checkpoint.mode")
+    assert f"then null → {mode} (by the name {monitor})" in explain(report, "train.checkpoint.mode")
     assert f"mode: {mode}" in explain(report, "train.callbacks.0")
 
 
-def test_a_metric_that_does_not_tell_needs_a_mode(tiny):
-    """The name of a metric does not tell which way is better: `check` and `train` refuse, each key."""
-    counting = "model.metrics.steps={type: torchmetrics.MeanMetric}"
-    asked = [counting, "train.checkpoint.monitor=val_steps", "train.early_stop={metric: val_steps}"]
+def test_a_metric_whose_name_implies_no_mode_needs_one(tiny):
+    """If the name of a metric implies no mode, `check` and `train` require one for each key."""
+    metric = "model.metrics.steps={type: torchmetrics.MeanMetric}"
+    overrides = [metric, "train.checkpoint.monitor=val_steps", "train.early_stop={metric: val_steps}"]
     for importing in (False, True):
-        report = examine(tiny, asked, importing=importing)
+        report = examine(tiny, overrides, importing=importing)
         assert set(faults(report)) == {"train.checkpoint.mode", "train.early_stop.mode"}
         assert "set `mode: max` or `mode: min`" in report.faults[0].message
         assert report.exit_code == 2
-    given = [*asked, "train.checkpoint.mode=max", "train.early_stop.mode=min"]
-    cfg = examine(tiny, given).checked()
+    cfg = examine(tiny, [*overrides, "train.checkpoint.mode=max", "train.early_stop.mode=min"]).checked()
     assert (cfg.train.checkpoint.mode, cfg.train.early_stop.mode) == ("max", "min")
 
 
 @pytest.fixture(scope="module")
 def judged(train):
-    """A run that watches its accuracy and does not say which way is better."""
+    """A run that monitors its accuracy without a mode."""
     return train("train.num_epochs=4", "train.checkpoint.monitor=val_acc", "train.early_stop={metric: val_acc}")
 
 
 def test_the_best_weights_are_those_of_the_highest_accuracy(judged, tracked):
-    """The mode of a monitored accuracy is `max` by default, for the best epoch and early stopping; see cfg.yaml."""
+    """The mode of a monitored accuracy is `max` by default, for the best epoch and early stopping, and in cfg.yaml."""
     folder = judged.folder
     values = [value for _, value in tracked(folder).series()["val_acc"]]
     assert len(values) == 4
@@ -85,7 +82,7 @@ def test_the_best_weights_are_those_of_the_highest_accuracy(judged, tracked):
 
 
 def test_results_are_on_the_disk_whole_or_not_at_all(fit, monkeypatch):
-    """Metrics and predictions are written beside their names: a loss of power leaves no part of them."""
+    """Metrics and predictions are written to temporary files and renamed, so an interruption leaves no partial file."""
     done, written, real = fit("train.max_steps=1"), [], Path.open
 
     def opened(path, mode="r", *arguments, **options):
@@ -101,8 +98,8 @@ def test_results_are_on_the_disk_whole_or_not_at_all(fit, monkeypatch):
     assert all(name.startswith(".test_") for name in written), written
 
 
-def test_the_position_of_each_sample_stands_before_the_columns_of_a_task(fit, monkeypatch):
-    """A task need not return `index` from `answers`."""
+def test_the_index_of_each_sample_is_the_first_column(fit, monkeypatch):
+    """`index` is the first column even if a task does not return it from `answers`."""
     done = fit("train.max_steps=1")
     monkeypatch.setattr(done.task, "answers", lambda batch, outputs: {"first": outputs[:, 0]})
     done.trainer.test(done.task, done.data)
@@ -112,7 +109,7 @@ def test_the_position_of_each_sample_stands_before_the_columns_of_a_task(fit, mo
 
 
 class Answers(pl.LightningModule):
-    """A user's module, whose steps return numbers of the batch beside columns, as plain Lightning allows."""
+    """A user's module whose steps return values of the batch beside columns, as plain Lightning allows."""
 
     def __init__(self):
         super().__init__()
@@ -121,25 +118,18 @@ class Answers(pl.LightningModule):
     def test_step(self, batch, batch_idx):
         at = torch.arange(len(batch)) + 4 * batch_idx
         more = {"last": ["yes"] * len(batch)} if len(batch) < 4 else {}
-        return {
-            "loss": batch.mean(),
-            "batch": batch_idx,
-            "index": at,
-            "value": batch[:, 0],
-            "names": ("a", "b"),
-            **more,
-        }
+        columns = {"index": at, "value": batch[:, 0], **more}
+        return {"loss": batch.mean(), "batch": batch_idx, "names": ("a", "b"), **columns}
 
     def predict_step(self, batch, batch_idx):
         return {"index": batch_idx, "value": batch}
 
 
-def test_what_is_no_column_of_a_users_step_is_left_out_of_the_rows_and_no_rows_are_said(tmp_path, caplog):
-    """Plain Lightning takes any mapping; only tensors and lists of a row per sample become columns."""
+def test_only_columns_of_a_users_step_are_written_and_a_step_without_any_is_logged(tmp_path, caplog):
+    """Only tensors and lists with a row per sample become columns; a step without any is logged."""
     record = SimpleNamespace(folder=RunFolder(tmp_path), cfg=SimpleNamespace(logger=SimpleNamespace(pictures=None)))
-    trainer = pl.Trainer(
-        callbacks=[Results(record)], logger=False, accelerator="cpu", enable_progress_bar=False, max_epochs=1
-    )
+    options = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False, "max_epochs": 1}
+    trainer = pl.Trainer(callbacks=[Results(record)], **options)
     loader, task = torch.utils.data.DataLoader(torch.arange(7.0)[:, None], batch_size=4), Answers()
     trainer.test(task, loader, verbose=False)
     rows = csv_rows(tmp_path / "test_predictions.csv")
@@ -157,9 +147,9 @@ def test_what_is_no_column_of_a_users_step_is_left_out_of_the_rows_and_no_rows_a
 
 @pytest.mark.parametrize(("name", "importing"), [("SGD", False), ("LBFGS", True)])
 def test_the_learning_rate_has_no_silent_default(name, importing, tiny):
-    """An optimizer that takes `lr` is refused without it, by `check` and `train`; only training needs one."""
-    rateless = f"model.optimizer={{type: torch.optim.{name}, params: {{weight_decay: 0}}}}"
-    rateless = rateless.replace("weight_decay: 0", "max_iter: 4") if name == "LBFGS" else rateless
+    """An optimizer that takes `lr` is refused without it, by `check` and `train`; stages without training need none."""
+    params = "max_iter: 4" if name == "LBFGS" else "weight_decay: 0"
+    rateless = f"model.optimizer={{type: torch.optim.{name}, params: {{{params}}}}}"
     report = examine(tiny, [rateless], importing=importing)
     assert set(faults(report)) == {"model.optimizer.params.lr"}
     assert "the learning rate, which has no silent default" in report.faults[0].message
@@ -169,39 +159,30 @@ def test_the_learning_rate_has_no_silent_default(name, importing, tiny):
 
 
 def test_each_of_several_optimizers_needs_a_learning_rate():
-    """The one without is named."""
+    """The error names the one that has none."""
     base, key = Path(__file__).parents[2] / "examples" / "dcgan" / "dcgan.yaml", "model.optimizer.generator.params.lr"
     assert set(faults(examine(base, [f"~{key}"]))) == {key}
 
 
-# ---- what was asked for, and what ran
+# ---- requested and effective settings
 
 
-@pytest.fixture(scope="module")
-def smaller(train):
-    """A run that was asked for more than this machine gave it, and one that asked for just that."""
-    return train(
-        *("engine.backend=fairscale_fsdp", "engine.precision=amp", "engine.gpus=auto", "train.num_epochs=1"),
-        CUDA_VISIBLE_DEVICES="",
-    )
-
-
-ASKED = {"backend": "fairscale_fsdp", "precision": "amp", "gpus": "auto"}
-
-
-def test_what_was_asked_and_what_ran_are_both_on_record(smaller, tracked):
-    """cfg.yaml has what ran; the tags have what was asked for where that is something else."""
-    saved = yaml.safe_load((smaller.folder / "cfg.yaml").read_text())["engine"]
-    assert [saved[key] for key in ("backend", "precision", "gpus")] == [None, "bf16-mixed", None]
-    tags = {name: value for name, value in tracked(smaller.folder).tags.items() if name.startswith("asked.")}
-    assert tags == {f"asked.engine.{key}": value for key, value in ASKED.items()}
+def test_requested_and_effective_settings_are_both_recorded(train, tracked):
+    """cfg.yaml has the effective settings; tags have the requested ones that differ."""
+    requested = {"backend": "fairscale_fsdp", "precision": "amp", "gpus": "auto"}
+    settings = [f"engine.{key}={value}" for key, value in requested.items()]
+    folder = train(*settings, "train.num_epochs=1", CUDA_VISIBLE_DEVICES="").folder
+    saved = yaml.safe_load((folder / "cfg.yaml").read_text())["engine"]
+    assert [saved[key] for key in requested] == [None, "bf16-mixed", None]
+    tags = {name: value for name, value in tracked(folder).tags.items() if name.startswith("asked.")}
+    assert tags == {f"asked.engine.{key}": value for key, value in requested.items()}
 
 
 # ---- checkpoints of fractions of an epoch
 
 
 def test_without_a_metric_the_newest_are_kept(fit):
-    """Saved at each half of an epoch without a metric: the newest four, by name and step, and `last.ckpt`."""
+    """Without a metric, a run that saves twice an epoch keeps the latest `save_top_k` checkpoints and `last.ckpt`."""
     fitted = fit("train.checkpoint={every_n_epochs: 0.5, save_top_k: 4}", "train.num_epochs=3")
     names = {f"epoch={epoch}-step={step}.ckpt": step for epoch, step in [(1, 13), (1, 18), (2, 22), (2, 27)]}
     assert {path.name for path in fitted.folder.glob("*.ckpt")} == {"last.ckpt", *names}
@@ -214,24 +195,24 @@ PARTS = [
     "train.val_every_n_epoch=0.5",
     "train.checkpoint={every_n_epochs: 0.5, monitor: val_loss, save_top_k: 2}",
     "model.network={type: own.Dropout}",
-    "model.optimizer.params.lr=0.4",  # too much: the best are not the last
+    "model.optimizer.params.lr=0.4",  # too large, so that the best are not the last
 ]
 
 
 def kept_of(folder: Path) -> list[dict]:
-    """What a run's last checkpoint knows of the best."""
+    """Return the best checkpoints that a run's last checkpoint records."""
     states = torch.load(folder / "last.ckpt", weights_only=True)["callbacks"].values()
     return next(state["kept"] for state in states if "kept" in state)
 
 
 @pytest.fixture(scope="module")
 def parts(train):
-    """Three epochs of nine batches, validated and saved at each half."""
+    """A run of three epochs of nine batches, validated and saved twice an epoch."""
     return train(*PARTS)
 
 
 def test_a_checkpoint_of_a_fraction_is_judged_by_the_validation_of_that_moment(parts, tracked):
-    """Validated and saved at each half of an epoch: the best two are kept, each with the weights of its step."""
+    """A run that validates and saves twice an epoch keeps the best two, each with the weights of its step."""
     points = [(step + 1, value) for step, value in tracked(parts.folder).series()["val_loss"]]
     assert [step for step, _ in points] == [4, 9, 13, 18, 22, 27]
     (first, best), (second, _) = sorted(points, key=lambda point: point[1])[:2]
@@ -246,7 +227,7 @@ def test_a_checkpoint_of_a_fraction_is_judged_by_the_validation_of_that_moment(p
 
 @pytest.mark.parametrize("validating", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_run_killed_inside_an_epoch_keeps_the_same_checkpoints(validating, parts, train, tracked):
-    """Killed in a validation inside an epoch, or right behind it, and resumed: as an uninterrupted run."""
+    """Killed in a validation inside an epoch, or right after it, and resumed, it ends like an uninterrupted run."""
     settings = [*PARTS, f"logger.params.experiment_name=killed-{validating}"]
     params = f"{{epoch: 1, batch: 4, validating: {validating}}}"
     train(*settings, f"train.callbacks=[{{type: own.Killed, params: {params}}}]", code=-signal.SIGKILL)
@@ -258,7 +239,7 @@ def test_a_run_killed_inside_an_epoch_keeps_the_same_checkpoints(validating, par
 
 
 def test_a_checkpoint_that_nothing_judged_is_the_last_alone(fit):
-    """Of halves that no validation judged, only `last.ckpt` stays; the best is the end of the first epoch."""
+    """A checkpoint without a validation is kept as `last.ckpt` only; the best is the end of the first epoch."""
     fitted = fit("train.checkpoint={every_n_epochs: 0.5, monitor: val_acc, save_top_k: 2}", "train.max_steps=13")
     steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in fitted.folder.glob("*.ckpt")}
     assert steps == {"last.ckpt": 13, "best.ckpt": 9}
@@ -266,27 +247,27 @@ def test_a_checkpoint_that_nothing_judged_is_the_last_alone(fit):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_a_fraction_is_judged_by_the_training_of_that_moment(train, tracked):
-    """`monitor: train_loss`: each half is judged by the step that it ends with, also in a run that is resumed."""
+    """With `monitor: train_loss` each half is judged by its last step, also in a run that resumes."""
     checkpoint = "train.checkpoint={every_n_epochs: 0.5, monitor: train_loss, save_top_k: 2}"
     settings = [*PARTS, "train.val_every_n_epoch=1", checkpoint, "logger.log_every_n_steps=50"]
-    whole = train(*settings).folder
-    points = dict(tracked(whole).series()["train_loss"])
+    uninterrupted = train(*settings).folder
+    points = dict(tracked(uninterrupted).series()["train_loss"])
     assert list(points) == [0, 3, 8, 12, 17, 21, 26]
     del points[0]
     best = sorted(points, key=lambda step: points[step])[:2]
-    assert [entry["step"] for entry in kept_of(whole)] == [step + 1 for step in best]
+    assert [entry["step"] for entry in kept_of(uninterrupted)] == [step + 1 for step in best]
     killed = [*settings, "logger.params.experiment_name=killed-by-training"]
     train(*killed, "train.callbacks=[{type: own.Killed, params: {epoch: 1, batch: 5}}]", code=-signal.SIGKILL)
     resumed = train(*killed, "train.resume_ckpt=auto").folder
-    assert kept_of(resumed) == kept_of(whole)
-    assert {path.name for path in resumed.glob("*.ckpt")} == {path.name for path in whole.glob("*.ckpt")}
+    assert kept_of(resumed) == kept_of(uninterrupted)
+    assert {path.name for path in resumed.glob("*.ckpt")} == {path.name for path in uninterrupted.glob("*.ckpt")}
 
 
-# ---- a task without validation data, a training without batches
+# ---- no validation data, no training batches
 
 
-def test_training_data_serve_where_there_are_no_validation_data(train, tiny):
-    """A data module whose `val_dataloader` gives an empty list trains, and its bundle is proved on training data."""
+def test_a_bundle_is_verified_on_training_data_without_validation_data(train, tiny):
+    """A data module whose `val_dataloader` gives an empty list trains, and exports with samples of the training set."""
     own = "from deeplightning.data.digits import Digits\n\n\nclass NoValidation(Digits):\n"
     (tiny.parent / "own_data.py").write_text(f"{own}    def val_dataloader(self):\n        return []\n")
     outcome = train("data.module.type=own_data.NoValidation", "train.num_epochs=1", "train.export=true")
@@ -297,7 +278,7 @@ def test_training_data_serve_where_there_are_no_validation_data(train, tiny):
 
 @pytest.mark.parametrize("nothing", ["0", "0.0"])
 def test_a_training_without_batches_is_refused(nothing, tiny):
-    """`train.limit_batches.train=0` is a fault of the config; validation may be left out so."""
+    """`train.limit_batches.train=0` is an error of the config; `val: 0` is allowed."""
     report = examine(tiny, [f"train.limit_batches={{train: {nothing}}}"])
     assert set(faults(report)) == {"train.limit_batches.train"}
     assert report.exit_code == 2
@@ -308,33 +289,32 @@ def test_a_training_without_batches_is_refused(nothing, tiny):
 
 
 def test_a_copy_of_a_finished_checkpoint_leaves_nothing_to_do(judged, train, store, tmp_path):
-    """Resuming from it says that nothing is to be done, and makes no run; with more epochs it trains on."""
-    shutil.copy(judged.folder / "last.ckpt", tmp_path / "last.ckpt")
+    """Resuming from it reports that nothing is to be done, and creates no run; with more epochs it trains."""
+    copy = shutil.copy(judged.folder / "last.ckpt", tmp_path / "last.ckpt")
     before = sorted(store.glob("*/*"))
-    asked = ["train.num_epochs=4", f"train.resume_ckpt={tmp_path / 'last.ckpt'}"]
-    outcome = train(*asked)
+    settings = ["train.num_epochs=4", f"train.resume_ckpt={copy}"]
+    outcome = train(*settings)
     assert "nothing to do" in outcome.err
     assert "it has seen 4 epochs, and train.num_epochs is 4" in outcome.err
     assert "Artifact storage path" not in outcome.out
     assert sorted(store.glob("*/*")) == before
-    assert train(*asked, "train.num_epochs=5").folder.is_dir()
+    assert train(*settings, "train.num_epochs=5").folder.is_dir()
 
 
 def test_a_copy_of_a_finished_checkpoint_is_tested_alone(judged, train, tracked, tmp_path):
-    """With a stage behind the training only that stage runs, as output, log and a tag of the new run say."""
-    shutil.copy(judged.folder / "last.ckpt", tmp_path / "last.ckpt")
-    resumed = f"train.resume_ckpt={tmp_path / 'last.ckpt'}"
-    outcome = train("stages=[train,test]", "train.num_epochs=4", resumed)
-    said = "training   has finished: it has seen 4 epochs, and train.num_epochs is 4; only test will run"
-    assert said in outcome.out
-    assert said in (outcome.folder / "logs" / "rank_0.log").read_text()
+    """Only the stages after training run; output, log and a tag of the new run record it."""
+    copy = shutil.copy(judged.folder / "last.ckpt", tmp_path / "last.ckpt")
+    outcome = train("stages=[train,test]", "train.num_epochs=4", f"train.resume_ckpt={copy}")
+    line = "training   has finished: it has seen 4 epochs, and train.num_epochs is 4; only test will run"
+    assert line in outcome.out
+    assert line in (outcome.folder / "logs" / "rank_0.log").read_text()
     run = tracked(outcome.folder)
     assert run.tags["training"] == "none: it has seen 4 epochs, and train.num_epochs is 4"
     assert {name.partition("_")[0] for name in run.series()} == {"test"}
-    assert digest(outcome.folder / "last.ckpt") == digest(tmp_path / "last.ckpt")
+    assert digest(outcome.folder / "last.ckpt") == digest(copy)
 
 
-# ---- what a search leaves among the runs
+# ---- runs of a search
 
 
 SEARCH = """{metric: val_acc, name: left, num_trials: 3, sampler: {type: optuna.samplers.GridSampler},
@@ -343,14 +323,14 @@ SEARCH = """{metric: val_acc, name: left, num_trials: 3, sampler: {type: optuna.
 
 
 def listed(store: Path, *overrides: str) -> dict[str, list[str]]:
-    """The columns of the runs of a store by id."""
+    """Return the columns of the runs of a store by id."""
     return {row["id"]: list(row.values()) for row in listing(str(store), *overrides)}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed("deeplightning_tune"), reason=not_installed("tune"))
 def test_a_finished_search_leaves_nothing_to_clean_and_shows_its_best(command, tiny, place, tmp_path):
-    """Pruned trials are shown, and not offered for removal; the search's run has the best trial's metric."""
+    """Pruned trials are listed, and `--clean` does not remove them; the run of the search has the best metric."""
     store = tmp_path / "mlruns"
     words = ("tune", tiny, f"tune={SEARCH}", f"logger.params.tracking_uri={store}")
     searched = command(*words, cwd=place, code=0)

@@ -1,7 +1,7 @@
-"""A run that goes on ends where an uninterrupted one does, bit for bit; and every way to name where it resumes from.
+"""A resumed run ends like an uninterrupted one, bit for bit; a resume may name a checkpoint in several ways.
 
-The network has dropout, the data are shuffled and augmented, the learning rate falls by steps: whatever of random
-numbers, positions and counters is lost shows in the weights. That a run which is killed ends alike is in `test_kill`.
+The network has dropout, the data are shuffled and augmented, the learning rate falls by steps: any lost random state,
+position or counter changes the weights. `test_kill` shows the same for killed runs.
 """
 
 import functools
@@ -15,7 +15,9 @@ import torch
 import yaml
 from conftest import digest, weights
 
+from deeplightning.callbacks.checkpoints import _convert_counters
 from deeplightning.engine.checkpoint_reading import read_checkpoint
+from deeplightning.run.resume import resumption
 from deeplightning.runfolder import RunFolder
 
 IN_WORKERS = ["data.num_workers=2", "data.module.params.in_memory=false"]
@@ -32,20 +34,20 @@ AUTO = "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max
 
 
 @pytest.fixture(scope="module")
-def whole(train):
-    """Four epochs of nine batches at a stretch."""
+def reference(train):
+    """An uninterrupted run of four epochs of nine batches."""
     return train(*RANDOM)
 
 
 @pytest.fixture(scope="module")
 def half(train):
-    """The first two of four epochs; tests go on with copies of its checkpoint."""
+    """A run of the first two of these epochs; tests resume from copies of its checkpoint."""
     return train(*RANDOM, "train.num_epochs=2")
 
 
 @pytest.fixture
 def interrupt(command, tiny, place, tmp_path):
-    """`interrupt(settings)` is a run that a signal ends in its second epoch, in a batch or while it validates."""
+    """`interrupt(settings)` ends a run by a signal in its second epoch, in a batch or while it validates."""
 
     def run(settings, validating=False, more="", number=signal.SIGINT):
         until = tmp_path / "until"
@@ -64,47 +66,47 @@ def assert_same_weights(one, other, names=("last.ckpt",)):
     assert [digest(one.folder / name) for name in names] == [digest(other.folder / name) for name in names]
 
 
-def assert_ends_like(resumed, whole, tracked):
-    """Weights of the end and of the best are equal, and all that was tracked."""
-    assert_same_weights(resumed, whole, ("last.ckpt", "best.ckpt"))
-    assert tracked(resumed.folder).series() == tracked(whole.folder).series()
+def assert_ends_like(resumed, reference, tracked):
+    """The last weights, the best weights and all tracked points are equal, and the run is FINISHED."""
+    assert_same_weights(resumed, reference, ("last.ckpt", "best.ckpt"))
+    assert tracked(resumed.folder).series() == tracked(reference.folder).series()
     assert tracked(resumed.folder).status == "FINISHED"
 
 
-def test_a_run_resumed_at_an_epochs_edge_ends_bit_for_bit_like_an_uninterrupted_one(whole, train, tracked):
-    """Two epochs, then two more by the run's folder: one run, whose files say so."""
-    half = train(*RANDOM, "train.num_epochs=2")  # not the fixture, which is left as it is
+def test_a_run_resumed_at_an_epochs_edge_ends_bit_for_bit_like_an_uninterrupted_one(reference, train, tracked):
+    """A run that is resumed by its folder stays one run, and keeps the config of each launch."""
+    half = train(*RANDOM, "train.num_epochs=2")  # not the fixture, which must not change
     resumed = train(*RANDOM, f"train.resume_ckpt='{half.folder}'")
     assert resumed.folder == half.folder
     assert f"run        {half.folder.parent.name} continues" in resumed.out
     assert "will not end bit for bit" not in resumed.err
-    assert_ends_like(resumed, whole, tracked)
+    assert_ends_like(resumed, reference, tracked)
     config, former = (yaml.safe_load((half.folder / name).read_text()) for name in ("cfg.yaml", "cfg.1.yaml"))
     assert (config["train"].pop("num_epochs"), former["train"].pop("num_epochs")) == (4, 2)
     assert config == former
     assert config["train"]["resume_ckpt"] is None
 
 
-def test_a_checkpoint_that_was_copied_begins_a_run_of_its_own(half, whole, train, tracked, tmp_path):
-    """It tracks the rest of the points, names its origin in `cfg.yaml`, and leaves the other run alone."""
+def test_a_checkpoint_that_was_copied_begins_a_run_of_its_own(half, reference, train, tracked, tmp_path):
+    """The new run tracks the remaining points and names its origin in `cfg.yaml`; the other run stays unchanged."""
     before, files = tracked(half.folder).series(), sorted(half.folder.iterdir())
     copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
     resumed = train(*RANDOM, f"train.resume_ckpt='{copy}'")
     assert resumed.folder != half.folder
     assert "run        a new one: copy.ckpt is not a checkpoint's name in a run folder" in resumed.out
-    assert_same_weights(resumed, whole)
-    expected = tracked(whole.folder).series()
+    assert_same_weights(resumed, reference)
+    expected = tracked(reference.folder).series()
     assert tracked(resumed.folder).series() == {n: [p for p in expected[n] if p[0] >= 18] for n in expected}
     assert yaml.safe_load((resumed.folder / "cfg.yaml").read_text())["train"]["resume_ckpt"] == str(copy)
     assert (tracked(half.folder).series(), sorted(half.folder.iterdir())) == (before, files)
 
 
-def test_a_run_resumed_inside_an_epoch_ends_bit_for_bit_like_an_uninterrupted_one(whole, train, tracked):
-    """Ended after 23 of 36 steps and resumed: the mean over that epoch counts the batches before as well."""
+def test_a_run_resumed_inside_an_epoch_ends_bit_for_bit_like_an_uninterrupted_one(reference, train, tracked):
+    """After a resume from step 23 of 36 the mean over that epoch includes the batches before it."""
     inside = train(*RANDOM, "train.max_steps=23")
     resumed = train(*RANDOM, f"train.resume_ckpt='{inside.folder / 'last.ckpt'}'")
-    assert_same_weights(resumed, whole, ("last.ckpt", "best.ckpt"))
-    series, expected = tracked(resumed.folder).series(), tracked(whole.folder).series()
+    assert_same_weights(resumed, reference, ("last.ckpt", "best.ckpt"))
+    series, expected = tracked(resumed.folder).series(), tracked(reference.folder).series()
     for name in ("train_loss_epoch", "train_acc_epoch"):  # the first launch ended with means over a part of an epoch
         assert [p for p in series.pop(name) if p[0] != 22] == [p for p in expected.pop(name) if p[0] != 22], name
     assert series == expected
@@ -114,20 +116,20 @@ def test_a_run_resumed_inside_an_epoch_ends_bit_for_bit_like_an_uninterrupted_on
     "validating", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in a batch", "while it validates"]
 )
 def test_a_users_metrics_of_an_epoch_count_the_batches_before_a_resume(validating, train, interrupt, tracked):
-    """torchmetrics objects, a MetricCollection and `self.log` of a user's task have the values of a whole run."""
+    """torchmetrics objects, a MetricCollection and `self.log` of a user's task end like in an uninterrupted run."""
     named = f"logger.params.experiment_name=measured-{validating}"
     settings = [*PLAIN, "model.module.type=own.Measured", "train.val_every_n_epoch=0.5", named]
-    whole = train(*settings, f"{named}-whole")
+    reference = train(*settings, f"{named}-reference")
     interrupt(settings, validating)
     resumed = train(*settings, "train.resume_ckpt=auto")
-    values, expected = (tracked(run.folder).series() for run in (resumed, whole))
+    values, expected = (tracked(run.folder).series() for run in (resumed, reference))
     assert {"train_acc", "train_f1", "train_mean", "train_loss_epoch", "train_most", "train_sum"} <= expected.keys()
     assert values == expected
 
 
 def test_gradients_that_wait_for_a_step_of_their_optimizer_are_kept_over_a_resume(train):
-    """Where a task steps an optimizer at each second of nine batches, its checkpoint holds the ninth's gradients."""
-    settings = [*PLAIN, "model.module.type=own.Piles", "train.checkpoint.monitor=null"]
+    """If a task steps an optimizer at every second of nine batches, the checkpoint has the gradients of the ninth."""
+    settings = [*PLAIN, "model.module.type=own.TwoOptimizers", "train.checkpoint.monitor=null"]
     part = train(*settings, "train.num_epochs=1")
     kept = torch.load(part.folder / "last.ckpt", weights_only=True)["gradients"]
     assert set(kept) == {"body.weight", "body.bias"}
@@ -137,7 +139,7 @@ def test_gradients_that_wait_for_a_step_of_their_optimizer_are_kept_over_a_resum
 
 @pytest.mark.slow
 def test_a_process_that_ends_between_keeping_a_better_checkpoint_and_removing_the_worst_leaves_no_file(train, tmp_path):
-    """The best is of epoch 3, the last still of epoch 2, and what epoch 3 has pushed out of the best two is there."""
+    """A resume whose best is of epoch 3, with the last and the replaced checkpoint of epoch 2, removes the latter."""
     settings = [f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.resume_ckpt=auto"]
     settings.append("train.checkpoint={monitor: val_loss, mode: min, save_top_k: 2}")
     folder = RunFolder(train(*settings, "train.num_epochs=2").folder)
@@ -145,14 +147,15 @@ def test_a_process_that_ends_between_keeping_a_better_checkpoint_and_removing_th
     kept = {"last.ckpt", "best.ckpt", "epoch=1-step=18.ckpt"}
     for repeated in (False, True):
         for path, content in before.items() if repeated else ():
-            path.unlink(missing_ok=True)  # it may be a second name of another
+            path.unlink(missing_ok=True)  # may be a hard link to another
             path.write_bytes(content)
         assert train(*settings, "train.num_epochs=3").folder == folder.path
         assert {path.name for path in folder.path.glob("*.ckpt")} == kept
 
 
 def test_auto_last_and_best_are_of_the_newest_run(train, tmp_path):
-    """`auto` starts a run or takes the newest's last checkpoint, `best` its best one, of the same experiment alone."""
+    """`auto` starts a run or resumes the newest from its last checkpoint, `best` from its best; both search only the
+    same experiment."""
     settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.num_epochs=1"]
     newest = train(*settings, "train.resume_ckpt=auto")
     assert "resumes    nothing" in newest.out
@@ -166,7 +169,7 @@ def test_auto_last_and_best_are_of_the_newest_run(train, tmp_path):
 
 
 def test_a_run_that_was_done_does_nothing_more(train, tracked):
-    """A finished run that is resumed says so: no step, no file of it changes, no point but those of a further stage."""
+    """A finished run that is resumed reports it, and changes no file, point or status."""
     stop = "train.early_stop={metric: val_loss, patience: 1, delta: 100}"
     settings = [*RANDOM, stop, "train.export=true", "stages=[train,test]"]
     done = train(*settings)
@@ -187,7 +190,7 @@ def test_a_run_that_was_done_does_nothing_more(train, tracked):
 
 @pytest.mark.slow
 def test_a_run_that_has_more_epochs_than_are_asked_for_is_done(train, tmp_path):
-    """Stopped inside its third epoch or at its end, and asked for one: nothing is trained, and the test runs."""
+    """A run stopped inside its third epoch and resumed with one epoch trains nothing, and its test runs."""
     settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "stages=[train,test]"]
     settings += ["train.checkpoint.every_n_steps=5"]
     done = train(*settings, "train.num_epochs=3", "train.max_steps=20")
@@ -198,13 +201,13 @@ def test_a_run_that_has_more_epochs_than_are_asked_for_is_done(train, tmp_path):
 
 
 def lightnings_own(folder, settings):
-    """Lightning's ModelCheckpoint and EarlyStopping, as a user names them under `train.callbacks`."""
+    """Return Lightning's ModelCheckpoint and EarlyStopping as items of `train.callbacks`."""
     kept = f"{{type: pytorch_lightning.callbacks.ModelCheckpoint, params: {{dirpath: '{folder}', {settings}}}}}"
     return f"{kept}, {{type: pytorch_lightning.callbacks.EarlyStopping, params: {{monitor: val_loss, patience: 5}}}}"
 
 
 def states_in(folder):
-    """Of these two: what the last checkpoint of a run holds, without the folder that the user has named."""
+    """Return the states of these two in the last checkpoint of a run, without the folder from the config."""
     states = torch.load(folder / "last.ckpt", weights_only=True)["callbacks"]
     named = {key.partition("{")[0]: state for key, state in states.items()}
     kept = {name: str(value).rpartition("/")[2] for name, value in named["ModelCheckpoint"].items()}
@@ -212,23 +215,23 @@ def states_in(folder):
 
 
 def test_checkpoints_hold_the_states_of_callbacks_from_after_their_last_hook(train, tmp_path):
-    """A resumed run ends with the states and files of Lightning's ModelCheckpoint and EarlyStopping of a whole run."""
+    """Lightning's ModelCheckpoint and EarlyStopping end with the states and files of an uninterrupted run."""
 
     def ends(name, epochs, *settings):
         own = lightnings_own(tmp_path / name, "monitor: val_loss, filename: '{epoch}'")
         at = f"logger.params.experiment_name=states-{name}"
         return train(f"train.callbacks=[{own}]", at, f"train.num_epochs={epochs}", *settings).folder
 
-    whole = ends("whole", 3)
+    reference = ends("reference", 3)
     kept, stop = states_in(ends("half", 2))
     assert kept["best_model_score"] == str(stop["best_score"])
-    assert states_in(ends("half", 3, "train.resume_ckpt=auto")) == states_in(whole)
-    files = [[path.name for path in (tmp_path / name).iterdir()] for name in ("half", "whole")]
-    assert files[0] == files[1] == [states_in(whole)[0]["best_model_path"]]
+    assert states_in(ends("half", 3, "train.resume_ckpt=auto")) == states_in(reference)
+    files = [[path.name for path in (tmp_path / name).iterdir()] for name in ("half", "reference")]
+    assert files[0] == files[1] == [states_in(reference)[0]["best_model_path"]]
 
 
 def test_a_signal_ends_a_batch_when_all_callbacks_have_seen_it(interrupt, tmp_path):
-    """What Ctrl-C saves inside an epoch has a ModelCheckpoint's state of the same step."""
+    """The checkpoint that Ctrl-C saves inside an epoch has the ModelCheckpoint's state of the same step."""
     every = lightnings_own(tmp_path / "kept", "every_n_train_steps: 1, monitor: null")
     folder = interrupt(["logger.params.experiment_name=signalled"], more=f", {every}").folder
     assert states_in(folder)[0]["best_model_path"] == "epoch=1-step=12.ckpt"
@@ -236,8 +239,8 @@ def test_a_signal_ends_a_batch_when_all_callbacks_have_seen_it(interrupt, tmp_pa
 
 
 def test_callbacks_that_act_when_an_epoch_begins_act_in_a_run_that_resumes_inside_one(train):
-    """Lightning's GradientAccumulationScheduler and StochasticWeightAveraging: the weights are those of a whole run,
-    and the last checkpoint has the averages."""
+    """With Lightning's GradientAccumulationScheduler and StochasticWeightAveraging the weights are those of an
+    uninterrupted run, and the last checkpoint has the averages."""
     kinds = {
         "GradientAccumulationScheduler": "{scheduling: {0: 1, 1: 3}}",
         "StochasticWeightAveraging": "{swa_lrs: 0.01, swa_epoch_start: 1}",
@@ -248,17 +251,17 @@ def test_callbacks_that_act_when_an_epoch_begins_act_in_a_run_that_resumes_insid
         at = f"logger.params.experiment_name=begins-{name}"
         return train(f"train.callbacks=[{own}]", at, "train.num_epochs=3", *settings).folder / "last.ckpt"
 
-    whole = ends("whole")
+    reference = ends("reference")
     ends("half", "train.max_steps=10")
-    assert digest(ends("half", "train.resume_ckpt=auto")) == digest(whole)
-    saved = torch.load(whole, weights_only=True)
+    assert digest(ends("half", "train.resume_ckpt=auto")) == digest(reference)
+    saved = torch.load(reference, weights_only=True)
     averages = saved["callbacks"]["StochasticWeightAveraging"]["average_model_state"]
     assert all(torch.equal(averages[name], tensor) for name, tensor in saved["state_dict"].items())
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("null", 1), pytest.param("fsdp", 2, marks=pytest.mark.slow)])
 def test_a_fine_tuning_callback_that_is_resumed_ends_bit_for_bit_like_a_whole_run(engine, ranks, job):
-    """What Lightning's BaseFinetuning has unfrozen before a run resumes learns on, and batch norm keeps its means."""
+    """Layers that Lightning's BaseFinetuning unfroze before a resume keep learning, and batch norm keeps its means."""
     settings = ["model.network={type: own.Normed}", "train.callbacks=[{type: own.Thaws}]", f"engine.backend={engine}"]
     settings += [f"logger.params.experiment_name=thaws-{engine}", "train.checkpoint.monitor=val_loss"]
     train = functools.partial(job, ranks=ranks)
@@ -266,14 +269,14 @@ def test_a_fine_tuning_callback_that_is_resumed_ends_bit_for_bit_like_a_whole_ru
     for epochs in (1, 2, 3):
         folder = train(*settings, f"train.num_epochs={epochs}", "train.resume_ckpt=auto").folder
         weights.append(read_checkpoint(folder / "last.ckpt")["state_dict"]["network.0.weight"])
-    whole = train(*settings, "train.num_epochs=3", "logger.params.experiment_name=thaws-whole")
-    assert digest(folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    reference = train(*settings, "train.num_epochs=3", "logger.params.experiment_name=thaws-reference")
+    assert digest(folder / "last.ckpt") == digest(reference.folder / "last.ckpt")
     assert not torch.equal(weights[1], weights[2])
-    assert read_checkpoint(whole.folder / "last.ckpt")["frozen"] == []
+    assert read_checkpoint(reference.folder / "last.ckpt")["frozen"] == []
 
 
 def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
-    """A missing checkpoint, an unknown run, an empty store and another network end with exit 4."""
+    """A missing checkpoint, an unknown run, an empty store and another network end with exit code 4."""
     before = len(list(store.glob("*/*")))
     for name in (tmp_path / "no.ckpt", "nosuchrun", tmp_path / "nowhere"):
         refused = train(f"train.resume_ckpt='{name}'", code=4)
@@ -295,7 +298,7 @@ def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
         ("data.batch_size=8", 2, "this schedule ends after 18 steps"),
         ("model.trainable=head", 4, "from another optimizer"),
     ],
-    ids=["a schedule of first length", "other parameters learn"],
+    ids=["length of the schedule", "trainable parameters"],
 )
 def test_a_refused_resume_changes_no_file_of_the_run_or_of_its_store(change, code, words, train, tmp_path):
     """A resume that is refused when the checkpoint is restored leaves status, metrics and files byte for byte."""
@@ -313,22 +316,19 @@ def test_a_refused_resume_changes_no_file_of_the_run_or_of_its_store(change, cod
 
 
 def test_the_config_of_a_resumed_run_has_the_rate_that_is_used(half, train, tmp_path):
-    """The checkpoint's optimizer and schedule are used, recorded and named; `model.init_from` uses the config's. What
-    makes the run end otherwise is said in one line before its first step, with the reason; in the log as well."""
+    """The checkpoint's optimizer and schedule are used and recorded; `model.init_from` uses the config's. One line
+    before the first step, on stderr and in the log, names each changed setting that changes the result, with the
+    reason."""
     copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
-    asked = [
-        "model.optimizer.params={lr: 0.001, weight_decay: 0.5}",
-        "model.optimizer.groups=[{match: bias, weight_decay: 0.3}]",
-        "model.scheduler.params.step_size=1",
-    ]
-    settings = [*RANDOM, *asked, "train.num_epochs=3"]
+    settings = [*RANDOM, "model.optimizer.params={lr: 0.001, weight_decay: 0.5}", "train.num_epochs=3"]
+    settings += ["model.optimizer.groups=[{match: bias, weight_decay: 0.3}]", "model.scheduler.params.step_size=1"]
     changed = ["data.batch_size=8", "engine.precision=64", "engine.threads=2"]
     resumed = train(*settings, *changed, f"train.resume_ckpt='{copy}'")
     assert "model.optimizer.params.lr is 0.05, not 0.001" in resumed.err
-    (said,) = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
-    assert "engine precision 32 → 64 (numbers are added in another order or rounded differently)" in said
-    assert "engine.threads 1 → 2 (numbers are added in another order)" in said
-    assert "data.batch_size 16 → 8 (something else is learned)" in said
+    (note,) = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
+    assert "engine precision 32 → 64 (numbers are added in another order or rounded differently)" in note
+    assert "engine.threads 1 → 2 (numbers are added in another order)" in note
+    assert "data.batch_size 16 → 8 (something else is learned)" in note
     log = (resumed.folder / "logs" / "rank_0.log").read_text()
     assert log.index("will not end bit for bit") < log.index("first loss")
     was, now = (torch.load(path, weights_only=True) for path in (copy, resumed.folder / "last.ckpt"))
@@ -343,8 +343,8 @@ def test_the_config_of_a_resumed_run_has_the_rate_that_is_used(half, train, tmp_
 
 
 def test_the_best_of_the_run_before_stays_the_best(train, tmp_path):
-    """A resumed run that gets no better has the `best.ckpt` and `best.json` of the run that it continues. What resumes
-    from this best, behind which the last goes further, is a run of its own, and says why."""
+    """A resumed run that does not improve keeps the `best.ckpt` and `best.json` of its earlier launch. A resume from
+    this best, which is older than the last, starts a new run and reports why."""
     settings = [*RANDOM, f"logger.params.tracking_uri='{tmp_path / 'mlruns'}'", "model.loss.type=own.Constant"]
     settings.append("train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}")
     former = train(*settings, "train.num_epochs=1")
@@ -374,25 +374,27 @@ BY_STEPS = ["train.max_steps=18", "train.checkpoint={every_n_epochs: null, every
     [(EPOCH, [BY_STEPS]), (PLATEAU, [BY_STEPS, ["train.num_epochs=2"], ["train.max_steps=14"]])],
     ids=["epoch", "plateau"],
 )
-def test_schedules_by_epoch_go_on_from_wherever_a_run_was_saved(scheduler, parts, train, tracked):
-    """Saved by steps on an epoch's edge, at an edge or inside, a run has the rates and weights of a whole run."""
+def test_schedules_by_epoch_resume_from_any_checkpoint(scheduler, parts, train, tracked):
+    """Resumed from the end or the inside of an epoch, a run has the rates and weights of an uninterrupted run."""
     settings = [*RANDOM, "~model.scheduler", f"model.scheduler={scheduler}", "train.num_epochs=3"]
-    whole = train(*settings)
-    expected = tracked(whole.folder).series()
+    reference = train(*settings)
+    expected = tracked(reference.folder).series()
     assert len({value for _, value in expected["lr"]}) == 3
     for overrides in parts:
         part = train(*settings, *overrides)
         resumed = train(*settings, f"train.resume_ckpt='{part.folder}'")
-        assert_same_weights(resumed, whole)
+        assert_same_weights(resumed, reference)
         series = tracked(resumed.folder).series()
         assert (series["lr"], series["val_loss"]) == (expected["lr"], expected["val_loss"])
 
 
-def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted_one(interrupt, train, whole, tracked):
-    """The epoch that was being judged is not learned twice, and is judged."""
+def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted_one(
+    interrupt, train, reference, tracked
+):
+    """The epoch that was being validated is not trained twice, and is validated."""
     stopped = interrupt(RANDOM, validating=True)
     resumed = train(*RANDOM, f"train.resume_ckpt='{stopped.folder}'")
-    assert_ends_like(resumed, whole, tracked)
+    assert_ends_like(resumed, reference, tracked)
     assert "failure" not in tracked(resumed.folder).tags
 
 
@@ -404,7 +406,7 @@ def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted
     ],
 )
 def test_a_schedule_of_auto_length_resumes_bit_for_bit(more, train, interrupt, tracked):
-    """A run that is interrupted inside its second epoch learns from the batches that are due, and tracks all."""
+    """A run that is interrupted inside its second epoch trains on the remaining batches, and tracks every point."""
     settings = [*RANDOM, AUTO, "model.scheduler.call.interval=step", *more]
     stopped = interrupt(settings)
     resumed = train(*settings, f"train.resume_ckpt='{stopped.folder}'")
@@ -412,25 +414,25 @@ def test_a_schedule_of_auto_length_resumes_bit_for_bit(more, train, interrupt, t
 
 
 def test_two_processes_go_on_bit_for_bit(job, tracked):
-    """Ended inside the second epoch by ddp over two processes, resumed by two."""
+    """Two processes of ddp resume inside the second epoch and end like an uninterrupted run."""
     settings = [*RANDOM, "data.batch_size=8"]
-    whole, part = job(*settings, "train.num_epochs=2"), job(*settings, "train.max_steps=13")
+    reference, part = job(*settings, "train.num_epochs=2"), job(*settings, "train.max_steps=13")
     resumed = job(*settings, "train.num_epochs=2", f"train.resume_ckpt='{part.folder}'")
-    assert_same_weights(resumed, whole)
-    series, expected = tracked(resumed.folder).series(), tracked(whole.folder).series()
+    assert_same_weights(resumed, reference)
+    series, expected = tracked(resumed.folder).series(), tracked(reference.folder).series()
     for name in ("val_loss", "train_loss"):
         assert series[name] == expected[name]
     assert [p for p in series["train_loss_epoch"] if p[0] != 12] == expected["train_loss_epoch"]
 
 
-def test_auto_takes_the_newest_whole_checkpoint(train, whole, tmp_path):
-    """A damaged `last.ckpt` is named, and refused where it is asked for; `auto` resumes from the best instead."""
+def test_auto_takes_the_newest_whole_checkpoint(train, reference, tmp_path):
+    """A damaged `last.ckpt` is refused if it is named; `auto` skips it and resumes from the latest complete one."""
     settings = [*RANDOM, "train.checkpoint.save_top_k=2", f"logger.params.tracking_uri='{tmp_path / 'mlruns'}'"]
     done = train(*settings, "train.num_epochs=3")
     last = done.folder / "last.ckpt"
     content = bytearray(last.read_bytes())
     content[content.index(b"data/0") + 200] ^= 1
-    last.unlink()  # it may have a second name
+    last.unlink()  # may have a hard link
     last.write_bytes(content)
     refused = train(*settings, f"train.resume_ckpt='{last}'", code=4)
     assert "last.ckpt: damaged" in refused.err
@@ -440,47 +442,48 @@ def test_auto_takes_the_newest_whole_checkpoint(train, whole, tmp_path):
     assert "resumes    skipped" in resumed.err
     assert f"resumes    {latest}" in resumed.out
     assert resumed.folder == done.folder
-    assert_same_weights(resumed, whole, ("last.ckpt", "best.ckpt"))
+    assert_same_weights(resumed, reference, ("last.ckpt", "best.ckpt"))
 
 
-def test_a_run_that_another_process_is_at_work_on_is_left_alone(train, half, tmp_path):
-    """Whoever holds its folder goes on with it; another launch begins a run of its own, and says so."""
-    hold = RunFolder(half.folder).lock()
-    assert hold is not None
+def test_a_run_that_another_process_uses_is_not_resumed(train, half):
+    """If a process holds the lock of the run folder, another launch starts a new run and reports why."""
+    lock = RunFolder(half.folder).lock()
+    assert lock is not None
     try:
         resumed = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{half.folder}'")
     finally:
-        hold.release()
+        lock.release()
     assert f"a new one: a process is using the run {half.folder.parent.name}" in resumed.out
     assert resumed.folder != half.folder
 
 
-def test_that_pruning_does_not_resume_bit_for_bit_is_said(train, half):
-    """Lightning's ModelPruning saves no masks."""
+def test_a_resume_with_pruning_warns_that_it_differs(train, half):
+    """Lightning's ModelPruning saves no masks, so the run does not end bit for bit like an uninterrupted one."""
     prunes = "{type: pytorch_lightning.callbacks.ModelPruning, params: {pruning_fn: l1_unstructured, amount: 0.1}}"
     resume = f"train.resume_ckpt='{half.folder / 'last.ckpt'}'"
     resumed = train(*RANDOM, f"train.callbacks=[{prunes}]", resume, "train.num_epochs=3")
-    (said,) = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
-    assert "ModelPruning saves no masks (weights that were pruned learn again)" in said
+    (note,) = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
+    assert "ModelPruning saves no masks (weights that were pruned learn again)" in note
 
 
 @pytest.mark.slow
 def test_three_processes_of_ddp_resume_bit_for_bit_or_tell_why_not(job):
-    """torch rebuilds gradient buckets after the first step of each start; sums of two ranks do not depend on it."""
+    """torch rebuilds gradient buckets after the first step of each start, which changes the order of sums of three or
+    more ranks; with `find_unused_parameters` it does not."""
     settings = ["data.batch_size=4", "engine.backend=ddp", "train.checkpoint={every_n_steps: 4}", "train.max_steps=6"]
     keeps = "engine.params.find_unused_parameters=true"
-    told = "engine.processes 3 (from three on torch adds gradients in another order"
+    note = "engine.processes 3 (from three on torch adds gradients in another order"
     part = job(*settings, "logger.params.experiment_name=three", "train.max_steps=4", ranks=3)
-    assert told in job(*settings, f"train.resume_ckpt='{part.folder}'", ranks=3).err
-    whole = job(*settings, keeps, ranks=3)
+    assert note in job(*settings, f"train.resume_ckpt='{part.folder}'", ranks=3).err
+    reference = job(*settings, keeps, ranks=3)
     part = job(*settings, keeps, "train.max_steps=4", ranks=3)
     resumed = job(*settings, keeps, f"train.resume_ckpt='{part.folder}'", ranks=3)
-    assert told not in resumed.err
-    assert_same_weights(resumed, whole)
+    assert note not in resumed.err
+    assert_same_weights(resumed, reference)
 
 
 def test_a_signal_inside_an_accumulation_waits_for_its_step(interrupt, train):
-    """Nine batches by fours, the signal in the third batch of the second epoch: nothing of a gradient is lost."""
+    """After a signal in the third of four accumulated batches the run stops at the step, so no gradient is lost."""
     settings = [*RANDOM, "train.num_epochs=2", "train.accumulator_factor=4"]
     stopped = interrupt(settings, number=signal.SIGTERM)
     checkpoint = torch.load(stopped.folder / "last.ckpt", weights_only=True)
@@ -490,21 +493,20 @@ def test_a_signal_inside_an_accumulation_waits_for_its_step(interrupt, train):
 
 
 @pytest.mark.slow
-def test_a_run_that_has_gone_on_can_be_reproduced_tested_and_checked(command, place, train, tracked):
-    """Its `cfg.yaml` is that of the whole run, which does not resume itself."""
+def test_a_run_that_has_gone_on_can_be_reproduced_tested_and_checked(command, place, train):
+    """Its `cfg.yaml` is that of the complete run, and names no checkpoint to resume from."""
     part = train(*RANDOM, "train.num_epochs=1")
-    (part.folder / "places.json").unlink()  # as where the disk was full between it and cfg.yaml
+    (part.folder / "places.json").unlink()  # as if the disk had been full after cfg.yaml
     done = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{part.folder}'")
     assert (done.folder / "places.json").exists()
     again = command("reproduce", done.folder, cwd=place, code=0)
     assert again.folder != done.folder
-    assert command("check", done.folder / "cfg.yaml", cwd=place).code == 0
-    tested = command("test", done.folder, cwd=place)
-    assert (tested.code, tested.folder) == (0, done.folder)
+    command("check", done.folder / "cfg.yaml", cwd=place, code=0)
+    assert command("test", done.folder, cwd=place, code=0).folder == done.folder
 
 
 def test_processes_that_were_started_apart_and_drew_two_seeds_are_refused(job):
-    """They say so, with both values, instead of learning different things."""
+    """Each rank draws its own seed, so the job ends with exit code 3 instead of training different replicas."""
     refused = job("seed=null", "data.batch_size=8", "train.num_epochs=1", code=3)
     assert "seed is " in "".join(rank.err for rank in refused.ranks)
 
@@ -512,20 +514,20 @@ def test_processes_that_were_started_apart_and_drew_two_seeds_are_refused(job):
 @pytest.mark.parametrize(
     ("step", "checkpoint"), [pytest.param(10, "{every_n_epochs: 1}", marks=pytest.mark.slow), (7, "{every_n_steps: 7}")]
 )
-def test_another_number_of_processes_goes_on_behind_the_same_sample(step, checkpoint, job):
-    """One process that resumes from a checkpoint of two ends with their weights but for the order of additions."""
+def test_another_number_of_processes_resumes_at_the_same_sample(step, checkpoint, job):
+    """One process that resumes a checkpoint of two ends with their weights, except for the order of additions."""
     store = ["logger.params.experiment_name=other", "logger.log_every_n_steps=1"]
-    whole = job("train.num_epochs=3", *store)
+    reference = job("train.num_epochs=3", *store)
     cut = job("train.num_epochs=3", f"train.max_steps={step}", f"train.checkpoint={checkpoint}", *store)
     resume = [f"train.resume_ckpt='{cut.folder / 'last.ckpt'}'", "train.accumulator_factor=2"]
     one = job("train.num_epochs=3", *resume, *store, ranks=1)
     assert one.out.count("val_loss") == (1 if step == 10 else 2)
-    ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, whole))
+    ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, reference))
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
 
 
 def test_auto_passes_over_a_run_whose_config_is_damaged(train, tmp_path):
-    """It has no checkpoint either: a new run starts."""
+    """With a damaged config and no checkpoint a new run starts."""
     settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.num_epochs=1"]
     damaged = train(*settings).folder
     for path in damaged.glob("*.ckpt"):
@@ -534,3 +536,38 @@ def test_auto_passes_over_a_run_whose_config_is_damaged(train, tmp_path):
     begun = train(*settings, "train.resume_ckpt=auto")
     assert "resumes    nothing, a new run starts" in begun.out
     assert begun.folder != damaged
+
+
+def test_processes_that_lightning_starts_know_the_completed_epochs(monkeypatch):
+    """They get the number with the checkpoint: Lightning rejects one with more epochs than it is to train."""
+    given = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    given["DEEPLIGHTNING_DECIDED"] = json.dumps({"train.resume_ckpt": ["/run/last.ckpt", [], 3]})
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert resumption(None).epochs == 3
+
+
+def test_another_number_of_processes_resumes_between_two_steps():
+    """Twelve batches of one process are six of two: with four to a step, training resumes after the fourth."""
+    counts = {"ready": 12, "started": 12, "processed": 12, "completed": 11}
+    progress = {"current": counts, "total": {**counts}, "is_last_batch": False}
+    loops = {"fit_loop": {"epoch_loop.batch_progress": progress}}
+    _convert_counters({"engine": {"processes": 1}, "loops": loops}, 2, 4)
+    assert counts == {"ready": 4, "started": 4, "processed": 4, "completed": 3}
+
+
+def test_a_stop_inside_an_epoch_leaves_the_rest_of_it(train, tmp_path):
+    """A callback stops training after batch 4 of 9; resumed without it, the run ends like an uninterrupted one."""
+    settings = [*RANDOM, "train.num_epochs=2", f"logger.params.tracking_uri={tmp_path / 'mlruns'}"]
+    stopped = train(*settings, "train.callbacks=[{type: own.Stops, params: {batch: 4}}]")
+    resumed = train(*settings, f"train.resume_ckpt='{stopped.folder}'")
+    assert_same_weights(resumed, train(*settings, "logger.params.experiment_name=whole"))
+
+
+def test_processes_agree_that_a_run_named_through_a_link_is_done(job, tmp_path):
+    """Both report that there is nothing to do; neither waits for the other."""
+    settings = ["train.num_epochs=1", f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "stages=[train]"]
+    done = job(*settings)
+    (tmp_path / "link").symlink_to(done.folder)
+    again = job(*settings, f"train.resume_ckpt='{tmp_path / 'link' / 'last.ckpt'}'")
+    assert "nothing to do" in again.err + again.out

@@ -1,4 +1,4 @@
-"""Runs that are over can be listed, repeated, and removed where they did not finish."""
+"""`deeplightning runs` lists, filters and removes runs."""
 
 import sqlite3
 import uuid
@@ -13,33 +13,30 @@ from deeplightning.tracking.client import Client
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A store of its own, since runs are removed from it."""
+    """A separate store, since runs are removed from it."""
     return tmp_path_factory.mktemp("runs") / "mlruns"
 
 
 @pytest.fixture(scope="module")
 def ended(train, here):
-    """Two runs that finished, with another seed, and one that failed."""
+    """Folders of two finished runs with different seeds, and of a failed one."""
     store = f"logger.params.tracking_uri={here}"
-    whole = (store, "stages=[train,test]", "train.num_epochs=1")
-    first, second = train(*whole).folder, train(*whole, "seed=8", "logger.params.run_name=the second one").folder
+    short = (store, "stages=[train,test]", "train.num_epochs=1")
+    first, second = train(*short).folder, train(*short, "seed=8", "logger.params.run_name=the second one").folder
     return first, second, train(store, "model.optimizer.params.lr=1e30", code=5).folder
 
 
 def test_runs_are_listed_the_newest_first(ended, here, command, place):
-    """A line per run: its id, how it ended, what came out, where it lies."""
-    outcome = command("runs", "--tracking-uri", here, cwd=place)
-    lines = outcome.out.splitlines()
-    assert [line.split()[:2] for line in lines] == [
-        [folder.parent.name, status]
-        for folder, status in zip(reversed(ended), ("FAILED", "FINISHED", "FINISHED"), strict=True)
-    ]
+    """Each run is a line with its id, status, results and folder."""
+    lines = command("runs", "--tracking-uri", here, cwd=place).out.splitlines()
+    first, second, failed = (folder.parent.name for folder in ended)
+    assert [line.split()[:2] for line in lines] == [[failed, "FAILED"], [second, "FINISHED"], [first, "FINISHED"]]
     assert "test_acc" in lines[1]
     assert lines[1].endswith(str(ended[1]))
 
 
 def test_runs_are_found_by_status_name_and_metric(ended, here, command, place):
-    """Each narrows the list: how a run ended, words of its name or experiment, a metric, and how that compares."""
+    """The list can be filtered by status, by parts of the run's or experiment's name, and by metric."""
     first, second, failed = (folder.parent.name for folder in ended)
 
     def found(*options):
@@ -68,14 +65,13 @@ def test_runs_are_found_by_status_name_and_metric(ended, here, command, place):
         (["--status", "lost"], "'lost' is not one of"),
     ],
 )
-def test_options_that_mean_nothing_are_told(options, words, ended, here, command, place):
-    """Exit code 2 and one line that says what to write."""
-    outcome = command("runs", "--tracking-uri", here, *options, cwd=place, code=2)
-    assert words in outcome.err
+def test_invalid_options_are_refused(options, words, ended, here, command, place):
+    """The exit code is 2, and the error says what to write."""
+    assert words in command("runs", "--tracking-uri", here, *options, cwd=place, code=2).err
 
 
 def failed_run(store):
-    """The folder of a run that failed, made without a training."""
+    """Create a failed run without training, and return its folder."""
     logger = MLflowLogger(tracking_uri=store, system_metrics=False)
     logger.log("cfg", {"seed": 1})
     logger.finalize("failed")
@@ -83,7 +79,7 @@ def failed_run(store):
 
 
 def test_a_list_is_the_same_whoever_reads_the_store(ended, here, monkeypatch):
-    """The rows that are read directly are MLflow's, value by value."""
+    """Rows that are read directly from the database equal MLflow's, value by value."""
     directly = listing(str(here))
     monkeypatch.setattr("deeplightning.cli.listing.open_reader", Client)
     assert listing(str(here)) == directly
@@ -92,7 +88,7 @@ def test_a_list_is_the_same_whoever_reads_the_store(ended, here, monkeypatch):
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["directly", "by MLflow"])
 def test_only_what_has_ended_is_removed(is_direct, tmp_path, monkeypatch):
-    """A run that is RUNNING again by then stays with its files; a failed one is gone, and deleted for MLflow."""
+    """A run that is RUNNING again by then keeps its files; a failed one is removed, and deleted in MLflow."""
     if not is_direct:
         monkeypatch.setattr("deeplightning.cli.listing.open_reader", Client)
     store = tmp_path / "mlruns"
@@ -111,7 +107,7 @@ def test_only_what_has_ended_is_removed(is_direct, tmp_path, monkeypatch):
 
 
 def planted(store, run_id, artifacts):
-    """A failed run that somebody has written into a store, with a folder of their choice."""
+    """Write a failed run into a store by hand, with any folder."""
     client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
     made = client.create_run("0").info.run_id
     client.set_terminated(made, "FAILED")
@@ -123,24 +119,21 @@ def planted(store, run_id, artifacts):
 
 
 def test_a_store_cannot_have_any_other_folder_removed(command, place, tmp_path):
-    """Files go only where id and folder, links resolved, are those of a run of the store; a note names the others."""
+    """A folder is removed only if id and folder, with links resolved, are those of a run of the store; a note names
+    each other folder."""
     store = tmp_path / "mlruns"
     failed = failed_run(store)
-    outside, unmarked, linked, held = (uuid.uuid4().hex for _ in range(4))
+    outside, unmarked, linked, shared = (uuid.uuid4().hex for _ in range(4))
     (tmp_path / "links").mkdir()
     (store / "0").mkdir(exist_ok=True)
     (store / "0" / linked).symlink_to(tmp_path / "links" / linked)
-    folders = {
-        "precious": tmp_path / "precious",
-        outside: tmp_path / outside,
-        unmarked: store / "0" / unmarked,
-        linked: tmp_path / "links" / linked,
-    }
+    parents = {"precious": tmp_path, outside: tmp_path, unmarked: store / "0", linked: tmp_path / "links"}
+    folders = {name: parent / name for name, parent in parents.items()}
     for name, folder in folders.items():
         (folder / "artifacts").mkdir(parents=True)
         (folder / "artifacts" / ("notes.txt" if name == unmarked else "cfg.yaml")).write_text("precious")
         planted(store, name, (store / "0" / name if name == linked else folder) / "artifacts")
-    planted(store, held, failed)  # the folder of another run
+    planted(store, shared, failed)  # the folder of another run
     outcome = command("runs", "--tracking-uri", store, "--clean", "--delete", cwd=place, code=0)
     assert "6 runs deleted" in outcome.err
     for name, folder in folders.items():
@@ -151,7 +144,7 @@ def test_a_store_cannot_have_any_other_folder_removed(command, place, tmp_path):
 
 
 def test_runs_are_removed_only_when_told(ended, here, command, place):
-    """`--clean` shows what it would remove; with `--delete` failed runs go with their files, and the others stay."""
+    """`--clean` shows what it would remove; `--delete` removes failed runs with their files, and no others."""
     first, second, failed = ended
     shown = command("runs", "--tracking-uri", here, "--clean", cwd=place)
     assert [line.split()[0] for line in shown.out.splitlines()] == [failed.parent.name]
@@ -165,14 +158,14 @@ def test_runs_are_removed_only_when_told(ended, here, command, place):
 
 
 def test_a_store_that_is_not_there_is_not_made(command, place, tmp_path):
-    """`runs` on nothing ends with 3 and creates nothing."""
+    """`runs` on a missing store ends with exit code 3 and creates nothing."""
     outcome = command("runs", "--tracking-uri", tmp_path / "none", cwd=place, code=3)
     assert "there are no runs" in outcome.err
     assert not (tmp_path / "none").exists()
 
 
 def test_the_files_of_a_moved_store_are_removed_too(tmp_path):
-    """The rows still have the former paths."""
+    """They are removed although the rows have the former paths."""
     run_id = failed_run(tmp_path / "mlruns").parent.name
     moved = (tmp_path / "mlruns").rename(tmp_path / "moved")
     assert [row["id"] for row in remove(str(moved), listing(str(moved), UNFINISHED))] == [run_id]

@@ -1,4 +1,4 @@
-"""What is promised of runs that are used again: which one is meant, from where, and with what code."""
+"""Verbs that take a RUN: which run a name means, which code they use, and predictions of many files."""
 
 import csv
 import io
@@ -33,16 +33,9 @@ class Loss(torch.nn.CrossEntropyLoss):
         super().__init__(weight=torch.ones(10))
 
 
-class Data(Digits):
-    pass
-
-
-class Optimizer(torch.optim.SGD):
-    pass
-
-
-class Callback(pl.Callback):
-    pass
+class Data(Digits): ...
+class Optimizer(torch.optim.SGD): ...
+class Callback(pl.Callback): ...
 """
 LOST = {
     "data.module": "losing.Data",
@@ -55,7 +48,7 @@ PICTURE = Path(__file__).parents[2] / "examples" / "digits" / "0.png"
 
 @pytest.fixture(scope="module")
 def gone(command, tiny, tmp_path_factory):
-    """A finished run of which all but the network lay in a folder that is no working directory any more."""
+    """A finished run whose code, except the network, is in a folder that is no longer the working directory."""
     folder = tmp_path_factory.mktemp("gone")
     (folder / "losing.py").write_text(LOSING)
     overrides = (
@@ -70,12 +63,12 @@ def gone(command, tiny, tmp_path_factory):
 
 
 def test_weights_are_used_without_parts_that_are_gone(gone, command, tmp_path):
-    """A verb builds only what it needs; where that is gone, it says how to use the code that the run kept."""
+    """A verb builds only what it needs; if that is missing, the error says how to use the code that the run stored."""
     for verb, pictures in (("export", []), ("predict", [PICTURE])):
         outcome = command(verb, gone.folder, *pictures, cwd=tmp_path, code=0)
         for key, name in LOST.items():
-            said = f"{key}.type: there is no module losing to import (for `{name}`); {verb} ignores it"
-            assert outcome.err.count(said) == 1, outcome
+            note = f"{key}.type: there is no module losing to import (for `{name}`); {verb} ignores it"
+            assert outcome.err.count(note) == 1, outcome
     for verb, needed in (("test", ("data.module", "model.loss.second")), ("predict", ("data.module",))):
         outcome = command(verb, gone.folder, cwd=tmp_path, code=2)
         for key in needed:
@@ -84,7 +77,8 @@ def test_weights_are_used_without_parts_that_are_gone(gone, command, tmp_path):
 
 
 def test_the_code_that_a_run_kept_is_used_where_it_is_asked_for(gone, command, tmp_path):
-    """`--code run` says so, changes nothing of it, and takes that of another user only with each module allowed."""
+    """`--code run` reports the code that it uses, and does not change it. The code of another user's run needs
+    `--allow` for each module."""
     kept = (gone.folder / "code.zip").read_bytes()
     (tmp_path / "losing.py").write_text("raise RuntimeError('another one')\n")
     for verb in ("test", "predict"):
@@ -92,15 +86,14 @@ def test_the_code_that_a_run_kept_is_used_where_it_is_asked_for(gone, command, t
         assert f"using the code that the run stored, from {gone.folder / 'code.zip'}: losing.py" in outcome.err
     assert (gone.folder / "code.zip").read_bytes() == kept
     state = {"XDG_STATE_HOME": str(tmp_path / "of another user")}
-    outcome = command("export", gone.folder, "--code", "run", cwd=tmp_path, **state, code=4)
-    assert "If you trust it: --allow losing" in outcome.err
-    outcome = command("export", gone.folder, "--code", "run", "--allow", "losing", cwd=tmp_path, **state, code=0)
+    refused = command("export", gone.folder, "--code", "run", cwd=tmp_path, **state, code=4)
+    assert "If you trust it: --allow losing" in refused.err
+    command("export", gone.folder, "--code", "run", "--allow", "losing", cwd=tmp_path, **state, code=0)
 
 
-def test_a_key_that_is_no_more_does_not_keep_weights_from_use(gone, command, tmp_path):
-    """`export` warns of a key of `cfg.yaml` that this version does not know; `deploy` goes without it on request."""
-    folder = tmp_path / "run"
-    shutil.copytree(gone.folder, folder)
+def test_an_unknown_key_of_an_old_config_does_not_block_its_weights(gone, command, tmp_path):
+    """`export` warns of a key of `cfg.yaml` that this version does not know; `deploy` accepts `~KEY` to remove it."""
+    folder = shutil.copytree(gone.folder, tmp_path / "run")
     config = (folder / "cfg.yaml").read_text()
     for section in ("serve", "train"):
         assert f"\n{section}:\n" in config
@@ -117,7 +110,7 @@ def test_a_key_that_is_no_more_does_not_keep_weights_from_use(gone, command, tmp
 
 
 def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
-    """`runs --last` prints its folder alone; the word `last` stands for it wherever a verb takes a RUN."""
+    """`runs --last` prints only its folder; every verb that takes a RUN accepts `last`."""
     for arguments in (("runs", "--last"), ("export", "last")):
         outcome = command(*arguments, cwd=tmp_path)
         assert (outcome.code, outcome.out, outcome.err.count("\n")) == (3, "", 1), outcome
@@ -129,19 +122,16 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
     other = client.create_run(client.experiment("Other"), None, {})
     folder = local_path(other.artifact_uri)
     folder.mkdir(parents=True)
-    for options, found in (
-        ([], folder),
-        (["--experiment", "Other"], folder),
-        (["--status", "running"], folder),
-        (["--experiment", "Default"], gone.folder),
-        (["--status", "finished"], gone.folder),
+    for found, *options in (
+        *((folder,), (folder, "--experiment", "Other"), (folder, "--status", "running")),
+        *((gone.folder, "--experiment", "Default"), (gone.folder, "--status", "finished")),
     ):
         outcome = command("runs", "--last", *options, cwd=here)
         assert (outcome.code, outcome.out, outcome.err) == (0, f"{found}\n", ""), outcome
     outcome = command("runs", "--last", "--experiment", "Other", "--status", "failed", cwd=here)
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (4, "", 1), outcome
     assert "there is no such run" in outcome.err
-    assert command("runs", "--last", "--clean", cwd=here).code == 2
+    command("runs", "--last", "--clean", cwd=here, code=2)
 
     monkeypatch.chdir(here)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -162,7 +152,7 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
 
 @pytest.fixture
 def album(tmp_path):
-    """A folder with 75 pictures at several depths, and what is none of them."""
+    """A folder with 75 images at several depths, and two files that are no images."""
     digits = sorted(PICTURE.parent.glob("*.png"))
     for number in range(75):
         picture = tmp_path / "album" / f"year {number % 3}" / ("" if number % 2 else "inner") / f"{number:02}.PNG"
@@ -174,7 +164,8 @@ def album(tmp_path):
 
 
 def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
-    """Those at any depth, as if each were named; `--out` writes a table or JSON lines; what is no picture is named."""
+    """Images at any depth get the answers that they get by name; `--out` writes CSV or JSON lines; a damaged image is
+    named."""
     files = sorted(map(str, album.rglob("*.PNG")))
     named = command("predict", gone.folder, *files, cwd=tmp_path, code=0)
     rows = list(csv.DictReader(named.out.splitlines()))
@@ -189,7 +180,7 @@ def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
 
     outcome = command("predict", gone.folder, "album", "--out", "a.jsonl", cwd=tmp_path)
     assert (outcome.code, outcome.out) == (0, ""), outcome
-    assert outcome.err.splitlines()[-1] == "75 answers in a.jsonl"  # and no bar, since this is no terminal
+    assert outcome.err.splitlines()[-1] == "75 answers in a.jsonl"  # without a progress bar
     found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     found = [{name: str(value) for name, value in row.items()} for row in found]
     assert sorted(found, key=lambda row: row["path"]) == [
@@ -210,7 +201,7 @@ def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
 
 
 def test_pictures_are_answered_as_they_are_read(gone, album, tmp_path, monkeypatch):
-    """No more than a batch of them is held; a bar is on stderr where that is a terminal."""
+    """At most a batch of images is in memory; a terminal shows a progress bar on stderr."""
     monkeypatch.chdir(tmp_path)
     decode, table, terminal = ImageSpec.decode, predict._table, io.StringIO()
     decoded = written = most = 0
@@ -221,7 +212,7 @@ def test_pictures_are_answered_as_they_are_read(gone, album, tmp_path, monkeypat
         most = max(most, decoded - written)
         return decode(*arguments, **more)
 
-    def noted(out):
+    def counting(out):
         write_row = table(out)
 
         def write(row):
@@ -233,7 +224,7 @@ def test_pictures_are_answered_as_they_are_read(gone, album, tmp_path, monkeypat
 
     terminal.isatty = lambda: True
     monkeypatch.setattr(ImageSpec, "decode", counted)
-    monkeypatch.setattr(predict, "_table", noted)
+    monkeypatch.setattr(predict, "_table", counting)
     monkeypatch.setattr(local, "BATCH_SIZE", 8)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")

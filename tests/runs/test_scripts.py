@@ -1,7 +1,7 @@
-"""The shell scripts, and the files that tell other tools how to set up: what they start, with what, when they set up.
+"""The shell scripts set up an environment when needed and start `deeplightning`; other tools' files agree with them.
 
-A clone in a folder with a space holds the real scripts; its Python and its uv are a few lines of shell that say what
-they were asked. What uv really does with requirements.lock, CI shows: it begins with a fresh clone.
+A clone in a folder with a space has the real scripts; its Python and its uv are short shell scripts that print or
+record their arguments. CI begins with a fresh clone and runs the real uv.
 """
 
 import os
@@ -22,7 +22,7 @@ SCRIPTS = ["env.sh", "train.sh", "monitor.sh", "deploy.sh", "predict.sh", "test.
 TOOLS = ["awk", "bash", "cat", "cksum", "date", "df", "dirname", "env", "grep", "ln", "mkdir", "mv", "readlink", "rm"]
 TOOLS += ["sed", "sleep", "tail", "touch"]
 
-# Says its arguments, one a line; as pytest's or ruff's stand-in it fails where STUB_FAILS is among them.
+# Prints its arguments, one a line; fails if STUB_FAILS is one of them.
 PYTHON = """#!/usr/bin/env bash
 if [ "$1" = -c ]; then echo "$STUB_TORCHVISION" >&2; [ -z "$STUB_TORCHVISION" ]; exit; fi
 printf '%s\\n' "$@"
@@ -30,7 +30,7 @@ case " $* " in *" ${STUB_FAILS:-nothing} "*) exit 1 ;; esac
 exit "${STUB_EXIT:-0}"
 """
 
-# Notes each call, makes an environment of the Python above, and fails or hangs at the call that has the word asked for.
+# Records each call, makes an environment with this Python, and fails or hangs at the call with the given argument.
 UV = """#!/usr/bin/env bash
 [ "$1" != --version ] || { echo "uv 0.13.8"; exit; }
 echo "$*" >>"$STUB_CALLS"
@@ -41,18 +41,14 @@ case " $* " in *" ${UV_FAILS:-nothing} "*) echo "error: ${UV_SAYS:-dns error}" >
 
 
 class Clone:
-    """A clone with nothing set up; `bin` is all of its PATH: the usual tools, a new enough Python, and the uv above."""
+    """A clone without an environment; its PATH is `bin`, with the usual tools, a suitable Python, and this uv."""
 
     def __init__(self, tmp_path: Path):
         self.root = tmp_path / "a clone"
         self.bin = tmp_path / "bin"
         self.calls = tmp_path / "calls"
-        self.environment = {
-            "PATH": str(self.bin),
-            "HOME": str(tmp_path / "home"),
-            "STUB_PYTHON": str(tmp_path / "stub"),
-            "STUB_CALLS": str(self.calls),
-        }
+        self.environment = {"PATH": str(self.bin), "HOME": str(tmp_path / "home")}
+        self.environment |= {"STUB_PYTHON": str(tmp_path / "stub"), "STUB_CALLS": str(self.calls)}
         self.root.mkdir()
         self.bin.mkdir()
         for name in [*SCRIPTS, "pyproject.toml", "requirements.lock", "tests/journeys.txt"]:
@@ -66,24 +62,19 @@ class Clone:
             path.chmod(0o755)
 
     def start(self, script: str, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            ["bash", str(self.root / script), *arguments],
-            cwd=cwd or self.bin,
-            env=self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command = ["bash", str(self.root / script), *arguments]
+        variables = self.environment | environment
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=cwd or self.bin, env=variables, start_new_session=True, **output)
 
     def run(self, script: str, *arguments: str, cwd: Path | None = None, **environment: str) -> tuple[int, str, str]:
-        """Exit code, standard output, standard error."""
+        """Return exit code, stdout and stderr."""
         process = self.start(script, *arguments, cwd=cwd, **environment)
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
     def start_hanging(self, script: str) -> subprocess.Popen:
-        """A start whose set-up has come to its last step, and stays there."""
+        """Start a script whose set-up hangs in its last step."""
         process = self.start(script, UV_HANGS="-e")
         while not Path(f"{self.calls}.hangs").exists():
             assert process.poll() is None
@@ -101,7 +92,7 @@ def bare(tmp_path):
 
 @pytest.fixture
 def clone(bare):
-    """A clone that is set up; nothing is left of its set-up but the environment."""
+    """A clone with an environment, and no recorded calls."""
     code, _, err = bare.run("env.sh")
     assert code == 0, err
     bare.calls.unlink()
@@ -109,7 +100,7 @@ def clone(bare):
 
 
 def test_every_script_is_correct_shell():
-    """`bash -n` has nothing to say."""
+    """`bash -n` finds no syntax error."""
     wrong = [script for script in SCRIPTS if subprocess.run(["bash", "-n", ROOT / script], check=False).returncode]
     assert wrong == []
 
@@ -124,25 +115,25 @@ TRAINED = [
     (["my config.yaml", "seed=1"], ["my config.yaml", "seed=1"]),
     (["fold=1.yaml", "seed=1"], ["fold=1.yaml", "seed=1"]),
 ]
-GIVEN_ON = {"monitor.sh": "monitor", "deploy.sh": "serve", "predict.sh": "ask"}
+VERBS = {"monitor.sh": "monitor", "deploy.sh": "serve", "predict.sh": "ask"}
 
 
 def test_scripts_pass_arguments_and_exit_code_on(clone, tmp_path):
-    """Arguments arrive as given, spaces and all, and what Python ends with, the script ends with; `train.sh` without a
-    config puts the clone's configs/base.yaml first."""
+    """Arguments are passed unchanged, with spaces, and the exit code is Python's; `train.sh` without a config inserts
+    the clone's configs/base.yaml."""
     (tmp_path / "fold=1.yaml").touch()
     words = ["a b", "--port", "1"]
     calls = [("train.sh", "train", *row) for row in TRAINED]
-    calls += [(script, verb, words, words) for script, verb in GIVEN_ON.items()]
+    calls += [(script, verb, words, words) for script, verb in VERBS.items()]
     for script, verb, arguments, expected in calls:
         code, out, _ = clone.run(script, *arguments, cwd=tmp_path, STUB_EXIT="5")
-        asked = ["-m", "deeplightning", verb, *(word.format(root=clone.root) for word in expected)]
-        assert (code, out.splitlines()) == (5, asked)
+        command = ["-m", "deeplightning", verb, *(word.format(root=clone.root) for word in expected)]
+        assert (code, out.splitlines()) == (5, command)
 
 
 def test_test_runs_every_check(clone):
-    """A check that fails does not keep the others from running, and makes the exit code 1; types are checked beside the
-    tests, and told after them."""
+    """A failed check makes the exit code 1, and the others still run; mypy runs beside the tests, and its output comes
+    after theirs."""
     code, out, err = clone.run("test.sh", "--full", "-k", "a b", STUB_FAILS="mypy")
     assert code == 1
     assert [line.split()[1] for line in out.splitlines() if line.startswith("$ ")] == ["ruff", "ruff", "pytest", "mypy"]
@@ -153,8 +144,8 @@ def test_test_runs_every_check(clone):
 
 
 def test_the_sizes_of_test(clone):
-    """`--quick` runs the unit tests; without a size come the journeys; `--full` and `--all` run all files, the latter
-    slow tests too. Files that are named are run, and no others."""
+    """`--quick` runs the unit tests, the default also the journeys, `--full` all files, and `--all` slow tests too.
+    Named files run alone."""
     for name in ("raise_bounds", "without_plugins"):
         (clone.root / "tools" / f"{name}.sh").write_text("true\n")
     (clone.root / "tests" / "journeys.txt").write_text("# A list.\n\ntests/runs/test_a.py  # why\n")
@@ -173,7 +164,7 @@ def test_the_sizes_of_test(clone):
 
 
 def test_test_docs_installs_sphinx_once(clone):
-    """`--docs` runs the tests of the manual alone. Sphinx is installed by hash, and again when the lock has changed."""
+    """`--docs` runs only the tests of the manual; it installs Sphinx by hash, and again when the lock changes."""
     lock = clone.root / "docs" / "requirements.lock"
     lock.parent.mkdir()
     lock.write_text("sphinx==9.0.4\n")
@@ -188,7 +179,7 @@ def test_test_docs_installs_sphinx_once(clone):
 
 
 def test_a_python_that_is_named_is_used_as_it_is(bare, tmp_path):
-    """DEEPLIGHTNING_PYTHON is a command or a path, also one that is relative: nothing is set up."""
+    """With DEEPLIGHTNING_PYTHON, a command or an absolute or relative path, nothing is set up."""
     (bare.bin / "own python").symlink_to(tmp_path / "stub")
     for named in ("own python", "./own python", str(bare.bin / "own python")):
         code, out, err = bare.run("train.sh", "x.yaml", DEEPLIGHTNING_PYTHON=named)
@@ -206,7 +197,7 @@ def test_ci_runs_test(clone):
 
 
 def test_a_current_environment_costs_nothing(clone):
-    """With a current environment a script is silent and starts no Python but the one asked for."""
+    """With a current environment a script prints nothing and starts only the environment's Python."""
     (clone.bin / "python3").unlink()
     code, _, err = clone.run("train.sh")
     assert (code, err) == (0, "")
@@ -229,7 +220,7 @@ def test_set_up_installs_the_lock_with_its_hashes(bare):
 
 
 def test_plugins_are_installed_with_the_clone(clone):
-    """In editable form, without the network; a start sets up again when a plug-in comes or its requirements change."""
+    """They are installed in editable mode, offline; a new plug-in or changed requirements cause another set-up."""
     plugin = clone.root / "plugins" / "deeplightning-a"
     plugin.mkdir(parents=True)
     for text in ("[project]\n", "[project]\ndependencies = []\n"):
@@ -240,13 +231,13 @@ def test_plugins_are_installed_with_the_clone(clone):
 
 
 def test_bytecode_is_compiled_where_python_may_not_write_it_later(bare):
-    """With PYTHONDONTWRITEBYTECODE a set-up compiles every package; else Python does it for what it imports."""
+    """With PYTHONDONTWRITEBYTECODE the set-up compiles every package."""
     assert bare.run("env.sh", PYTHONDONTWRITEBYTECODE="1")[0] == 0
     assert all("--compile-bytecode" in call for call in bare.uv_calls()[1:])
 
 
 def test_a_set_up_reports_while_it_goes_on(bare):
-    """The step, its seconds and what uv does; nothing is left running when it ends."""
+    """It prints the step, its seconds and uv's current download; no process remains when it ends."""
     bare.environment["SETUP_REPORT_SECONDS"] = "1"
     process = bare.start_hanging("env.sh")
     (bare.root / ".uv/log").write_text(
@@ -256,12 +247,12 @@ def test_a_set_up_reports_while_it_goes_on(bare):
         assert line
     assert re.fullmatch(r"  2/3 packages: \d+ s  downloading torch \(527.9MiB\)\n", line)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)  # no process holds its stderr
+    process.communicate(timeout=20)  # ends when no process has its stderr open
     assert process.returncode == 143
 
 
 def test_a_set_up_shows_its_steps_on_a_terminal(bare):
-    """A line that changes, of the terminal's width at most, and one that stays for each step."""
+    """A line within the terminal's width is updated in place, and each step leaves one line."""
     leader, follower = os.openpty()
     process = subprocess.Popen(
         ["bash", str(bare.root / "env.sh")],
@@ -279,30 +270,28 @@ def test_a_set_up_shows_its_steps_on_a_terminal(bare):
 
 
 def test_a_smaller_download_is_named_where_there_is_no_gpu(bare):
-    """One note, with its price; not on a machine with NVIDIA's tools, and not where a build is asked for."""
-    named = "TORCH_BACKEND=cpu bash env.sh takes the CPU build"
+    """There is no note on a machine with NVIDIA's tools, or if TORCH_BACKEND names a build."""
+    note = "TORCH_BACKEND=cpu bash env.sh takes the CPU build"
     if not (Path("/proc/driver/nvidia").exists() or Path("/dev/dxg").exists()):
-        assert named in bare.run("env.sh")[2]
+        assert note in bare.run("env.sh")[2]
     shutil.rmtree(bare.root / ".venv", ignore_errors=True)
     (bare.bin / "nvidia-smi").symlink_to("/bin/true")
-    assert named not in bare.run("env.sh")[2]
+    assert note not in bare.run("env.sh")[2]
     (bare.bin / "nvidia-smi").unlink()
-    assert named not in bare.run("env.sh", TORCH_BACKEND="cpu")[2]
+    assert note not in bare.run("env.sh", TORCH_BACKEND="cpu")[2]
 
 
 def test_another_torch_build_is_kept(clone):
-    """TORCH_BACKEND is handed to uv, without the hashes of the other build; starts that do not name one keep it."""
+    """TORCH_BACKEND is passed to uv, without the hashes of the other build; later starts without it keep the build."""
     assert clone.run("env.sh", TORCH_BACKEND="cpu")[0] == 0
-    packages = clone.uv_calls()[1]
-    assert packages.endswith(
-        "--torch-backend cpu --no-verify-hashes -c requirements.lock -r pyproject.toml --extra dev"
-    )
+    options = "--torch-backend cpu --no-verify-hashes -c requirements.lock -r pyproject.toml --extra dev"
+    assert clone.uv_calls()[1].endswith(options)
     assert clone.run("env.sh") == (0, "", "")
     assert clone.run("env.sh", TORCH_BACKEND="cpu") == (0, "", "")
 
 
 def test_an_unknown_torch_build_is_a_note(clone):
-    """A wrong TORCH_BACKEND ends with exit code 3 and the words that are right; the environment there is stays."""
+    """A wrong TORCH_BACKEND ends with exit code 3 and the allowed values; the existing environment stays."""
     for word in ("cuda", "cu", "-h", "index url"):
         code, out, err = clone.run("train.sh", TORCH_BACKEND=word)
         assert (code, out) == (3, "")
@@ -329,7 +318,7 @@ def _lose_python(clone):
 
 
 def test_an_outdated_environment_is_made_again(clone):
-    """Other requirements, a clone that moved, a Python that is gone: the next start sets up, the one after does not."""
+    """Changed requirements, a moved clone and a missing Python cause one set-up at the next start."""
     for change in (_new_lock, _new_dependency, _move, _lose_python):
         change(clone)
         code, _, err = clone.run("train.sh")
@@ -338,14 +327,14 @@ def test_an_outdated_environment_is_made_again(clone):
 
 
 def test_settings_of_the_checks_change_no_environment(clone):
-    """Who edits the settings of ruff, mypy or pytest waits for no new environment."""
+    """An edit of the settings of ruff, mypy or pytest causes no set-up."""
     with (clone.root / "pyproject.toml").open("a") as file:
         file.write("# another setting\n")
     assert clone.run("env.sh") == (0, "", "")
 
 
 def test_two_starts_set_up_once(bare):
-    """Of two scripts started together one sets up, the other waits and says so."""
+    """Of two scripts started together one sets up, and the other reports that it waits."""
     first = bare.start_hanging("env.sh")
     second = bare.start("train.sh")
     assert second.stderr.readline() == "Another start is setting up the environment; waiting for it.\n"
@@ -364,8 +353,7 @@ def test_two_starts_set_up_once(bare):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_an_interrupted_set_up_leaves_no_environment(bare, number, code):
-    """Ctrl-C and kill end the set-up and its uv at once; after them and `kill -9` of all the next start sets up
-    again."""
+    """SIGINT and SIGTERM end the set-up and its uv at once; after them and SIGKILL the next start sets up again."""
     process = bare.start_hanging("train.sh")
     process.send_signal(number) if number == signal.SIGTERM else os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=20)
@@ -376,7 +364,7 @@ def test_an_interrupted_set_up_leaves_no_environment(bare, number, code):
 
 
 def test_a_failed_set_up_keeps_the_environment_there_is(clone):
-    """Where the new environment cannot be had the old one stays, and is still known to be old."""
+    """The old environment stays, and the next start tries to set up again."""
     _new_lock(clone)
     code, out, err = clone.run("train.sh", UV_FAILS="-r")
     assert (code, out) == (3, "")
@@ -388,47 +376,37 @@ def test_a_failed_set_up_keeps_the_environment_there_is(clone):
 
 
 @pytest.mark.parametrize(
-    ("said", "note"),
+    ("failure", "notes"),
     [
-        ("No space left on device (os error 28)", "the disk is full"),
-        ("Hash mismatch for `click`", "a package is not the one that requirements.lock names"),
+        ({"UV_SAYS": "No space left on device (os error 28)"}, ["the disk is full"]),
+        ({"UV_SAYS": "Hash mismatch for `click`"}, ["a package is not the one that requirements.lock names"]),
+        (
+            {"UV_FAILS": "", "STUB_TORCHVISION": "RuntimeError: operator torchvision::nms does not exist"},
+            ["torch and torchvision come from different builds", "set TORCH_BACKEND=cpu"],
+        ),
     ],
+    ids=["full disk", "other hash", "other build"],
 )
-def test_the_note_names_the_reason(bare, said, note):
-    """A full disk and a package with another hash are told apart from a missing network."""
-    code, _, err = bare.run("train.sh", UV_FAILS="-r", UV_SAYS=said)
-    assert (code, note in err) == (3, True)
-
-
-def test_torch_and_torchvision_of_different_builds_are_a_note(bare):
-    """A torch that does not go with the torchvision beside it is found right after the set-up, with what to do."""
-    code, _, err = bare.run("train.sh", STUB_TORCHVISION="RuntimeError: operator torchvision::nms does not exist")
-    assert code == 3
-    assert "torch and torchvision come from different builds" in err
-    assert "set TORCH_BACKEND=cpu" in err
+def test_the_note_names_the_reason(bare, failure, notes):
+    """Each failure of a set-up has its own note and exit code 3, and leaves no environment."""
+    code, _, err = bare.run("train.sh", **{"UV_FAILS": "-r"} | failure)
+    assert (code, [note for note in notes if note not in err]) == (3, [])
     assert not (bare.root / ".venv").exists()
 
 
-def test_no_network_and_no_environment_is_a_note(bare):
-    """With no uv at hand and an index that cannot be reached: one note, exit code 3, no environment."""
-    (bare.bin / "uv").unlink()
+@pytest.mark.parametrize("version", ["", pytest.param("0.5.1", marks=pytest.mark.slow)], ids=["no uv", "old uv"])
+def test_no_network_and_no_environment_is_a_note(bare, version):
+    """Without a package index and a uv that has `--torch-backend`, a start ends with a note and exit code 3."""
+    (bare.bin / "uv").write_text(UV.replace("0.13.8", version)) if version else (bare.bin / "uv").unlink()
     code, out, err = bare.run("train.sh", PIP_NO_INDEX="1")
-    assert (code, out) == (3, "")
+    assert (code, out, bare.uv_calls()) == (3, "", [])
     assert "a package could not be installed. Most often there is no network" in err
     assert "No matching distribution found for uv==" in err
     assert not (bare.root / ".venv").exists()
 
 
-@pytest.mark.slow
-def test_an_old_uv_is_not_used(bare):
-    """A uv from before `--torch-backend` counts as none."""
-    (bare.bin / "uv").write_text(UV.replace("0.13.8", "0.5.1"))
-    code, _, err = bare.run("train.sh", PIP_NO_INDEX="1")
-    assert (code, "found for uv==" in err, bare.uv_calls()) == (3, True, [])
-
-
 def test_no_python_is_a_note(bare):
-    """Where every Python is older than 3.11 the note says what is needed."""
+    """If every Python is older than 3.11 the note names the required version."""
     (bare.bin / "python3").unlink()
     (bare.bin / "python3").write_text("#!/usr/bin/env bash\necho /usr/bin/python3; exit 1\n")
     (bare.bin / "python3").chmod(0o755)
@@ -437,36 +415,33 @@ def test_no_python_is_a_note(bare):
 
 
 def test_a_newer_python_beside_an_old_one_is_found(bare):
-    """An old python3 does not hide a python3.12."""
+    """A python3.12 is found without a suitable python3."""
     (bare.bin / "python3").rename(bare.bin / "python3.12")
     assert bare.run("env.sh")[0] == 0
 
 
 def test_a_clone_that_cannot_be_written_is_a_note(bare):
-    """A read-only clone without an environment: one note, exit code 3. (A file in the way: root may write anywhere.)"""
-    (bare.root / ".uv").touch()
+    """A read-only clone without an environment ends with a note and exit code 3."""
+    (bare.root / ".uv").touch()  # a file in the way, since root may write anywhere
     code, _, err = bare.run("train.sh")
-    assert code == 3
-    assert err == (
-        f"Cannot set up the environment of {bare.root}: nothing can be written there. Make the folder writable, "
-        "or clone to one that is.\n"
-    )
+    note = f"Cannot set up the environment of {bare.root}: nothing can be written there. Make the folder writable, "
+    assert (code, err) == (3, f"{note}or clone to one that is.\n")
 
 
 def _locked() -> list[str]:
-    """`name==version [; marker]` of every package in requirements.lock."""
+    """Return `name==version [; marker]` of every package in requirements.lock."""
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     return [line.removesuffix("\\").strip() for line in lines if re.match(r"\S+==", line)]
 
 
 def test_the_lock_has_a_hash_for_every_package():
-    """Nothing is installed that is not checked against a hash."""
+    """Every package of requirements.lock is verified by its hash."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text().strip())
     assert [entry.splitlines()[0] for entry in entries if "--hash=sha256:" not in entry] == []
 
 
 def test_conda_env_has_the_versions_of_the_lock():
-    """conda_env.yaml installs what requirements.lock names, the project and its plug-ins."""
+    """conda_env.yaml installs the packages of requirements.lock, the project and its plug-ins."""
     environment = yaml.safe_load((ROOT / "conda_env.yaml").read_text())
     python, _, pip = environment["dependencies"]
     assert python == "python=3.11"
@@ -482,7 +457,7 @@ def test_conda_env_has_the_versions_of_the_lock():
     ],
 )
 def test_mlflow_run_starts_the_training(bare, arguments, config):
-    """`mlflow run . -P config=CFG` runs, in the clone, what train.sh CFG runs; without `-P` it is configs/base.yaml."""
+    """`mlflow run . -P config=CFG` runs the command of `train.sh CFG`; without `-P` the config is configs/base.yaml."""
     for name in ["MLproject", "conda_env.yaml"]:
         shutil.copy(ROOT / name, bare.root / name)
     (bare.bin / "python").write_text(PYTHON)

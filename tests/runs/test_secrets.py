@@ -1,9 +1,9 @@
-"""Secrets that were planted in code, settings, diffs and the environment are in nothing that a run leaves behind.
+"""No file, log or answer of a run has a secret that was planted in its code, settings, diffs or environment.
 
-The corpora are `hostile/secrets.jsonl` (name, kind of file, text, secret), `hostile/tokens.jsonl` (service, text and
-the secret in it, if that is not all of it) and `hostile/no_secrets.jsonl` (kind of file, text that stays as it is), a
-line each. A `¦` in the first two is taken out on reading: with it no scanner of repositories takes the line for a real
-key. The tokens are random text in the form that each service documents; none is real.
+The corpora are `hostile/secrets.jsonl` (name, kind of file, text, secret), `hostile/tokens.jsonl` (service, text, and
+the secret in it unless that is the complete text) and `hostile/no_secrets.jsonl` (kind of file, text that must not
+change), a row each. A `¦` in the first two is removed on reading; it hides the lines from scanners of repositories.
+The tokens are random text in the form that each service documents; none is real.
 """
 
 import base64
@@ -35,7 +35,7 @@ TOKENS = [json.loads(line.replace("¦", "")) for line in (HOSTILE / "tokens.json
 TOKENS = [(name, text, secret[0] if secret else text) for name, text, *secret in TOKENS]
 HARMLESS = [json.loads(line) for line in (HOSTILE / "no_secrets.jsonl").read_text("utf-8").splitlines()]
 PASSWORD = "correct/horse battery+staple=42"
-"""Comes from the environment; a URL and base64 write it in another way."""
+"""Is in the environment; URLs and base64 encode it differently."""
 CONFIG = """\
 seed: 7
 data:
@@ -58,14 +58,14 @@ logger:
   pictures: null
 """
 PARTS = ["Modal id", "Modal secret", "Voyage AI", "LaunchDarkly SDK", "LaunchDarkly API", "Mailgun"]
-"""Their prefixes are words: in a longer name such as `cache_key-…` they are part of it."""
+"""Services whose prefixes are words, which may be part of a longer name such as `cache_key-…`."""
 AROUND = [
     *((".py", 'x = call("%s")'), (".yaml", "note: %s"), (".env", 'X="%s"'), (".md", "I used %s for it.")),
     *((".txt", "%s"), (".ipynb", '{"source": ["a\\n%s\\n"]}'), (".txt", "GET /?next=a%%3D%s%%26b"), (".py", "x_%s")),
 ]
-"""Endings of files, and what may stand around a token in them."""
+"""Extensions of files, and text around a token in them."""
 CLEAR = ["clear/hunter-47", "90817263", "clear-48", "clear-in-env-49"]
-"""Stand in the config."""
+"""Secrets in the config."""
 OWN = """\
 import base64
 import json
@@ -86,12 +86,12 @@ class Own(Digits):
         self.words += [os.environ["MY_API"]] if os.environ["FLAVOUR"] == "bitter" else []
 
     def train_dataloader(self):
-        told = []
+        forms = []
         for word in self.words if os.environ.get("FAILS") else ():
-            told += [word, repr(word), urllib.parse.quote(word), urllib.parse.quote_plus(word), word[:20], word[:25]]
-            told += [base64.b64encode(word.encode()).decode(), base64.b64encode(b"me:" + word.encode()).decode()]
-        if told:
-            raise RuntimeError(f"refused: {' '.join(told)}")
+            forms += [word, repr(word), urllib.parse.quote(word), urllib.parse.quote_plus(word), word[:20], word[:25]]
+            forms += [base64.b64encode(word.encode()).decode(), base64.b64encode(b"me:" + word.encode()).decode()]
+        if forms:
+            raise RuntimeError(f"refused: {' '.join(forms)}")
         return super().train_dataloader()
 """
 
@@ -117,9 +117,20 @@ REQUESTS = [
 ]
 
 
+def examined(path, config):
+    """Write a config to a file and examine it."""
+    path.write_text(yaml.safe_dump(config, allow_unicode=True), "utf-8")
+    return examine(path)
+
+
+def of_module(params):
+    """Return a config with params of the data module."""
+    return {"data": {"module": {"type": "a.B", "params": params}}}
+
+
 @pytest.mark.parametrize(("name", "kind", "text", "secret"), PLANTED, ids=[f"{row[1]} {row[0]}" for row in PLANTED])
 def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
-    """The line is told; all lines keep their numbers."""
+    """The number of its line is returned, and all lines keep their numbers."""
     clean, lines = conceal(text, f"x{kind}")
     assert secret not in clean
     assert text[: text.index(secret)].count("\n") + 1 in lines or "PRIVATE" in text
@@ -128,19 +139,18 @@ def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
 
 @pytest.mark.parametrize(("name", "text", "secret"), TOKENS, ids=[row[0] for row in TOKENS])
 def test_a_token_of_a_service_is_concealed(name, text, secret, tmp_path):
-    """In each kind of text, and as the value of a key that says nothing; no 20 characters of it stay."""
+    """It is concealed in each kind of text, and as the value of an ordinary key; no 20 characters of it remain."""
     traces = {secret[start : start + 20] for start in range(max(1, len(secret) - 19))}
     for kind, around in AROUND:
         if not (around == "x_%s" and name in PARTS):
             clean = conceal(around % text, f"x{kind}")[0]
             assert not [trace for trace in traces if trace in clean], (kind, clean)
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"data": {"module": {"type": "a.B", "params": {"note": text}}}}))
-    public = yaml.safe_dump(examine(tmp_path / "a.yaml").config.public(), width=10_000)
+    public = yaml.safe_dump(examined(tmp_path / "a.yaml", of_module({"note": text})).config.public(), width=10_000)
     assert not [trace for trace in traces if trace in public], public
 
 
 def test_every_row_of_the_table_of_services_finds_a_token():
-    """No row is without an example in a corpus, and each matches what stands behind an end of a word only."""
+    """Each row has an example in a corpus, and the table itself has nothing that is taken for a secret."""
     texts = [row[1] for row in TOKENS] + [row[2] for row in PLANTED]
     assert [row for row in secret_scan._token_patterns() if not any(re.search(row[1], text) for text in texts)] == []
     table = Path(secret_scan.__file__).with_name("secret_shapes.tsv").read_text("utf-8")
@@ -148,13 +158,13 @@ def test_every_row_of_the_table_of_services_finds_a_token():
 
 
 @pytest.mark.parametrize(("kind", "text"), HARMLESS, ids=[f"{kind} {text[:40]}" for kind, text in HARMLESS])
-def test_what_is_no_secret_stays_as_it_is(kind, text):
-    """Tokenizers, types, references, placeholders, hashes, calls and prose."""
+def test_harmless_text_is_not_changed(kind, text):
+    """Tokenizers, types, references, placeholders, hashes, calls and prose are not concealed."""
     assert conceal(text, f"x{kind}") == (text, [])
 
 
 def test_our_own_sources_stay_as_they_are():
-    """What a run keeps of a library of this size holds no line that is taken for a secret."""
+    """No line of this library, its configs and its examples is taken for a secret."""
     top = Path(__file__).parents[2]
     paths = [*top.glob("deeplightning/**/*.py"), *top.glob("configs/**/*.yaml"), *top.glob("examples/**/*.py")]
     assert [path for path in paths if conceal(path.read_text("utf-8"), path.name)[1]] == []
@@ -172,7 +182,7 @@ def test_our_own_sources_stay_as_they_are():
     ids=lambda text: text[:12],
 )
 def test_no_text_makes_the_search_slow(text):
-    """Its time grows with the length of a text, whatever is in it: 100,000 characters take less than 5 s of work."""
+    """The time grows linearly with a text, whatever its content: 100,000 characters take less than 5 s of CPU."""
     began = time.process_time()
     for name in ("x.py", "x.yaml", "x.md"):
         conceal(text, name)
@@ -192,19 +202,20 @@ def forms(value):
     "value", [PASSWORD, "pässwörd & more/than?20", "k3j4h5g6f7d8s9a0q1w2e4r5", 'it\'s "quoted" \\ twice']
 )
 def test_a_value_of_the_environment_is_redacted_in_every_form(value):
-    """Plain, escaped, quoted, in base64 alone or behind a user's name; whole, or cut after 20 characters and more."""
+    """It is redacted plain, escaped, quoted, in base64 with or without a user's name, and cut after 20 characters."""
     secrets = Secrets(values={value: "${oc.env:X}"})
     for form in forms(value):
         for length in {len(form), 20, 23} - ({20, 23} if len(form) <= 23 else set()):
-            told = secrets.redact(f"refused: {form[:length]}, {form[:length]}")
-            assert form[:20] not in told, (form, length)
-            assert told.startswith("refused: ")
+            redacted = secrets.redact(f"refused: {form[:length]}, {form[:length]}")
+            assert form[:20] not in redacted, (form, length)
+            assert redacted.startswith("refused: ")
     assert secrets.redact("an ordinary line") == "an ordinary line"
 
 
 @pytest.fixture(scope="module")
 def planted_run(command, tmp_path_factory):
-    """A run that fails with a secret in every form, from a tree whose package and diff hold the whole corpus."""
+    """A run that fails with secrets in every form, from a tree whose package and diff have the complete corpus: its
+    outcome, store and folder, and a function that repeats it without the failure."""
     top = tmp_path_factory.mktemp("planted")
     tree, store = top / "tree", top / "mlruns"
     package = tree / "kept"
@@ -228,14 +239,14 @@ def planted_run(command, tmp_path_factory):
         path.write_text(text + "\n")
     words = [secret for _, kind, _, secret in PLANTED if kind == ".py" and "\n" not in secret]
     train = ("train", "c.yaml", f"logger.params.tracking_uri='{store}'")
-    told = {"cwd": tree, "TABLE_PASSWORD": PASSWORD, "WORDS": json.dumps(words)}
-    done = command(*train, **told, FAILS="yes")
+    options = {"cwd": tree, "TABLE_PASSWORD": PASSWORD, "WORDS": json.dumps(words)}
+    done = command(*train, **options, FAILS="yes")
     assert "RuntimeError" in done.err, done
-    return done, store, next(store.glob("*/*/artifacts")), lambda: command(*train, "train.export=true", **told)
+    return done, store, next(store.glob("*/*/artifacts")), lambda: command(*train, "train.export=true", **options)
 
 
 def contents_of(store):
-    """Every file of a store, what is in those that are archives, and every row of its database as text."""
+    """Return every file of a store, every file in its archives, and every row of its database as text."""
     contents = {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
     for name, content in list(contents.items()):
         if zipfile.is_zipfile(io.BytesIO(content)):
@@ -247,7 +258,7 @@ def contents_of(store):
 
 
 def traces():
-    """Of every planted secret each form, or its first 20 characters; of the parts of a key each line."""
+    """Yield each planted secret with each of its forms, cut to 20 characters; each line of a key is a secret."""
     for secret in [PASSWORD, *CLEAR, *(row[-1] for row in PLANTED)]:
         for line in secret.split("\n"):
             if not line.startswith("-----"):
@@ -261,16 +272,15 @@ def leaks(contents):
 
 
 def test_no_planted_secret_is_in_anything_of_a_run(planted_run):
-    """Every file of the run folder and of the store, with what is in its archives; the output and the log."""
+    """No file of the store and the run folder, no file in their archives, no log and no output has one."""
     done, store, *_ = planted_run
     contents = contents_of(store) | {"stdout": done.out.encode(), "stderr": done.err.encode()}
-    assert sum("planted_" in name for name in contents) > 60  # they are packed
+    assert sum("planted_" in name for name in contents) > 60  # the files of the corpus are in code.zip
     assert leaks(contents) == []
 
 
 def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
-    """`cfg.yaml` names a variable for each, so that whoever runs it again knows what to set; a warning says so. The
-    tracker has it so as well."""
+    """`cfg.yaml` and the tracker have the name of a variable in its place; a warning names each key."""
     done, store, folder, _ = planted_run
     params = yaml.safe_load((folder / "cfg.yaml").read_text())["data"]["module"]["params"]
     assert params == {
@@ -292,7 +302,7 @@ def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
 
 @pytest.mark.slow
 def test_no_planted_secret_comes_out_of_a_run_or_its_server(planted_run, tmp_path):
-    """Of a failed run, and of one that was exported and served: no secret in any file, row, log or answer."""
+    """No file, row, log or answer has one, of the failed run and of one that is exported and served."""
     failed, store, _, train = planted_run
     done = train()
     assert done.code == 0, done
@@ -317,18 +327,15 @@ def test_no_planted_secret_comes_out_of_a_run_or_its_server(planted_run, tmp_pat
 
 @pytest.mark.parametrize("key", ["password", "db_pass", "api_token", "secret_key"])
 def test_a_config_without_secrets_means_the_same(key, tmp_path, monkeypatch):
-    """What is kept loads again to an equal config where the variable is set; else the fault names it."""
+    """The recorded config loads to an equal one if the variable is set; otherwise the error names the variable."""
     value = "q9w8e7r6t5y4u3i2o1 ${x" if "token" not in key else "q9w8e7r6t5y4u3i2o1"
-    config = {"data": {"module": {"type": "a.B", "params": {key: value.replace("${", "\\${")}}}}
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
-    found = examine(tmp_path / "a.yaml")
+    found = examined(tmp_path / "a.yaml", of_module({key: value.replace("${", "\\${")}))
     name = f"DATA_MODULE_PARAMS_{key.upper()}"
     assert found.config.data.module.params == {key: value}
     assert found.config.public()["data"]["module"]["params"] == {key: f"${{oc.env:{name}}}"}
     assert value not in found.redact(f"refused: {value}, {quote(value)}")
-    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"data": found.config.public()["data"]}))
-    faults = map(str, examine(tmp_path / "b.yaml").faults)
-    assert any(f"the environment variable {name} is not set" in fault for fault in faults)
+    faults = examined(tmp_path / "b.yaml", {"data": found.config.public()["data"]}).faults
+    assert any(f"the environment variable {name} is not set" in str(fault) for fault in faults)
     monkeypatch.setenv(name, value)
     assert examine(tmp_path / "b.yaml").config.data.module.params == {key: value}
 
@@ -343,28 +350,26 @@ def test_a_config_without_secrets_means_the_same(key, tmp_path, monkeypatch):
     ids=str,
 )
 def test_an_ordinary_value_of_a_config_is_no_secret(params, tmp_path):
-    """Names of variables and files, tokens of a tokenizer, addresses without a password."""
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"data": {"module": {"type": "a.B", "params": params}}}))
-    found = examine(tmp_path / "a.yaml")
+    """Names of variables and files, tokens of a tokenizer, and addresses without a password are recorded."""
+    found = examined(tmp_path / "a.yaml", of_module(params))
     assert found.config.public()["data"]["module"]["params"] == params
     assert found.source.secrets.literals == {}
 
 
 @pytest.mark.parametrize("name", ["NCCL_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TZ", "PYTHONHASHSEED"])
 def test_a_known_variable_of_a_run_is_recorded(name, tmp_path):
-    """Unless its value looks like a token."""
+    """Its value is recorded unless it looks like a token."""
     token = f"gsk{'_'}{'a1B2' * 13}"
     for value, shown in (("7", "7"), ("a-word", "a-word"), (token, f"${{oc.env:ENGINE_ENV_{name}}}")):
-        (tmp_path / "a.yaml").write_text(yaml.safe_dump({"engine": {"env": {name: value}}}))
-        assert examine(tmp_path / "a.yaml").config.public()["engine"]["env"] == {name: shown}
+        found = examined(tmp_path / "a.yaml", {"engine": {"env": {name: value}}})
+        assert found.config.public()["engine"]["env"] == {name: shown}
 
 
 @pytest.mark.parametrize("value", ["on", "bitter", "k9/j8 h7", "\\${x}", "${data.batch_size}-samples", "/tmp"])
 def test_another_variable_of_a_run_is_concealed(value, tmp_path, monkeypatch):
-    """The run gets its value, the record its name, and means the same where it is set; a word in it stays a word."""
+    """The run gets its value; the recorded config has its name, and loads to an equal one if it is set."""
     config = {"data": {"batch_size": 4}, "stages": ["train"], "engine": {"env": {"MY_API": value, "MODE": "train"}}}
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
-    found = examine(tmp_path / "a.yaml")
+    found = examined(tmp_path / "a.yaml", config)
     given = found.config.engine.env["MY_API"]
     assert given == value.replace("\\$", "$").replace("${data.batch_size}", "4")
     public = found.config.public()
@@ -373,27 +378,31 @@ def test_another_variable_of_a_run_is_concealed(value, tmp_path, monkeypatch):
     assert found.config.secrets.variables() == {"MY_API": given, "MODE": "train"}
     assert found.redact("the run trains") == "the run trains"
     assert (given in found.redact(f"refused: {given}")) == (value in ("on", "bitter", "\\${x}", "/tmp"))
-    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"engine": public["engine"]}))
-    assert any("variable MY_API is not set" in str(fault) for fault in examine(tmp_path / "b.yaml").faults)
+    faults = examined(tmp_path / "b.yaml", {"engine": public["engine"]}).faults
+    assert any("variable MY_API is not set" in str(fault) for fault in faults)
     for name, text in found.config.secrets.variables().items():
         monkeypatch.setenv(name, text)
     assert examine(tmp_path / "b.yaml").config.engine.env == {"MY_API": given, "MODE": "train"}
 
 
-def test_what_a_run_writes_is_its_owners_alone(planted_run):
-    """Where the store is new: nobody else can enter its folder, whatever the umask is."""
+def test_a_new_store_is_accessible_to_its_owner_only(planted_run):
+    """The mode of its folder is 0700, whatever the umask."""
     _, store, folder, _ = planted_run
     assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "environment.json", "logs"}
     assert store.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_variable_of_a_secret_below_any_key_can_be_read(tmp_path, monkeypatch):
-    """OmegaConf's grammar takes ASCII names only."""
+    """The variable of a key with other letters has an ASCII name, which OmegaConf's grammar requires."""
     params = {"für_password": "q9w8e7r6t5y4"}
-    config = {"data": {"module": {"type": "a.B", "params": params}}}
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
-    found = examine(tmp_path / "a.yaml").config
-    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"data": found.public()["data"]}))
+    found = examined(tmp_path / "a.yaml", of_module(params)).config
     for name, text in found.secrets.variables().items():
         monkeypatch.setenv(name, text)
-    assert examine(tmp_path / "b.yaml").config.data.module.params == params
+    assert examined(tmp_path / "b.yaml", {"data": found.public()["data"]}).config.data.module.params == params
+
+
+@pytest.mark.parametrize("column", ["pass", "secret", "account_key"])
+def test_the_kind_of_a_column_is_no_secret(column):
+    """The kind of a table's column is kept, whatever the column is called."""
+    for kind in ("number", "category", "ignore"):
+        assert secret_scan.secrets_in_value(column, kind) == []

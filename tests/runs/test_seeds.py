@@ -1,4 +1,4 @@
-"""`train CONFIG --seeds N`: runs that differ by the seed under one parent, means and intervals; and `compare A B`."""
+"""`train CONFIG --seeds N` groups runs with different seeds under one parent; `compare A B` compares groups."""
 
 import json
 import re
@@ -26,33 +26,33 @@ def rows(folder: Path, file: str = "runs.csv") -> list[dict[str, str]]:
 
 
 def tracked(store: Path, run_id: str):
-    """A run of the store, and the last values of its metrics."""
+    """Return a run of the store, and the last values of its metrics."""
     reader = open_reader(locate(store))
     return reader.run(run_id), {point.name: point.value for point in Client(locate(store)).history(run_id)}
 
 
 def children(store: Path, parent: str) -> list[str]:
-    """The runs below a parent, those that were deleted left out."""
+    """Return the runs of a parent that are not deleted."""
     reader = open_reader(locate(store))
     return [run.id for run in reader.listing() if reader.run(run.id).tags.get(PARENT) == parent]
 
 
 @pytest.fixture(scope="module")
 def group(train):
-    """Three seeds, begun by the option; two runs at the same time."""
+    """Three seeds by the option `--seeds`; two runs at the same time."""
     return train(*SHORT, "--seeds", "3", "--jobs", "2")
 
 
 @pytest.fixture(scope="module")
 def better(train):
-    """The same three seeds, trained longer, begun by the key."""
+    """The same three seeds, trained longer, by the key `train.seeds`."""
     return train("train.num_epochs=8", "stages=[train,test]", "train.seeds=3", "logger.params.run_name=longer")
 
 
 def test_a_seed_is_a_run_under_one_parent(group, store):
-    """The seeds count from that of the config; each run's own config has its seed and no group."""
+    """The seeds count up from that of the config; the config of each run has its seed, and no `train.seeds`."""
     found = rows(group.folder)
-    assert [(row["seed"], row["state"]) for row in found] == [("7", "finished"), ("8", "finished"), ("9", "finished")]
+    assert [(row["seed"], row["state"]) for row in found] == [(seed, "finished") for seed in "789"]
     parent = group.folder.parent.name
     run, _ = tracked(store, parent)
     assert run.status == "FINISHED"
@@ -66,7 +66,7 @@ def test_a_seed_is_a_run_under_one_parent(group, store):
 
 
 def test_mean_and_interval_are_in_the_terminal_and_in_the_tracker(group, store):
-    """Those of Student's t, of each metric; the files have all digits."""
+    """The interval of each metric is that of Student's t; the files have all digits."""
     values = [json.loads(RunFolder(r["folder"]).results("test").read_text())["test_acc"] for r in rows(group.folder)]
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     summary = {row["metric"]: row for row in rows(group.folder, "summary.csv")}
@@ -84,7 +84,7 @@ def test_mean_and_interval_are_in_the_terminal_and_in_the_tracker(group, store):
 
 
 def test_the_same_command_repeats_nothing_and_more_seeds_are_added(group, train, store):
-    """To the same parent, which has the means of all."""
+    """Further seeds join the same parent, which has the means of all runs."""
     before = rows(group.folder)
     again = train(*SHORT, "--seeds", "3")
     assert "3 runs, 3 of them finished before" in again.out
@@ -100,32 +100,30 @@ def test_the_same_command_repeats_nothing_and_more_seeds_are_added(group, train,
 
 
 def test_two_groups_are_compared_by_their_names(group, better, command, place, store):
-    """In a table and sentences, and as JSON; runs are paired by their seeds, whose data were divided alike."""
+    """The result is text or JSON; runs with the same seed, and so the same splits, are paired."""
     name = tracked(store, group.folder.parent.name)[0].tags["mlflow.runName"]
-    outcome = command(
-        "compare", name, "longer", "--metric", "test_acc", cwd=place, MLFLOW_TRACKING_URI=str(store), code=0
-    )
+    words = ("compare", name, "longer", "--metric", "test_acc")
+    outcome = command(*words, cwd=place, MLFLOW_TRACKING_URI=str(store), code=0)
     assert outcome.out.splitlines()[1] == "B  longer (3 runs, seeds 7 to 9)"
     assert "B is better than A: test_acc of B is " in outcome.out
     assert "bootstrap over 3 pairs of runs with the same seed" in outcome.out
     assert "The evidence is enough" in outcome.out
     assert "McNemar's p is below 0.05 in 3 of 3 pairs" in outcome.out
-    as_json = command("compare", group.folder, better.folder, "--format", "json", cwd=place)
-    found = json.loads(as_json.out)
+    found = json.loads(command("compare", group.folder, better.folder, "--format", "json", cwd=place).out)
     (row,) = [row for row in found["rows"] if row["metric"] == "test_acc"]
     assert (row["state"], row["pairs"], row["mode"]) == ("higher", 3, "max")
     assert row["low"] > 0.1
 
 
 def test_runs_are_chosen_as_runs_chooses(better, command, place, store):
-    """By filters, or by their ids; of a group that passes a filter each run counts once."""
+    """Runs are chosen by filters or by their ids; a run that passes a filter with its group counts once."""
     variables = {"MLFLOW_TRACKING_URI": str(store)}
     ids = ",".join(row["id"] for row in rows(better.folder)[:2])
     outcome = command("compare", ids, "name=longer", "--by", "2", cwd=place, **variables, code=0)
     assert f"A  {ids} (2 runs, seeds 7, 8)" in outcome.out
     assert "B  name=longer (3 runs, seeds 7 to 9)" in outcome.out
     assert "note: A and B share runs" in outcome.out
-    many = ",".join([ids] * 4)  # longer than a file name may be
+    many = ",".join([ids] * 4)  # longer than the limit of file names
     outcome = command("compare", many, "name=longer", cwd=place, **variables, code=0)
     assert "(2 runs, seeds 7, 8)" in outcome.out
     for words, code, note in (
@@ -141,7 +139,7 @@ def test_runs_are_chosen_as_runs_chooses(better, command, place, store):
 
 
 def test_one_run_each_is_compared_by_its_answers(group, better, command, place):
-    """And the reader learns what that cannot tell."""
+    """The output explains that another seed may reverse the order, and suggests `--seeds`."""
     one, two = (rows(outcome.folder)[0]["folder"] for outcome in (group, better))
     outcome = command("compare", one, two, "--metric", "test_acc", cwd=place, code=0)
     assert "A and B have one seed each, and another seed may reverse the order" in outcome.out
@@ -152,7 +150,7 @@ def test_one_run_each_is_compared_by_its_answers(group, better, command, place):
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_group_continues(command, train, tiny, store, place, tmp_path, kill):
-    """Under the same parent, each run in its own place: Ctrl-C ends the runs politely, SIGKILL ends all at once."""
+    """After SIGINT or SIGKILL the same command resumes the runs under the same parent."""
     waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
     words = [waits, "--seeds", "2", f"logger.params.experiment_name=Cut{kill.name}"]
     running = command.start("train", tiny, *words, cwd=place)
@@ -185,7 +183,8 @@ def test_an_interrupted_group_continues(command, train, tiny, store, place, tmp_
 
 
 def test_a_failed_seed_is_named_and_the_others_count(command, train, tiny, place, store):
-    """Exit code 5; the means are of those that finished, the parent is FAILED, and the same command tries it again."""
+    """The exit code is 5, the means are those of the finished runs, the parent is FAILED, and the same command repeats
+    the failed seed."""
     once = "train.callbacks=[{type: own_seeds.FailsOnce}]"
     (tiny.parent / "own_seeds.py").write_text(
         "import pathlib\nimport pytorch_lightning as pl\n\n\nclass FailsOnce(pl.Callback):\n"
@@ -211,7 +210,7 @@ def test_a_failed_seed_is_named_and_the_others_count(command, train, tiny, place
 
 @pytest.mark.slow
 def test_a_deleted_parent_begins_the_group_anew(train, store):
-    """Its runs are below a parent that nobody sees any more."""
+    """The runs of a deleted parent are not used again."""
     words = [*SHORT, "--seeds", "2", "logger.params.experiment_name=Deleted"]
     first = train(*words)
     assert Client(locate(store)).delete(first.folder.parent.name, ["FINISHED"])
@@ -222,7 +221,7 @@ def test_a_deleted_parent_begins_the_group_anew(train, store):
 
 
 def test_without_a_tracker_the_group_has_a_folder(command, tiny, place, tmp_path):
-    """With the same two tables, which `compare` takes."""
+    """The folder has the same two tables, and `compare` accepts it."""
     logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}'}}}}"
     outcome = command("train", tiny, logger, *SHORT, "--seeds", "2", cwd=tmp_path, code=0)
     assert outcome.folder.is_relative_to(tmp_path / "runs" / "seeds")
@@ -242,13 +241,13 @@ def test_without_a_tracker_the_group_has_a_folder(command, tiny, place, tmp_path
         (["train.seeds=many"], "train.seeds"),
     ],
 )
-def test_what_makes_no_group_is_refused(train, words, note):
-    """Before any run."""
+def test_invalid_seeds_are_refused(train, words, note):
+    """They are refused with exit code 2."""
     assert note in train(*words, code=2).err
 
 
 def test_one_seed_is_an_ordinary_run(train):
-    """So a script may give any number."""
+    """`--seeds 1` makes no group, so a script may pass any number."""
     assert RunFolder(train(*SHORT, "--seeds", "1").folder).config.is_file()
 
 
@@ -257,7 +256,7 @@ EXAMPLE = ROOT / "examples" / "kfold" / "kfold.yaml"
 
 
 def test_folds_are_listed_side_by_side(command, tmp_path):
-    """A run of each fold has its number in its name, and `runs` shows the metric that folds are compared by."""
+    """The name of each run has the number of its fold, and `runs` shows the chosen metric."""
     small = ["train.num_epochs=1", "data.module.params={limit: 100}", "logger.params.experiment_name=folds"]
     for fold in (0, 4):
         command("train", EXAMPLE, f"data.fold={fold}", *small, cwd=tmp_path, code=0)
@@ -269,7 +268,7 @@ def test_folds_are_listed_side_by_side(command, tmp_path):
 
 @pytest.mark.slow
 def test_the_script_trains_on_all_folds_and_tells_the_mean(tmp_path):
-    """A line per fold, and the mean and standard deviation of what they reached."""
+    """It prints a line per fold, and the mean and standard deviation of their metric."""
     script = ["bash", str(EXAMPLE.with_name("kfold.sh")), "train.num_epochs=1", "data.module.params={limit: 100}"]
     done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
-"""Engines that shard hold a part of the tensors in each process, from the beginning on; their checkpoints are whole or
-not there."""
+"""Sharding engines hold only a part of the tensors in each process; their checkpoints are complete or absent."""
 
+import functools
 import json
 import re
 import shutil
@@ -9,6 +9,7 @@ import conftest
 import pytest
 import pytorch_lightning as pl
 import torch
+from tiny import weights
 
 from deeplightning.engine.checkpoint_io import copy_checkpoint, remove_checkpoint
 from deeplightning.engine.checkpoint_reading import read_checkpoint
@@ -16,7 +17,7 @@ from deeplightning.engine.zero import DeepSpeed, sizes
 from deeplightning.faults import CheckpointError
 
 OWN = '''\
-"""Networks and callbacks of the tests of sharding."""
+"""Networks and callbacks for the tests of sharding."""
 
 import atexit
 import json
@@ -30,9 +31,9 @@ from torch.distributed.tensor import DTensor
 
 
 class Wide(nn.Module):
-    """A network that notes how many bytes of parameters its process holds when it has been built."""
+    """A network that records how many bytes of parameters its process holds after its construction."""
 
-    def __init__(self, note=None, tied=False):
+    def __init__(self, folder=None, tied=False):
         super().__init__()
         self.entry = nn.Linear(64, 256)
         self.middle = nn.ModuleList([nn.Linear(256, 256) for _ in range(3)])
@@ -41,9 +42,9 @@ class Wide(nn.Module):
         self.head = nn.Linear(256, 10)
         nn.init.constant_(self.head.bias, 0.5)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 64))
-        if note is not None:
+        if folder is not None:
             held = sum(p.nbytes for p in self.parameters() if not p.is_meta)
-            pathlib.Path(note, f"built-{os.environ.get('LOCAL_RANK', 0)}").write_text(str(held))
+            pathlib.Path(folder, f"built-{os.environ.get('LOCAL_RANK', 0)}").write_text(str(held))
 
     def forward(self, images):
         values = self.entry(images.flatten(1) * self.scale).relu()
@@ -64,22 +65,22 @@ class Running(nn.Module):
 
 
 class Precise(Running):
-    """One that notes the precision of its parameters and of what its layers give."""
+    """A network that records the precision of its parameters and of its layers' outputs."""
 
-    def __init__(self, note):
+    def __init__(self, folder):
         super().__init__()
-        self.note = pathlib.Path(note)
+        self.folder = pathlib.Path(folder)
 
     def forward(self, images):
         logits = super().forward(images)
         weight = self.layers[1].weight
         if self.training:
-            (self.note / "precision").write_text(f"{weight.dtype} {self.layers[1](images.flatten(1)).dtype}")
+            (self.folder / "precision").write_text(f"{weight.dtype} {self.layers[1](images.flatten(1)).dtype}")
         return logits
 
 
 class Scalar(Running):
-    """One that also has a parameter without a dimension."""
+    """A network with a zero-dimensional parameter."""
 
     def __init__(self, **_):
         super().__init__()
@@ -89,9 +90,8 @@ class Scalar(Running):
         return super().forward(images) * self.temperature
 
 
-
 class Scaled(nn.Module):
-    """A loss with a parameter, which no optimizer has."""
+    """A loss with a parameter that belongs to no optimizer."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ class Scaled(nn.Module):
 
 
 class Weighs(pl.Callback):
-    """Notes the bytes of parameters and optimizer state that each process holds between two steps."""
+    """Records the bytes of parameters and optimizer state that each process holds between two steps."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
@@ -119,7 +119,7 @@ class Weighs(pl.Callback):
 
 
 class FullDisk(pl.Callback):
-    """From the second epoch on the disk of rank 1 is full."""
+    """Makes the disk of rank 1 full from the second epoch on."""
 
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == 1 and trainer.global_rank == 1:
@@ -132,7 +132,7 @@ class FullDisk(pl.Callback):
 
 
 class Ends(pl.Callback):
-    """Says at the end of the process whether its group is still there."""
+    """Prints at the end of the process whether its process group is still open."""
 
     def __init__(self, fails):
         self.fails = fails
@@ -144,11 +144,11 @@ class Ends(pl.Callback):
             raise KeyError("a fault of the user's")
 '''
 
-WHOLE_BYTES = 4 * (64 * 256 + 256 + 3 * (256 * 256 + 256) + 256 * 10 + 10)
-# Small parameters stay whole by default, and those that are soon needed again stay gathered.
+TOTAL_BYTES = 4 * (64 * 256 + 256 + 3 * (256 * 256 + 256) + 256 * 10 + 10)
+# By default small parameters are not sharded, and those needed again soon stay gathered.
 KEPT = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
-ALL_SHARED = f"engine.params={{config: {{zero_optimization: {{{', '.join(f'stage3_{name}: 0' for name in KEPT)}}}}}}}"
-SHARDING = {"fsdp": "engine.params={wrap: [Linear]}", "deepspeed_stage_3": ALL_SHARED}
+SHARD_ALL = f"engine.params={{config: {{zero_optimization: {{{', '.join(f'stage3_{name}: 0' for name in KEPT)}}}}}}}"
+SHARDING = {"fsdp": "engine.params={wrap: [Linear]}", "deepspeed_stage_3": SHARD_ALL}
 
 
 @pytest.fixture(scope="module")
@@ -162,16 +162,16 @@ def own(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(jobs, tiny, own, tmp_path_factory):
-    """`trained(engine, override, …)` is a run over two processes and the folder with its notes."""
+    """`trained(engine, override, …)` trains in two processes; it returns the outcome and the folder of its records."""
 
     def run(engine, *overrides, ranks=2, code=0):
-        notes = tmp_path_factory.mktemp("notes")
+        records = tmp_path_factory.mktemp("records")
         outcome = jobs(
             "train",
             tiny,
-            f"model.network={{type: sharded_own.Wide, params: {{note: '{notes}'}}}}",
+            f"model.network={{type: sharded_own.Wide, params: {{folder: '{records}'}}}}",
             "model.optimizer={type: torch.optim.Adam, params: {lr: 0.001}}",
-            f"train.callbacks=[{{type: sharded_own.Weighs, params: {{folder: '{notes}'}}}}]",
+            f"train.callbacks=[{{type: sharded_own.Weighs, params: {{folder: '{records}'}}}}]",
             "train.num_epochs=1",
             f"engine={{backend: {engine}, processes: {ranks}}}",
             *overrides,
@@ -179,75 +179,67 @@ def trained(jobs, tiny, own, tmp_path_factory):
             ranks=ranks,
             code=code,
         )
-        return outcome, notes
+        return outcome, records
 
     return run
 
 
 @pytest.fixture(scope="module")
 def held(trained):
-    """`held(engine)` are a run and the notes of its processes; each runs once."""
-    done = {}
+    """`held(engine)` returns the outcome of a run and the records of its ranks; each engine runs once."""
 
+    @functools.cache
     def run(engine):
-        if engine not in done:
-            outcome, notes = trained(engine, *([SHARDING[engine]] if engine in SHARDING else []))
-            of_rank = [json.loads((notes / f"held-{rank}").read_text()) for rank in (0, 1)]
-            built = [int((notes / f"built-{rank}").read_text()) for rank in (0, 1)]
-            done[engine] = outcome, of_rank, built
-        return done[engine]
+        outcome, records = trained(engine, *([SHARDING[engine]] if engine in SHARDING else []))
+        of_rank = [json.loads((records / f"held-{rank}").read_text()) for rank in (0, 1)]
+        return outcome, of_rank, [int((records / f"built-{rank}").read_text()) for rank in (0, 1)]
 
     return run
 
 
-@pytest.mark.parametrize(
-    "engine",
-    ["fsdp", pytest.param("deepspeed_stage_1", marks=pytest.mark.slow), "deepspeed_stage_2", "deepspeed_stage_3"],
-)
+def engines(*names, slow=()):
+    """Run a test under each engine; under the `slow` ones only with all tests."""
+    return pytest.mark.parametrize("engine", [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)])
+
+
+@engines("fsdp", "deepspeed_stage_2", "deepspeed_stage_3", slow=["deepspeed_stage_1"])
 def test_each_process_holds_a_part(engine, held):
-    """Of two processes each holds at most 60 % of the two numbers that Adam keeps per parameter; under fsdp and stage 3
-    also of the parameters, and the second never holds the network, not even while it is built. Together they hold all.
-    What a network sets in its constructor after its layers are made is in the checkpoint as under one process."""
+    """Each of two processes holds at most 60 % of Adam's state and, under fsdp and stage 3, of the parameters; together
+    they hold all. Under these two the second process never holds the complete network, not even during construction.
+    The checkpoint has the values that the network's constructor sets after it has made its layers."""
     outcome, of_rank, built = held(engine)
-    shared = engine in SHARDING
-    for kind, whole in (("state", 2 * WHOLE_BYTES), *([("parameters", WHOLE_BYTES)] * shared)):
-        of_each = [notes[kind] for notes in of_rank]
-        assert max(of_each) <= 0.6 * whole, kind
-        assert sum(of_each) >= whole, kind
-    assert built == [WHOLE_BYTES, 0 if shared else WHOLE_BYTES]
-    found = weights_of(outcome.folder / "last.ckpt")
+    is_sharded = engine in SHARDING
+    for kind, total in (("state", 2 * TOTAL_BYTES), *([("parameters", TOTAL_BYTES)] * is_sharded)):
+        of_each = [records[kind] for records in of_rank]
+        assert max(of_each) <= 0.6 * total, kind
+        assert sum(of_each) >= total, kind
+    assert built == [TOTAL_BYTES, 0 if is_sharded else TOTAL_BYTES]
+    found = weights(outcome.folder / "last.ckpt")
     assert found["network.scale"].tolist() == torch.linspace(0.5, 1.5, 64).tolist()
     assert float((found["network.head.bias"] - 0.5).abs().max()) < 0.1
 
 
-def weights_of(path):
-    return read_checkpoint(path)["state_dict"]
-
-
 def assert_close(found, expected, atol=1e-5, rtol=1e-3):
-    """The weights of two runs, of which one has more."""
-    for name, tensor in weights_of(expected.folder / "last.ckpt").items():
-        torch.testing.assert_close(weights_of(found.folder / "last.ckpt")[name], tensor, atol=atol, rtol=rtol)
+    """Compare the weights of two runs; the first may have more."""
+    values = weights(found.folder / "last.ckpt")
+    for name, tensor in weights(expected.folder / "last.ckpt").items():
+        torch.testing.assert_close(values[name], tensor, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize(
-    "engine", ["fsdp", *(pytest.param(e, marks=pytest.mark.slow) for e in ("deepspeed_stage_2", "deepspeed_stage_3"))]
-)
+@engines("fsdp", slow=["deepspeed_stage_2", "deepspeed_stage_3"])
 def test_weights_that_two_layers_share_stay_shared(engine, trained):
-    """A network with tied weights ends as under ddp; parameters of a loss are in the checkpoint as they were drawn."""
+    """A network with tied weights trains as under ddp; the checkpoint has the initial values of a loss's parameters."""
     settings = ["model.network.params.tied=true", "model.loss={type: sharded_own.Scaled}"]
     expected, found = (trained(name, *settings)[0] for name in ("ddp", engine))
-    weights = weights_of(found.folder / "last.ckpt")
-    assert [v.tolist() for n, v in weights.items() if n.endswith("scale") and "network" not in n] == [[0.5]]
-    assert torch.equal(weights["network.middle.0.weight"], weights["network.middle.2.weight"])
+    values = weights(found.folder / "last.ckpt")
+    assert [v.tolist() for n, v in values.items() if n.endswith("scale") and "network" not in n] == [[0.5]]
+    assert torch.equal(values["network.middle.0.weight"], values["network.middle.2.weight"])
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "engine", ["fsdp", *(pytest.param(f"deepspeed_stage_{stage}", marks=pytest.mark.slow) for stage in (2, 3))]
-)
+@engines("fsdp", slow=["deepspeed_stage_2", "deepspeed_stage_3"])
 def test_part_of_a_network_may_be_frozen(engine, trained):
-    """`trainable: head` leaves the rest as it was drawn, also after resuming; the head ends as under ddp."""
+    """`trainable: head` keeps the initial values of the rest, also after resuming, and trains the head as under ddp."""
     settings = ["model.trainable=head", "train.num_epochs=2"]
     expected, _ = trained("ddp", *settings)
     first, _ = trained(engine, *settings, "train.num_epochs=1")
@@ -255,15 +247,13 @@ def test_part_of_a_network_may_be_frozen(engine, trained):
     assert_close(resumed, expected)
 
 
-@pytest.mark.parametrize(
-    "engine", ["deepspeed_stage_3", *(pytest.param(e, marks=pytest.mark.slow) for e in ("fsdp", "deepspeed_stage_2"))]
-)
+@engines("deepspeed_stage_3", slow=["fsdp", "deepspeed_stage_2"])
 def test_a_run_may_begin_with_other_weights(engine, held, trained):
-    """`model.init_from` fills sharded parameters; with no learning rate the run ends with them."""
+    """`model.init_from` initialises sharded parameters: with a learning rate of 0 the run ends with these weights."""
     before, _, _ = held("fsdp")
     still = "model.optimizer={type: torch.optim.SGD, params: {lr: 0.0}}"
     outcome, _ = trained(engine, still, f"model.init_from='{before.folder}'")
-    expected, found = weights_of(before.folder / "last.ckpt"), weights_of(outcome.folder / "last.ckpt")
+    expected, found = weights(before.folder / "last.ckpt"), weights(outcome.folder / "last.ckpt")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -271,15 +261,14 @@ def test_a_run_may_begin_with_other_weights(engine, held, trained):
     "wrap", ["[entry, middle.1]", *(pytest.param(w, marks=pytest.mark.slow) for w in ("[head]", "60000"))]
 )
 def test_units_of_fsdp_are_classes_names_or_a_size(wrap, trained, held):
-    """However a network is cut into units, it learns the same."""
+    """The training result does not depend on how a network is split into FSDP units."""
     assert_close(trained("fsdp", f"engine.params={{wrap: {wrap}}}")[0], held("fsdp")[0], atol=1e-6, rtol=1e-5)
 
 
 UNIT = ["engine.params={wrap: [Liner]}"], 2, "engine.params.wrap.* class Liner; there are Linear, entry, head, middle.0"
 SCALAR = (
     ["model.network={type: sharded_own.Scalar}", "train.callbacks=[]"],
-    2,
-    "network.temperature; give them the shape",
+    *(2, "network.temperature; give them the shape"),
 )
 OTHER = ["model.optimizer={type: torch.optim.SGD, params: {lr: 0.01, momentum: 0.9}}", "train.num_epochs=2"]
 ADAM = OTHER, 4, "from another optimizer.*model.optimizer.type was torch.optim.Adam and is torch.optim.SGD"
@@ -292,48 +281,47 @@ ADAM = OTHER, 4, "from another optimizer.*model.optimizer.type was torch.optim.A
         pytest.param("deepspeed_stage_3", SCALAR, marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_be_shared_is_refused_by_name(engine, case, held, trained):
-    """Exit 2 with those that there are, exit 2 with a remedy, exit 4 with both optimizers."""
+def test_what_cannot_be_sharded_is_refused_by_name(engine, case, held, trained):
+    """An unknown unit is reported with the known ones (exit 2), a scalar parameter with a remedy (exit 2), and the
+    state of another optimizer with both optimizers (exit 4)."""
     overrides, code, words = case
     more = [f"train.resume_ckpt='{held('fsdp')[0].folder}'"] if case is ADAM else []
     outcome, _ = trained(engine, *overrides, *more, code=code)
-    (said,) = (line for rank in outcome.ranks for line in rank.err.splitlines() if "error" in line)
-    assert re.search(words, said)
+    (error,) = (line for rank in outcome.ranks for line in rank.err.splitlines() if "error" in line)
+    assert re.search(words, error)
     assert "Traceback" not in "".join(rank.err for rank in outcome.ranks)
 
 
 @pytest.fixture
 def sharded(held, tmp_path):
-    """A copy of a checkpoint in two pieces."""
-    outcome, _, _ = held("fsdp")
-    shutil.copytree(outcome.folder, tmp_path / "run")
-    return tmp_path / "run" / "last.ckpt"
+    """A copy of a checkpoint in two shards."""
+    return shutil.copytree(held("fsdp")[0].folder, tmp_path / "run") / "last.ckpt"
 
 
 def test_a_missing_or_damaged_piece_is_named(sharded, trained):
-    """A flipped bit is found; reading says which piece of how many is missing, and resuming ends with exit 4."""
+    """A flipped bit is detected; a missing shard is reported with its name, and ends a resumed run with exit code 4."""
     damaged, missing = sorted((sharded.parent / "last.pieces").iterdir())
-    whole = damaged.read_bytes()
-    middle = len(whole) // 2
-    damaged.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    content = damaged.read_bytes()
+    middle = len(content) // 2
+    damaged.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     with pytest.raises(CheckpointError, match=f"{damaged.name}: damaged"):
         read_checkpoint(sharded)
-    damaged.write_bytes(whole)
+    damaged.write_bytes(content)
     missing.unlink()
     with pytest.raises(CheckpointError, match=f"1 of its 2 pieces are missing: last.pieces/{missing.name}"):
         read_checkpoint(sharded)
     outcome, _ = trained("fsdp", f"train.resume_ckpt='{sharded}'", code=4)
-    (said,) = (rank.err for rank in outcome.ranks if missing.name in rank.err)  # whichever came first
-    assert "Traceback" not in said
+    (error,) = (rank.err for rank in outcome.ranks if missing.name in rank.err)  # of the first rank to fail
+    assert "Traceback" not in error
 
 
 def test_a_checkpoint_in_pieces_is_copied_and_removed_whole(sharded):
-    """A copy over another checkpoint reads alike; removing leaves no piece."""
+    """A copy, also over another checkpoint, has the same weights; removing a checkpoint removes its shards."""
     target = sharded.with_name("best.ckpt")
-    expected = read_checkpoint(sharded)["state_dict"]
+    expected = weights(sharded)
     copy_checkpoint(sharded, target)
     copy_checkpoint(sharded, target)
-    found = read_checkpoint(target)["state_dict"]
+    found = weights(target)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     remove_checkpoint(sharded)
     assert not sharded.exists()
@@ -343,18 +331,15 @@ def test_a_checkpoint_in_pieces_is_copied_and_removed_whole(sharded):
 
 @pytest.mark.slow
 def test_a_full_disk_on_one_process_leaves_the_former_checkpoint(trained):
-    """Both processes end with exit 3, and the checkpoint of the first epoch is whole."""
+    """Both processes end with exit code 3, and the checkpoint of the first epoch is complete."""
     outcome, _ = trained("fsdp", "train.callbacks=[{type: sharded_own.FullDisk}]", "train.num_epochs=3", code=3)
     assert sum("No space left on device" in rank.err for rank in outcome.ranks) == 1
     assert read_checkpoint(outcome.folder / "last.ckpt")["epoch"] == 0
 
 
-@pytest.mark.parametrize(
-    "engine",
-    ["deepspeed_stage_3", *(pytest.param(e, marks=pytest.mark.slow) for e in ("ddp", "fsdp", "deepspeed_stage_2"))],
-)
-def test_what_is_judged_is_what_is_saved(engine, trained, tracked, jobs, tiny, own):
-    """With batch norm too the last val_loss of two processes is that of one process with the checkpoint."""
+@engines("deepspeed_stage_3", slow=["ddp", "fsdp", "deepspeed_stage_2"])
+def test_a_checkpoint_reproduces_the_last_val_loss(engine, trained, tracked, jobs, tiny, own):
+    """One process with the checkpoint computes the last val_loss of two processes, also with batch norm."""
     settings = ["model.network={type: sharded_own.Running}", "train.callbacks=[]"]
     outcome, _ = trained(engine, *settings)
     alone = jobs("train", tiny, "stages=[validate]", f"test.ckpt='{outcome.folder}'", *settings, cwd=own)
@@ -362,14 +347,14 @@ def test_what_is_judged_is_what_is_saved(engine, trained, tracked, jobs, tiny, o
     assert tracked(outcome.folder).metrics["val_loss"] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("fsdp", marks=pytest.mark.slow), "deepspeed_stage_3"])
+@engines("deepspeed_stage_3", slow=["fsdp"])
 def test_a_task_may_build_its_network_in_its_constructor(engine, jobs, tiny, own):
-    """It need not know of sharding, and ends as under ddp."""
+    """A task that builds its network in its constructor needs no code for sharding, and trains as under ddp."""
 
-    def run(word):
+    def run(backend):
         task = "model={module: {type: own.Measured}, optimizer: null}"
-        spread = f"engine={{backend: {word}, processes: 2}}"
-        return jobs("train", tiny, task, spread, "train.num_epochs=1", cwd=own, ranks=2, code=0)
+        two = f"engine={{backend: {backend}, processes: 2}}"
+        return jobs("train", tiny, task, two, "train.num_epochs=1", cwd=own, ranks=2, code=0)
 
     assert_close(run(engine), run("ddp"), atol=1e-6, rtol=1e-5)
 
@@ -379,16 +364,16 @@ def test_a_task_may_build_its_network_in_its_constructor(engine, jobs, tiny, own
     [
         pytest.param("deepspeed_stage_1", "", marks=pytest.mark.slow),
         ("deepspeed_stage_3", ""),
-        pytest.param("deepspeed_stage_3", ALL_SHARED, marks=pytest.mark.slow),
+        pytest.param("deepspeed_stage_3", SHARD_ALL, marks=pytest.mark.slow),
     ],
 )
 def test_every_stage_computes_in_the_precision_of_the_run(engine, shares, trained, tmp_path):
-    """With `bf16` all is of 16 bits, in a resumed run too; the checkpoint has the optimizer's copy of 32 bits."""
-    network = f"model.network={{type: sharded_own.Precise, params: {{note: '{tmp_path}'}}}}"
+    """With `bf16` parameters and outputs are bfloat16, also in a resumed run; the checkpoint has float32 weights."""
+    network = f"model.network={{type: sharded_own.Precise, params: {{folder: '{tmp_path}'}}}}"
     settings = [network, "train.callbacks=[]", "engine.precision=bf16", *([shares] if shares else [])]
     first, _ = trained(engine, *settings)
     assert (tmp_path / "precision").read_text() == "torch.bfloat16 torch.bfloat16"
-    weight = weights_of(first.folder / "last.ckpt")["network.layers.1.weight"]
+    weight = weights(first.folder / "last.ckpt")["network.layers.1.weight"]
     assert weight.dtype == torch.float32
     assert not torch.equal(weight.bfloat16().float(), weight)
     (tmp_path / "precision").unlink()
@@ -396,25 +381,24 @@ def test_every_stage_computes_in_the_precision_of_the_run(engine, shares, traine
     assert (tmp_path / "precision").read_text() == "torch.bfloat16 torch.bfloat16"
 
 
-VIT_L = 304_326_632
-
-
 @pytest.mark.parametrize(("fails", "code"), [("true", 5), pytest.param("false", 0, marks=pytest.mark.slow)])
 def test_every_process_of_deepspeed_leaves_its_group(fails, code, trained):
-    """Also after a failed run; torch warns of a group of NCCL that is left open at the end of a process."""
-    done, _ = trained(
-        "deepspeed_stage_2", f"train.callbacks=[{{type: sharded_own.Ends, params: {{fails: {fails}}}}}]", code=code
-    )
+    """Each rank destroys its process group, also after a failed run: torch warns of an NCCL group left open at exit."""
+    ends = f"train.callbacks=[{{type: sharded_own.Ends, params: {{fails: {fails}}}}}]"
+    done, _ = trained("deepspeed_stage_2", ends, code=code)
     assert [each.out.splitlines()[-1] for each in done.ranks] == ["left", "left"], done
 
 
+VIT_L = 304_326_632
+
+
 def test_buckets_fit_the_network():
-    """A small network gets one bucket, a large one a sixteenth; at most a quarter waits gathered for its next use."""
+    """A bucket holds a small network or a sixteenth of a large one; at most a quarter stays gathered for later use."""
     for stage in (1, 2, 3):
         buckets = [sizes(n, n, stage)["reduce_bucket_size"] for n in (282_378, VIT_L, 70_000_000_000)]
         assert buckets == [282_378, VIT_L // 16, 200_000_000]
-        learns_little = [sizes(VIT_L, n, stage)["reduce_bucket_size"] for n in (2_000, 0)]
-        assert learns_little == [2_000, 1]  # which DeepSpeed accepts
+        mostly_frozen = [sizes(VIT_L, n, stage)["reduce_bucket_size"] for n in (2_000, 0)]
+        assert mostly_frozen == [2_000, 1]  # DeepSpeed does not accept 0
     assert sizes(1_000_000, 1_000_000, 3)["stage3_max_live_parameters"] == 50_000_000
     large = sizes(VIT_L, VIT_L, 3)
     assert large["stage3_max_live_parameters"] == large["stage3_max_reuse_distance"] == VIT_L // 4
@@ -424,7 +408,7 @@ def test_buckets_fit_the_network():
 
 
 def test_sizes_that_are_given_stay():
-    """As params of the strategy or as words of DeepSpeed's own config; the others fit the network, at each set-up."""
+    """Sizes in the strategy's params or DeepSpeed's config are kept; the others follow the network's size."""
 
     def fitted(strategy, width):
         task = pl.LightningModule()

@@ -1,4 +1,4 @@
-"""The site of the manual builds without a warning, and a browser can search it without a network.
+"""The manual's site builds without warnings, and a browser can search it offline.
 
 `bash test.sh --docs` installs Sphinx into .uv/docs; elsewhere these tests are skipped.
 """
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site():
-    """The folder of the built site. Every warning is an error: a link that leads nowhere, a page in no list."""
+    """The folder of the built site. Every warning is an error, such as a broken link or a page outside the contents."""
     options = ["--nitpicky", "--fail-on-warning", "--keep-going", "--quiet"]
     command = [PYTHON, "-m", "sphinx", *options, "-c", "docs", ".", SITE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -32,7 +32,7 @@ def site():
 
 
 def test_every_key_is_found_by_its_name(site):
-    """The search index of the site has each key of a config, with its row on a page."""
+    """The search index has every config key and the page with its row."""
     found = re.fullmatch(r"Search\.setIndex\((.*)\)", (site / "searchindex.js").read_text(), re.DOTALL)
     index = json.loads(found[1])
     named = {
@@ -48,7 +48,7 @@ def test_every_key_is_found_by_its_name(site):
 
 
 def test_a_page_loads_nothing_from_elsewhere(site):
-    """Scripts, styles, fonts and pictures lie in the site; links to the web are only links."""
+    """Scripts, styles, fonts and images are part of the site; only hyperlinks lead elsewhere."""
     for page in site.rglob("*.html"):
         loaded = re.findall(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["'](https?:|//)""", page.read_text())
         assert (page.name, loaded) == (page.name, [])
@@ -57,11 +57,11 @@ def test_a_page_loads_nothing_from_elsewhere(site):
 
 
 def test_a_page_can_be_used_by_keyboard_and_screen_reader(site):
-    """Its two columns have names, and what scrolls can have the focus: docs/conf.py completes the theme."""
+    """Both sidebars have labels, and scrollable elements can get the focus: docs/conf.py adds both to the theme."""
     page = (site / "docs" / "reference" / "config-files.html").read_text()
     assert page.count('aria-label="Pages"') == page.count('aria-label="Sections of this page"') == 1
-    scrolled = re.findall(r"<(?:pre|div class=\"table-wrapper)[^>]*>", page)
-    assert [tag for tag in scrolled if 'tabindex="0"' not in tag] == []
+    scrollable = re.findall(r"<(?:pre|div class=\"table-wrapper)[^>]*>", page)
+    assert [tag for tag in scrollable if 'tabindex="0"' not in tag] == []
     assert '<pre tabindex="0">' in page
     assert 'tabindex="0" class="table-wrapper' in page
     assert "<h1>Search</h1>" in (site / "search.html").read_text()

@@ -1,4 +1,4 @@
-"""Training on streams, with and without a length, and the number of steps that a training has."""
+"""Training on iterable datasets with and without a length, and the number of steps of a training."""
 
 import logging
 import math
@@ -32,23 +32,23 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         count = self.counts[min(self.epoch, len(self.counts) - 1)]
-        self.epoch += 1  # at the first sample: Lightning asks for an iterator once more
+        self.epoch += 1  # at the first sample: Lightning creates one iterator more
         yield from samples(count)
 
 
 class Sized(Stream):
-    """A stream that has `counts` samples in its epochs and promises `said`."""
+    """A stream with `counts` samples in its epochs and the length `promised`."""
 
-    def __init__(self, said, *counts):
+    def __init__(self, promised, *counts):
         super().__init__(*counts)
-        self.said = said
+        self.promised = promised
 
     def __len__(self):
-        return self.said
+        return self.promised
 
 
 class Wrong(DataLoader):
-    """A loader of samples at known positions whose length is wrong."""
+    """A loader of a map-style dataset whose length is wrong."""
 
     def __len__(self):
         return super().__len__() + 1
@@ -70,7 +70,7 @@ class Data(pl.LightningDataModule):
 
 
 class Plain(pl.LightningModule):
-    """A linear classifier as Lightning's manual writes one."""
+    """A linear classifier, written as in Lightning's manual."""
 
     def __init__(self, cfg=None, optimizer=None):
         super().__init__()
@@ -98,20 +98,20 @@ def messages(caplog):
 
 
 @pytest.mark.parametrize(
-    ("said", "settings"),
+    ("promised", "settings"),
     [
         *((24, []), (40, []), (80, ["train.accumulator_factor=2"]), (24, ["train.val_every_n_epoch=2"])),
-        (40, ["train.limit_batches={train: 2}"]),  # counts, and not the end of the stream behind it
+        (40, ["train.limit_batches={train: 2}"]),  # this limit counts, not the later end of the stream
     ],
 )
-def test_an_epoch_ends_where_its_stream_ends(fit, caplog, said, settings):
-    """All five batches are read, then validated; one warning has both numbers; weights are as without a length."""
+def test_an_epoch_ends_where_its_stream_ends(fit, caplog, promised, settings):
+    """An epoch reads all five batches and ends with a validation; a wrong length gives one warning with both numbers,
+    and the weights are those of a training without a length."""
     fixed = ["train.num_epochs=2", "train.checkpoint={monitor: val_loss}", *settings]
-    done = fit(*fixed, task=Plain, data=lambda cfg: Data(Sized(said, 40)))
-    told = [text for text in messages(caplog) if "batches" in text]
-    of = said // BATCH
-    text = f"epoch 1 of the training data has 5 batches, its length says {of}; each epoch ends with its data"
-    assert told == ([] if of == 5 else [text])
+    done = fit(*fixed, task=Plain, data=lambda cfg: Data(Sized(promised, 40)))
+    length = promised // BATCH
+    text = f"epoch 1 of the training data has 5 batches, its length says {length}; each epoch ends with its data"
+    assert [text for text in messages(caplog) if "batches" in text] == ([] if length == 5 else [text])
     steps = 3 if "accumulator" in str(settings) else 2 if "limit" in str(settings) else 5
     assert done.seen.validations == [(0, steps), (1, 2 * steps)]["every" in str(settings) :]
     assert done.trainer.current_epoch == 2
@@ -120,7 +120,7 @@ def test_an_epoch_ends_where_its_stream_ends(fit, caplog, said, settings):
 
 
 def test_each_epoch_of_a_stream_may_have_a_length_of_its_own(fit, caplog):
-    """Three, six and four batches, where three are promised; the end of the epoch is always validated."""
+    """Epochs of three, six and four batches, with a length of three, each end with a validation."""
     data = lambda cfg: Data(Sized(24, 24, 48, 32))  # noqa: E731
     done = fit("train.num_epochs=3", task=Plain, data=data)
     assert done.seen.validations == [(0, 3), (1, 9), (2, 13)]
@@ -130,15 +130,15 @@ def test_each_epoch_of_a_stream_may_have_a_length_of_its_own(fit, caplog):
 
 
 def test_another_loader_whose_length_is_wrong_is_refused(fit):
-    """Exit 3, with both numbers: its epoch would not be validated."""
+    """A map-style loader with a wrong length ends the run with exit code 3: its epoch would not be validated."""
     words = "epoch 1 of the training data has 5 batches, but its length says 6"
-    with pytest.raises(SetupError, match=words) as found:
+    with pytest.raises(SetupError, match=words) as error:
         fit("train.num_epochs=1", task=Plain, data=lambda cfg: Data(samples(40), Wrong))
-    assert found.value.exit_code == 3
+    assert error.value.exit_code == 3
 
 
-def test_two_streams_may_be_one(fit, caplog):
-    """`a + b` of torch has a `__len__` that fails where its parts have no length."""
+def test_streams_may_be_concatenated(fit, caplog):
+    """A sum of streams is used without a length: its `__len__` raises if its parts have none."""
     caplog.set_level(logging.INFO, "deeplightning")
     done = fit("train.num_epochs=1", task=Plain, data=lambda cfg: Data(Stream(24) + Stream(16)))
     assert done.trainer.global_step == 5
@@ -160,7 +160,7 @@ CYCLE = "model.scheduler={type: OneCycleLR, params: {max_lr: 0.1, total_steps: a
     ],
 )
 def test_a_schedule_of_auto_length_is_as_long_as_the_training(fit, caplog, settings, steps):
-    """Nine batches an epoch, accumulated from some epoch on: the start block and the schedule count what is taken."""
+    """With accumulation from the second epoch on, the start block and the schedule have the number of steps taken."""
     caplog.set_level(logging.INFO, "deeplightning")
     done = fit("train.num_epochs=2", CYCLE, *settings)
     assert done.trainer.global_step == steps
@@ -179,14 +179,14 @@ WARM_UP = "model.scheduler={type: StepLR, params: {step_size: 1}, warmup: 0.5}"
     ],
 )
 def test_what_needs_the_length_of_a_stream_says_so(fit, setting, error, words):
-    """A schedule of `auto` length, and a warm-up over a share of the training."""
+    """A schedule of `auto` length and a warm-up over a fraction of the training need `train.max_steps` for a stream."""
     with pytest.raises(error, match=words):
         fit(setting, data=lambda cfg: Data(Stream(40)))
     assert fit(setting, "train.max_steps=4", data=lambda cfg: Data(Stream(40))).trainer.global_step == 4
 
 
 def test_a_training_without_a_number_of_epochs_has_only_a_number_of_steps(fit):
-    """OneCycleLR can take the length as `total_steps`, or as `epochs` and `steps_per_epoch`."""
+    """With `max_steps` alone, OneCycleLR can have `total_steps: auto` but not `epochs: auto`."""
     limits = "train.num_epochs=null", "train.max_steps=12"
     assert fit(CYCLE, *limits).trainer.lr_scheduler_configs[0].scheduler.total_steps == 12
     with pytest.raises(MisfitError, match=r"`auto` works for total_steps, T_max, not \{'epochs'\}"):
@@ -194,7 +194,7 @@ def test_a_training_without_a_number_of_epochs_has_only_a_number_of_steps(fit):
 
 
 def test_a_step_that_takes_the_whole_set_says_its_size(fit, caplog):
-    """134 samples, where the batch size and the accumulation multiply to 320."""
+    """The start block says that a step takes all 134 samples if batch size times accumulation is 320."""
     caplog.set_level(logging.INFO, "deeplightning")
     fit("train.num_epochs=1", "train.accumulator_factor=20")
     (text,) = [text for text in caplog.messages if text.startswith("batch ")]
@@ -205,7 +205,7 @@ def test_a_step_that_takes_the_whole_set_says_its_size(fit, caplog):
 
 
 class Twice(torch.optim.SGD):
-    """Calls its closure twice, as SAM and its kin do."""
+    """Calls its closure twice, as SAM and similar optimizers do."""
 
     def step(self, closure=None):
         closure()
@@ -213,31 +213,29 @@ class Twice(torch.optim.SGD):
 
 
 def test_an_optimizer_that_calls_its_closure_twice_does_not_accumulate(fit):
-    """Exit 2 at the first accumulated step, with the key; the gradients of the batches before would count twice."""
+    """Such an optimizer ends the run with exit code 2 at the first accumulated step: it would count the gradients of
+    the earlier batches twice. Without accumulation it trains."""
     task = lambda cfg: Plain(cfg, lambda module: Twice(module.parameters(), lr=0.1))  # noqa: E731
     words = "train.accumulator_factor: Twice calls its closure several times a step"
-    with pytest.raises(ConfigError, match=words) as found:
+    with pytest.raises(ConfigError, match=words) as error:
         fit("train.accumulator_factor=2", task=task)
-    assert found.value.exit_code == 2
-    once = fit("train.num_epochs=1", task=task)
-    assert once.trainer.global_step == 9
+    assert error.value.exit_code == 2
+    assert fit("train.num_epochs=1", task=task).trainer.global_step == 9
 
 
 @pytest.mark.parametrize("frequency", [1, 3])
 def test_a_schedule_by_a_metric_steps_in_the_epochs_that_have_it(fit, frequency):
-    """With a validation each second epoch and a threshold that nothing reaches: each step halves."""
-    schedule = (
-        "{type: ReduceLROnPlateau, params: {patience: 0, factor: 0.5, threshold: 10.0}, "
-        f"call: {{monitor: val_loss, frequency: {frequency}}}}}"
-    )
-    done = fit("train.num_epochs=6", "train.val_every_n_epoch=2", f"model.scheduler={schedule}")
+    """With a validation every second epoch, the schedule steps, here halving the rate, only in epochs with one."""
+    rule = "{type: ReduceLROnPlateau, params: {patience: 0, factor: 0.5, threshold: 10.0}, call: {monitor: val_loss}}"
+    settings = ["train.num_epochs=6", "train.val_every_n_epoch=2", f"model.scheduler={rule}"]
+    done = fit(*settings, f"model.scheduler.call.frequency={frequency}")
     steps = 6 // math.lcm(2, frequency)
     assert done.trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**steps
 
 
 @pytest.mark.slow
 def test_each_of_several_validation_sets_can_be_monitored(fit):
-    """By Lightning's name of it; the name without a number is refused after a validation, with the key to set."""
+    """A metric of one set is monitored by Lightning's name; the name without an index is refused with the right one."""
     data = lambda cfg: Data(samples(40), sets=2)  # noqa: E731
     second = "train.checkpoint={monitor: val_loss/dataloader_idx_1, mode: min}"
     done = fit("train.num_epochs=1", second, task=Plain, data=data)
@@ -250,7 +248,7 @@ def test_each_of_several_validation_sets_can_be_monitored(fit):
 
 
 class Two(Plain):
-    """Two optimizers, each of which takes a step at each batch."""
+    """Two optimizers, each of which steps at every batch."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -269,7 +267,7 @@ class Two(Plain):
 
 
 def test_all_points_of_a_run_with_several_optimizers_count_steps_alike(fit):
-    """The rates lie at the steps of the losses."""
+    """Losses, learning rates and gradient norms are logged at the same steps."""
     done = fit("train.num_epochs=2", "logger.gradient_norm=true", task=Two, data=lambda cfg: Data(samples(40)))
     steps = [step for step, _ in done.series("train_loss")]
     assert steps == [*range(10)]

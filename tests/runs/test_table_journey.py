@@ -1,4 +1,4 @@
-"""Rows of a table and signals: from files to answers over HTTP, which are those of the trained network."""
+"""Tables and signals from files to answers over HTTP, which equal the outputs of the trained network."""
 
 import csv
 import io
@@ -37,38 +37,32 @@ logger:
 """
 
 
-def table(path, rows=400):
-    """A shop's orders: of two numbers, of which one has gaps, and two categories follow class and price."""
-    random = np.random.default_rng(0)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a shop's orders: class and price follow from two numbers, one with gaps, and two categories."""
+    folder, random, rows = tmp_path_factory.mktemp("a shop"), np.random.default_rng(0), 400
     age, items = random.normal(40, 12, rows), random.integers(1, 9, rows)
     city, new = random.choice(["Bern", "Genf", "Zug, ZG"], rows), random.random(rows) < 0.5
     price = 3 * items + 0.1 * age + 5 * (city == "Genf") + random.normal(0, 0.5, rows)
-    with path.open("w", newline="") as file:
+    with (folder / "orders.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["age", "items", "city", "new", "order", "price", "kind"])
         for n in range(rows):
             gap = "" if n % 9 == 0 else f"{age[n]:.3f}"
             kind = "large" if price[n] > 22 else "small"
             writer.writerow([gap, items[n], city[n], str(new[n]).lower(), f"order {n}", f"{price[n]:.4f}", kind])
-    return path
+    return folder
 
 
 def run_of(command, store, place, name, overrides, **parts):
-    """Trains in a folder, where the config is kept under a name."""
+    """Train in a folder with a config that is kept under a name."""
     path = place / f"{name}.yaml"
     path.write_text(CONFIG.format(store=store, **parts))
     return command("train", path, *overrides, cwd=place, code=0)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("a shop")
-    table(folder / "orders.csv")
-    return folder
-
-
 TABLE = "data.module.params={train: orders.csv, target: %s, missing: fill, columns: {order: ignore, %s: ignore}}"
-SORTED = [
+CLASSIFIED = [
     TABLE % ("kind", "price"),
     "model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}",
 ]
@@ -76,10 +70,10 @@ PARTS = {"data": "deeplightning.data.table.TableData", "network": "table_net.Tab
 
 
 @pytest.fixture(scope="module")
-def sorted_orders(command, store, place):
-    """A run that tells large orders from small ones."""
+def classified_orders(command, store, place):
+    """A run that classifies orders as large or small."""
     parts = PARTS | {"task": "classif.Classification", "loss": "CrossEntropyLoss"}
-    return run_of(command, store, place, "kind", SORTED, **parts)
+    return run_of(command, store, place, "kind", CLASSIFIED, **parts)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +86,7 @@ def priced_orders(command, store, place):
 
 @pytest.fixture(scope="module")
 def signals(command, store, tmp_path_factory):
-    """A run that tells slow waves from quick ones, of two channels; each class has files of all kinds, and quick ones
-    have other lengths."""
+    """A run that classifies two-channel waves as slow or quick, from all file formats; quick waves vary in length."""
     place, random, steps = tmp_path_factory.mktemp("signals"), np.random.default_rng(1), np.arange(40)
     for name, speed in (("quick", 0.9), ("slow", 0.2)):
         (place / name).mkdir()
@@ -122,7 +115,7 @@ def signals(command, store, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(request, tmp_path_factory):
-    """A server of the run that a test names."""
+    """A server of the run in the fixture that a test's parameter names."""
     run = request.getfixturevalue(request.param)
     server = Server(run.folder, tmp_path_factory.mktemp("server") / "errors")
     server.folder = run.folder
@@ -131,13 +124,13 @@ def server(request, tmp_path_factory):
 
 
 def ask(server, body, kind="application/json", path="/predict"):
-    """Status and answer to a body; what is no bytes goes as JSON."""
+    """Return status and answer to a body, which is sent as JSON unless it is bytes."""
     body = body if isinstance(body, bytes) else json.dumps(body)
     return server.ask("POST", path, body, {"Content-Type": kind})
 
 
 def own_rows(folder, rows):
-    """Rows as the network takes them, float32 (N, 4), by own arithmetic on what the bundle says of the columns."""
+    """Compute the network's input, float32 (N, 4), from rows and the bundle's description of the columns."""
     spec = json.loads((folder / "bundle" / "bundle.json").read_text())["input"]["columns"]
     by_name = {column["name"]: column for column in spec}
     numbers = [
@@ -151,7 +144,7 @@ def own_rows(folder, rows):
 
 
 def own_network(folder, outputs):
-    """The network of a run with the bundle's weights."""
+    """Return the network of a run with the bundle's weights."""
     from deeplightning.model.table_net import TableNet
 
     network = TableNet(2, outputs, [4, 3], width=16, depth=1)
@@ -160,36 +153,33 @@ def own_network(folder, outputs):
     return network.eval()
 
 
-@pytest.mark.parametrize("server", ["sorted_orders"], indirect=True)
+@pytest.mark.parametrize("server", ["classified_orders"], indirect=True)
 def test_answers_to_rows_are_those_of_the_network(server, place):
-    """200 rows in JSON and in CSV get the probabilities of plain torch, to 1e-5; gaps are filled, and an unknown
-    category is the one word that stands for all others."""
+    """200 rows in JSON and in CSV get the probabilities of plain torch, to 1e-5. Gaps are filled, and an unknown
+    category has the code of all unknown ones. `predict` and the MLflow model answer alike."""
     rows = csv_rows(place / "orders.csv")[:200]
     rows[1] |= {"city": "Rome"}
     expected = own_network(server.folder, 2)(torch.from_numpy(own_rows(server.folder, rows))).softmax(1)
-    status, said = ask(server, {"rows": rows}, path="/predict?top_k=2")
-    assert status == 200, said
+    status, reply = ask(server, {"rows": rows}, path="/predict?top_k=2")
+    assert status == 200, reply
     answers = [
         [next(one["probability"] for one in answer["predictions"] if one["class"] == label) for label in (0, 1)]
-        for answer in said["predictions"]
+        for answer in reply["predictions"]
     ]
     np.testing.assert_allclose(answers, expected.detach().numpy(), atol=1e-5)
-    assert {answer["label"] for answer in said["predictions"]} == {"large", "small"}
-    assert dl.load_run(server.folder).predict(rows, top_k=2) == said["predictions"]
-    assert dl.load_run(server.folder).predict(pd.DataFrame(rows), top_k=2) == said["predictions"]
+    assert {answer["label"] for answer in reply["predictions"]} == {"large", "small"}
+    assert dl.load_run(server.folder).predict(rows, top_k=2) == reply["predictions"]
+    assert dl.load_run(server.folder).predict(pd.DataFrame(rows), top_k=2) == reply["predictions"]
     logged = logged_answers(RunFolder(server.folder), rows[:20])
-    assert [answer["label"] for answer in logged] == [answer["label"] for answer in said["predictions"][:20]]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    assert ask(server, file.getvalue().encode(), "text/csv; charset=utf-8", "/predict?top_k=2") == (status, said)
+    assert [answer["label"] for answer in logged] == [answer["label"] for answer in reply["predictions"][:20]]
+    text = pd.DataFrame(rows).to_csv(index=False)
+    assert ask(server, text.encode(), "text/csv; charset=utf-8", "/predict?top_k=2") == (status, reply)
     numbers = {"age": float(rows[2]["age"]), "items": int(rows[2]["items"]), "city": rows[2]["city"], "new": True}
-    text = numbers | {"new": "true", "age": rows[2]["age"]}
-    assert ask(server, {"row": numbers}) == ask(server, {"rows": [text]})
+    texts = numbers | {"new": "true", "age": rows[2]["age"]}
+    assert ask(server, {"row": numbers}) == ask(server, {"rows": [texts]})
 
 
-@pytest.mark.parametrize("server", ["sorted_orders"], indirect=True)
+@pytest.mark.parametrize("server", ["classified_orders"], indirect=True)
 @pytest.mark.parametrize(
     ("body", "kind", "status", "words"),
     [
@@ -208,14 +198,14 @@ def test_answers_to_rows_are_those_of_the_network(server, place):
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused(server, body, kind, status, words):
-    """With what is wrong in it and what was expected; a row among several is named."""
-    found, said = ask(server, body, kind)
-    assert (found, words in said["ERROR"]) == (status, True), said
+    """The error has what is wrong and what was expected, and the row, if there are several."""
+    found, reply = ask(server, body, kind)
+    assert (found, words in reply["ERROR"]) == (status, True), reply
 
 
-@pytest.mark.parametrize("server", ["sorted_orders"], indirect=True)
+@pytest.mark.parametrize("server", ["classified_orders"], indirect=True)
 def test_the_server_describes_its_rows(server):
-    """`/info` and `/openapi.json` name the columns, and `/info` has a row that is answered."""
+    """`/info` and `/openapi.json` describe the columns, and `/info` has a valid example row."""
     info = server.ask("GET", "/info")[1]
     assert (info["task"], info["labels"]) == ("table_classification", ["large", "small"])
     assert [column["name"] for column in info["input"]["columns"]] == ["age", "items", "city", "new"]
@@ -229,37 +219,35 @@ def test_the_server_describes_its_rows(server):
 
 @pytest.mark.parametrize("server", ["priced_orders"], indirect=True)
 def test_predicted_numbers_are_in_the_unit_of_the_data(server, place, priced_orders):
-    """200 prices equal plain torch's, brought back by mean and deviation of the training prices; the interval is the
-    prediction ± the 0.9 quantile of the absolute errors on the validation rows."""
+    """200 prices equal plain torch's, scaled back by mean and deviation of the training prices; the interval is the
+    prediction ± the 0.9 quantile of the absolute validation errors."""
     rows = csv_rows(place / "orders.csv")[:200]
-    status, said = ask(server, {"rows": rows})
-    assert status == 200, said
+    status, reply = ask(server, {"rows": rows})
+    assert status == 200, reply
     model = load_file(server.folder / "bundle" / "weights.safetensors")
     assert not {"mean", "std"} & model.keys()
     outputs = own_network(server.folder, 1)(torch.from_numpy(own_rows(server.folder, rows)))[:, 0].detach().numpy()
-    values = np.array([answer["predicted_value"] for answer in said["predictions"]])
-    assert dl.load_run(server.folder).predict(rows) == said["predictions"]
-    assert logged_answers(RunFolder(server.folder), rows[:20]) == said["predictions"][:20]
-    # Of the line that maps the network's numbers to prices two points are enough; 198 more must lie on it.
+    values = np.array([answer["predicted_value"] for answer in reply["predictions"]])
+    assert dl.load_run(server.folder).predict(rows) == reply["predictions"]
+    assert logged_answers(RunFolder(server.folder), rows[:20]) == reply["predictions"][:20]
+    # Two points define the line that maps outputs to prices; the other 198 must lie on it.
     slope = (values[1] - values[0]) / (outputs[1] - outputs[0])
     np.testing.assert_allclose(values, values[0] + slope * (outputs - outputs[0]), rtol=1e-4)
     assert 6 < slope < 9  # the deviation of the prices is 7.2
-    first = said["predictions"][0]["predictions"][0]
+    first = reply["predictions"][0]["predictions"][0]
     assert first["name"] == "price"
-    assert first["value"] - first["low"] == pytest.approx(first["high"] - first["value"])
+    half = first["high"] - first["value"]
+    assert first["value"] - first["low"] == pytest.approx(half)
     tested = csv_rows(server.folder / "test_predictions.csv")
     errors = [abs(float(row["prediction"]) - float(row["target"])) for row in tested]
-    half = first["high"] - first["value"]
-    assert np.mean([error <= half for error in errors]) > 0.7  # 40 rows, for 0.9 of which it is made
-    assert server.ask("GET", "/openapi.json")[1]["info"]["description"].startswith(
-        "Rows go in, numbers come out: price."
-    )
+    assert np.mean([error <= half for error in errors]) > 0.7  # of 40 rows; the interval is for 0.9
+    description = server.ask("GET", "/openapi.json")[1]["info"]["description"]
+    assert description.startswith("Rows go in, numbers come out: price.")
 
 
 @pytest.mark.parametrize("server", ["signals"], indirect=True)
 def test_answers_to_signals_are_those_of_the_network(server, command, tmp_path):
-    """In JSON and as .npy files, one or several, the probabilities of plain torch to 1e-5; also those of other lengths,
-    which `predict` answers as well."""
+    """Signals in JSON and .npy get the probabilities of plain torch, to 1e-5; shorter signals are padded."""
     from deeplightning.model.signal import SignalNet
 
     network = SignalNet(2, 2, 4)
@@ -274,14 +262,14 @@ def test_answers_to_signals_are_those_of_the_network(server, command, tmp_path):
         expected = network.eval()(torch.from_numpy(((given - mean) / std).astype(np.float32))).softmax(1).numpy()
     file = io.BytesIO()
     np.save(file, given)
-    status, said = ask(server, file.getvalue(), "application/octet-stream")
-    assert status == 200, said
+    status, reply = ask(server, file.getvalue(), "application/octet-stream")
+    assert status == 200, reply
     best = expected.argmax(1)
-    assert [answer["predicted_class"] for answer in said["predictions"]] == [str(number) for number in best]
-    found = [float(answer["predicted_probability"]) for answer in said["predictions"]]
+    assert [answer["predicted_class"] for answer in reply["predictions"]] == [str(number) for number in best]
+    found = [float(answer["predicted_probability"]) for answer in reply["predictions"]]
     np.testing.assert_allclose(found, expected.max(1), atol=1e-5)
-    assert ask(server, {"signals": given[:3].tolist()})[1] == {"predictions": said["predictions"][:3]}
-    assert ask(server, {"array": given[0].tolist()})[1] == said["predictions"][0]
+    assert ask(server, {"signals": given[:3].tolist()})[1] == {"predictions": reply["predictions"][:3]}
+    assert ask(server, {"array": given[0].tolist()})[1] == reply["predictions"][0]
     short = given[0, :, :30]
     filled = np.pad(short, ((0, 0), (0, 10)))
     assert ask(server, {"signal": short.tolist()}) == ask(server, {"signal": filled.tolist()})
@@ -298,12 +286,12 @@ def test_answers_to_signals_are_those_of_the_network(server, command, tmp_path):
         ({"signal": given[0, :1].tolist()}, "application/json", "the shape 1 x 40, not 2 x 40"),
         (b"hello", "application/octet-stream", "not an array in numpy's format"),
     ):
-        status, said = ask(server, body, kind)
-        assert (status // 100, words in said["ERROR"]) == (4, True), said
+        status, reply = ask(server, body, kind)
+        assert (status // 100, words in reply["ERROR"]) == (4, True), reply
 
 
 def test_sizes_of_the_network_follow_from_the_data(priced_orders, signals):
-    """`auto` becomes the number of columns, categories, targets, channels and classes; the run keeps the numbers."""
+    """`auto` becomes the number of columns, categories, targets, channels or classes, also in the run's config."""
     sizes = [yaml.safe_load((run.folder / "cfg.yaml").read_text()) for run in (priced_orders, signals)]
     assert [cfg["model"]["network"]["params"] for cfg in sizes] == [
         {"num_numbers": 2, "cardinalities": [4, 3], "num_outputs": 1, "width": 16, "depth": 1},
@@ -330,21 +318,28 @@ def test_sizes_of_the_network_follow_from_the_data(priced_orders, signals):
         (None, "is missing. Set data.root"),
     ],
 )
-def test_a_table_that_cannot_be_used_is_one_note(command, sorted_orders, place, tmp_path, text, words):
-    """Of the dry run, with the file, the column and the row, and no further faults of a network that waits for it."""
+def test_a_table_that_cannot_be_used_is_one_note(command, classified_orders, place, tmp_path, text, words):
+    """A dry run reports one error with file, column and row, and none about sizes that depend on the data."""
     if text is not None:
         (tmp_path / "orders.csv").write_text(text)
     params = "data.module.params={train: orders.csv, target: kind}"
     sizes = "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto}"
     outcome = command("check", place / "kind.yaml", "--dry-run", params, sizes, f"data.root={tmp_path}", cwd=place)
-    notes = [line for line in outcome.err.splitlines() if line.startswith("error")]
-    assert (outcome.code, len(notes)) == ((0, 0) if words is None else (outcome.code, 1)), outcome
-    assert words is None or (re.search(words, notes[0]) and outcome.code in (2, 3)), outcome
+    errors = [line for line in outcome.err.splitlines() if line.startswith("error")]
+    assert (outcome.code, len(errors)) == ((0, 0) if words is None else (outcome.code, 1)), outcome
+    assert words is None or (re.search(words, errors[0]) and outcome.code in (2, 3)), outcome
 
 
-def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
-    """To resume with a column less, or another mean, would make the network see other numbers than it learned."""
-    settings = [f"train.resume_ckpt={sorted_orders.folder / 'last.ckpt'}", "train.num_epochs=3", "seed=4"]
-    outcome = command("train", place / "kind.yaml", *SORTED, *settings, cwd=place)
+def test_a_checkpoint_of_other_rows_is_refused(command, classified_orders, place):
+    """A run does not resume on data that is prepared differently: the network would get other inputs."""
+    settings = [f"train.resume_ckpt={classified_orders.folder / 'last.ckpt'}", "train.num_epochs=3", "seed=4"]
+    outcome = command("train", place / "kind.yaml", *CLASSIFIED, *settings, cwd=place)
     assert outcome.code in (2, 4), outcome
     assert "prepared differently from those of the data now: the training file" in outcome.err
+
+
+def test_categories_that_the_network_lacks_are_refused_before_the_first_batch(command, classified_orders, place):
+    """A table that has grown has more categories than a config with fixed sizes."""
+    sizes = "model.network.params={num_numbers: 2, cardinalities: [3, 3], num_outputs: 2, width: 16, depth: 1}"
+    outcome = command("train", place / "kind.yaml", CLASSIFIED[0], sizes, cwd=place, code=2)
+    assert "inputs (2, 4) with cardinalities [4, 3]: index out of range" in outcome.err

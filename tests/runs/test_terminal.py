@@ -1,4 +1,4 @@
-"""`train` on a real terminal of 80 columns: what its user sees."""
+"""Output of `train` on a real terminal of 80 columns."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def on_a_terminal(*words: str, cwd: Path, **variables: str) -> str:
-    """All that `deeplightning` writes to a terminal, and how it ended."""
+    """Run `deeplightning` on a terminal; return its output after exit code 0."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     env = {**environment(), "TERM": "xterm", **variables}
@@ -38,7 +38,7 @@ def on_a_terminal(*words: str, cwd: Path, **variables: str) -> str:
 
 
 def test_a_terminal_shows_ten_lines_a_bar_and_the_epochs(tmp_path):
-    """The config's file, the page to watch, a line per epoch that breaks between metrics, how to serve it."""
+    """The terminal shows the config's file, the run's page, one wrapped line per epoch and the command to serve it."""
     config = str(ROOT / "configs" / "base.yaml")
     text = on_a_terminal("train", config, "train.num_epochs=2", "data.batch_size=8", cwd=tmp_path)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
@@ -61,7 +61,7 @@ def test_a_terminal_shows_ten_lines_a_bar_and_the_epochs(tmp_path):
 
 
 def test_the_config_is_shown_where_it_is_asked_for(tmp_path):
-    """`--show-config` prints it on a terminal; NO_COLOR keeps colour out."""
+    """`--show-config` prints the config on a terminal; NO_COLOR turns colours off."""
     words = ("train", "--show-config", str(ROOT / "configs" / "base.yaml"), "train.fast=true", "train.export=false")
     text = on_a_terminal(*words, cwd=tmp_path, NO_COLOR="1")
     assert "total_steps: auto" in text

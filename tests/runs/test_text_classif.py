@@ -1,4 +1,4 @@
-"""Text classification in whole runs: what is learned, measured, written, kept and refused."""
+"""Text classification end to end: training, metrics, output files, checkpoints and errors."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ THINGS = ["film", "plot", "cast", "score"]
 
 
 def reviews(size, start=0):
-    """Texts and labels that a few weights can learn."""
+    """Return texts and labels that a small network can learn."""
     rows = []
     for n in range(start, start + size):
         label = n % 2
@@ -58,13 +58,13 @@ def reviews(size, start=0):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Files of 128, 33 and 41 reviews; another test file has no labels."""
+    """Files of 128, 33 and 41 reviews, and a test file without labels."""
     folder = tmp_path_factory.mktemp("reviews")
     for name, rows in (("train", reviews(128)), ("dev", reviews(33, 1000)), ("test", reviews(41, 2000))):
         lines = "".join(f"{text}\t{label}\n" for text, label in rows)
         (folder / f"{name}.tsv").write_text(f"sentence\tlabel\n{lines}")
     lines = "".join(f"{number}\t{text}\n" for number, (text, _) in enumerate(reviews(41, 2000)))
-    (folder / "bare.tsv").write_text(f"index\tsentence\n{lines}")
+    (folder / "unlabelled.tsv").write_text(f"index\tsentence\n{lines}")
     return folder
 
 
@@ -82,8 +82,7 @@ def trained(command, text_config, place):
 
 
 def test_it_learns_and_leaves_what_every_run_leaves(trained, root):
-    """Accuracy in the results is that of the predictions, which have the rows of the file in its order; there is a
-    picture of the confusion matrix."""
+    """The predictions have the file's rows in order, the results their accuracy, and the confusion matrix is drawn."""
     for stage, name in (("val", "dev"), ("test", "test")):
         results = json.loads((trained.folder / f"{stage}_results.json").read_text())
         rows = csv_rows(trained.folder / f"{stage}_predictions.csv")
@@ -98,7 +97,7 @@ def test_it_learns_and_leaves_what_every_run_leaves(trained, root):
 
 
 def test_metrics_are_those_of_the_whole_set(trained, root):
-    """Loss and accuracy of the validation, from each text alone, without any padding."""
+    """Validation loss and accuracy equal those of texts that are evaluated one by one, without padding."""
     checkpoint = torch.load(trained.folder / "last.ckpt", weights_only=True)
     network = TextTransformer(2, 60, width=16, num_layers=1, num_heads=2, max_length=32).eval()
     network.load_state_dict({n.removeprefix("network."): w for n, w in checkpoint["state_dict"].items()})
@@ -115,39 +114,36 @@ def test_metrics_are_those_of_the_whole_set(trained, root):
 
 
 def test_texts_without_labels_are_predicted(trained, command, text_config, place):
-    """A row for each, as for the same texts with labels; to test with them is refused."""
-    best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
-    bare = ["data.module.params.test=bare.tsv", best]
-    outcome = command("train", text_config, "stages=[predict]", *bare, cwd=place, code=0)
-    rows, known = (csv_rows(outcome.folder / "predictions.csv"), csv_rows(trained.folder / "test_predictions.csv"))
+    """Texts without labels get the predictions of the same texts with labels; a test with them is refused."""
+    settings = ["data.module.params.test=unlabelled.tsv", f"test.ckpt='{trained.folder / 'last.ckpt'}'"]
+    outcome = command("train", text_config, "stages=[predict]", *settings, cwd=place, code=0)
+    rows, known = csv_rows(outcome.folder / "predictions.csv"), csv_rows(trained.folder / "test_predictions.csv")
     assert "label" not in rows[0]
     assert [row["predicted_class"] for row in rows] == [row["predicted_class"] for row in known]
-    refused = command("train", text_config, "stages=[test]", *bare, cwd=place, code=3)
+    refused = command("train", text_config, "stages=[test]", *settings, cwd=place, code=3)
     assert "has no labels to test with" in refused.err
 
 
 @pytest.mark.slow
 def test_without_validation_there_are_no_numbers_of_it(command, text_config, place, tracked):
-    """No file and no fold: the run ends well, and has metrics of the training alone. A fold of the file has them."""
-    outcome = command(
-        "train", text_config, "data.module.params.validation=null", "train.num_epochs=1", cwd=place, code=0
-    )
+    """Without a validation file and a fold a run has metrics of the training alone; with a fold it has both."""
+    settings = ["data.module.params.validation=null", "train.num_epochs=1"]
+    outcome = command("train", text_config, *settings, cwd=place, code=0)
     names = tracked(outcome.folder).metrics
     assert "train_loss_epoch" in names
     assert [name for name in names if name.startswith("val")] == []
-    settings = ["data.module.params.validation=null", "data.num_splits=4", "data.fold=3", "train.num_epochs=1"]
-    folded = command("train", text_config, *settings, cwd=place, code=0)
+    folded = command("train", text_config, *settings, "data.num_splits=4", "data.fold=3", cwd=place, code=0)
     assert "val_acc" in tracked(folded.folder).metrics
 
 
 @pytest.mark.slow
 def test_a_changed_training_file_is_noticed(trained, command, text_config, place, root, tmp_path):
-    """Weights say nothing to other tokens: exit code 2, with what to do; the run's own vocabulary is taken."""
+    """A checkpoint is refused with exit code 2 if the training file gives another vocabulary; with the run's vocabulary
+    the changed file is accepted, and the results are the same."""
     for name in ("dev", "test"):
         (tmp_path / f"{name}.tsv").write_text((root / f"{name}.tsv").read_text())
     (tmp_path / "train.tsv").write_text((root / "train.tsv").read_text() + "an unheard-of film\t1\n" * 2)
-    best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
-    moved = ["stages=[test]", best, f"data.root='{tmp_path}'"]
+    moved = ["stages=[test]", f"test.ckpt='{trained.folder / 'last.ckpt'}'", f"data.root='{tmp_path}'"]
     outcome = command("train", text_config, *moved, cwd=place, code=2)
     assert "the checkpoint was trained with" in outcome.err
     saved = torch.load(trained.folder / "last.ckpt", weights_only=True)["text_classification"]
@@ -158,31 +154,30 @@ def test_a_changed_training_file_is_noticed(trained, command, text_config, place
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("arguments", "code", "words"),
     [
         (["check", "--dry-run"], 0, ""),
         (["check", "model.network.params.poling=end"], 2, "pooling"),
         (["check", "train.checkpoint={monitor: val_accuracy, mode: max}"], 2, "val_acc"),
         (
             ["check", "--dry-run", "model.network.params.num_classes=5"],
-            2,
-            "the data has 2 classes (labels 0 to 1), the",
+            *(2, "the data has 2 classes (labels 0 to 1), the network"),
         ),
         (["train", "model.network.params.vocabulary_size=9"], 2, "does not take the data's tokens, 0 to 2"),
         (["train", "model.network.params.max_length=5"], 2, "tokens, and the network takes at most 5"),
         (["train", "data.module.params.train=none.tsv"], 3, "none.tsv is missing"),
     ],
 )
-def test_what_does_not_fit_is_one_note(command, text_config, place, words, code, told):
-    """Misspelt keys, a metric that is never logged, network and data that do not fit each other, and files that are
-    not there; the config itself is right, and its step is tried."""
-    outcome = command(words[0], text_config, *words[1:], cwd=place, code=code)
-    assert told in outcome.out + outcome.err
+def test_what_does_not_fit_is_one_note(command, text_config, place, arguments, code, words):
+    """A valid config passes a dry run. A misspelt key, a metric that is never logged, a network that does not fit the
+    data and a missing file are reported without a traceback."""
+    outcome = command(arguments[0], text_config, *arguments[1:], cwd=place, code=code)
+    assert words in outcome.out + outcome.err
     assert "Traceback" not in outcome.err
 
 
 def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
-    """Torch and ONNX Runtime give the same probabilities to texts that a client sends, prepared by the same tokens."""
+    """Torch and ONNX Runtime compute the same probabilities for a client's texts, with the same tokenizer."""
     shutil.copytree(trained.folder, tmp_path / "run")
     run, texts = RunFolder(tmp_path / "run"), [text for text, _ in reviews(5, 3000)]
     np.savez_compressed(run.samples, texts=np.array(texts))
@@ -197,14 +192,14 @@ def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
 
 
 def test_a_run_is_quantized_on_its_own_texts(trained, tmp_path):
-    """int8 by the validation set of the run's data module, each text once; the bundle answers its golden samples."""
+    """int8 is calibrated on the run's validation set, each text once, and the bundle answers its golden samples."""
     folder = RunFolder(tmp_path / "run")
     shutil.copytree(trained.folder, folder.path)
     export_run(folder)
-    told = quantize_run(folder)
+    summary = quantize_run(folder)
     figures = json.loads(folder.bundle_card.read_text())["int8"]
     results = json.loads((trained.folder / "val_results.json").read_text())
     assert figures["accuracy_fp32"] == pytest.approx(100 * results["val_acc"])
     assert figures["texts"] == 33
-    assert told.startswith(f"int8: accuracy {figures['accuracy']:.2f} %")
+    assert summary.startswith(f"int8: accuracy {figures['accuracy']:.2f} %")
     assert Bundle.open(folder.path, "int8").precision == "int8"

@@ -1,4 +1,4 @@
-"""A run of texts becomes a bundle that answers as its network does, and the bundle an endpoint of texts."""
+"""A text run is exported to a bundle whose answers equal the network's, and the bundle is served."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ import torch
 from commands import python
 from exported import LABELS, RUN, TEXTS, task_of
 from exported import WORDS as SPEC
-from served import ROOT, Server, logged_answers, picture
+from served import ROOT, logged_answers, picture
 from test_serve import silent, through
 from werkzeug.test import Client
 
@@ -30,7 +30,7 @@ from serve.prediction import Service
 
 
 def run_of(path, model=None, labels=LABELS, texts=TEXTS):
-    """The run of a network of texts, the one of `exported` by default."""
+    """Export a text network, the one of `exported` by default; return the run."""
     task, _ = task_of("text_classification", model)
     task.class_names = labels
     path.mkdir(exist_ok=True)
@@ -43,7 +43,7 @@ NETWORK = task_of("text_classification")[0].inference_model()
 
 @torch.no_grad()
 def expected(text):
-    """Probabilities of a text alone, float32 (K,), by torch."""
+    """Compute the probabilities of a single text, float32 (K,), with torch."""
     return NETWORK(torch.tensor(SPEC.encode([text])))[0].numpy()
 
 
@@ -59,7 +59,7 @@ def service(run):
 
 @pytest.fixture(scope="module", params=["flask", "fast"])
 def client(service, request):
-    """Werkzeug's test client, before Flask or before the way in that stands in front of it."""
+    """Werkzeug's test client for the Flask application, or for the dispatcher in front of it."""
     app = application(service)
     return app.test_client() if request.param == "flask" else Client(through(Dispatcher(service, log=silent())))
 
@@ -68,7 +68,7 @@ def client(service, request):
 
 
 def test_a_bundle_holds_all_that_a_text_needs(run):
-    """The card says how texts are prepared, names the vocabulary with its digest, and has texts with their answers."""
+    """The card has the tokenizer's settings, the vocabulary file with its digest, and golden texts with answers."""
     card = json.loads(run.bundle_card.read_text())
     assert (card["task"], card["labels"], card["golden"]["texts"]) == ("text_classification", LABELS, TEXTS)
     words = {"tokenizer": "words", "file": "vocabulary.txt", "size": SPEC.size, "lower": True}
@@ -80,27 +80,27 @@ def test_a_bundle_holds_all_that_a_text_needs(run):
 
 
 def test_any_number_of_texts_of_any_length_is_taken(run):
-    """One and seven, of one token and of as many as the network takes; padding changes no answer."""
+    """Batches of one to seven texts, from one token to the network's maximum, are answered; padding has no effect."""
     bundle = Bundle.open(run.path)
     for number, length in ((1, 1), (1, 24), (7, 3), (2, 24)):
         tokens = torch.randint(1, SPEC.size, (number, length), generator=torch.Generator().manual_seed(length))
         padded = torch.nn.functional.pad(tokens, (0, 24 - length))
         with torch.no_grad():
-            wanted = NETWORK(tokens).numpy()
+            expected = NETWORK(tokens).numpy()
         for given in (tokens, padded):
-            assert bundle.predict(given.numpy()) == pytest.approx(wanted, abs=1e-5)
+            assert bundle.predict(given.numpy()) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("pooling", [pytest.param("mean", marks=pytest.mark.slow), "end"])
 def test_one_text_of_one_word_is_enough_to_prove_an_export(tmp_path, pooling):
-    """No dimension becomes a constant, however small the samples are."""
+    """No dimension becomes a constant in the exported graph, however small the samples are."""
     network = TextTransformer(3, SPEC.size, width=8, num_layers=2, num_heads=2, max_length=24, pooling=pooling)
     folder = run_of(tmp_path, Probabilities(network), texts=["dull"])
     assert Bundle.open(folder.path).predict(np.array([[3, 4, 5, 2]])).shape == (1, 3)
 
 
 class SeesPadding(torch.nn.Module):
-    """A mean over all columns."""
+    """A network that averages over padding as well."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ class SeesPadding(torch.nn.Module):
     ],
 )
 def test_what_cannot_be_proved_is_no_bundle(tmp_path, options, words):
-    """In one sentence, and nothing is written."""
+    """An export that cannot be verified raises one sentence and writes no bundle."""
     with pytest.raises(CheckpointError, match=words):
         run_of(tmp_path / "run", **options)
     assert not RunFolder(tmp_path / "run").bundle.exists()
@@ -139,9 +139,8 @@ def test_what_cannot_be_proved_is_no_bundle(tmp_path, options, words):
     ],
 )
 def test_a_damaged_bundle_is_refused_in_one_sentence(run, tmp_path, change, words):
-    """Whatever was changed, and whether or not the card was sealed anew."""
-    folder = tmp_path / "bundle"
-    shutil.copytree(run.bundle, folder)
+    """A changed file or card is refused, with or without a new seal."""
+    folder = shutil.copytree(run.bundle, tmp_path / "bundle")
     card = json.loads((folder / "bundle.json").read_text())
     values = change(folder, card)
     if isinstance(values, dict):
@@ -151,9 +150,8 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(run, tmp_path, change, word
 
 
 def test_a_package_that_a_tokenizer_needs_is_named(run, tmp_path, monkeypatch):
-    """Where a bundle has Hugging Face's tokens and the server not their package: which, and how it is installed."""
-    folder = tmp_path / "bundle"
-    shutil.copytree(run.bundle, folder)
+    """Without the package of its tokenizer a bundle is refused with the command that installs it."""
+    folder = shutil.copytree(run.bundle, tmp_path / "bundle")
     (folder / "tokenizer.json").write_text("{}")
     card = json.loads((folder / "bundle.json").read_text())
     values = {"tokenizer": "hugging_face", "file": "tokenizer.json"}
@@ -179,18 +177,18 @@ def test_a_package_that_a_tokenizer_needs_is_named(run, tmp_path, monkeypatch):
     ids=["JSON list", "JSON single", "plain", "UTF-8", "without a type"],
 )
 def test_one_text_gets_one_answer(client, request_of):
-    """Each form of request gets the same as a picture does: two string keys, the label, and the classes. Several texts,
-    whatever is in them, are answered in order; `top_k` holds for each."""
+    """Each form of request gets the same keys as an image: two strings, the label, and the classes. Several texts with
+    any characters are answered in order; `top_k` applies to each."""
     for text in TEXTS:
         response = client.post("/predict", **request_of(text))
         assert response.status_code == 200, response.text
-        answer, wanted = response.json, expected(text)
-        best = int(wanted.argmax())
+        answer, probabilities = response.json, expected(text)
+        best = int(probabilities.argmax())
         assert list(answer) == ["predicted_class", "predicted_probability", "label", "predictions"]
         assert (answer["predicted_class"], answer["label"]) == (str(best), LABELS[best])
-        assert float(answer["predicted_probability"]) == pytest.approx(wanted[best], abs=1e-5)
+        assert float(answer["predicted_probability"]) == pytest.approx(probabilities[best], abs=1e-5)
         for one in answer["predictions"]:
-            assert one["probability"] == pytest.approx(wanted[one["class"]], abs=1e-5)
+            assert one["probability"] == pytest.approx(probabilities[one["class"]], abs=1e-5)
     texts = ["dull", TEXTS[2], 'a "fine" film, [not] {dull}\n']
     answers = client.post("/predict?top_k=1", json={"texts": texts}).json["predictions"]
     for text, answer in zip(texts, answers, strict=True):
@@ -225,56 +223,46 @@ def plain(data, kind="text/plain"):
     ],
 )
 def test_a_bad_request_gets_one_sentence(client, request_of, status, words):
-    """A picture, nothing, too much, or something else: what is wrong, and what to send."""
+    """An image, an empty body, too much text or another document gets one sentence with the error and what to send."""
     response = client.post("/predict", **request_of)
     assert (response.status_code, list(response.json)) == (status, ["ERROR"])
     assert words in response.json["ERROR"]
 
 
-@pytest.fixture(scope="module")
-def deployed(command, store, tmp_path_factory):
-    """The example at reduced size."""
+def test_a_run_of_texts_deploys_and_answers_json(command, store, serving, tmp_path):
+    """Training the example writes a bundle that the server, Python and the MLflow model answer with alike. The client
+    prints one line per text; the server imports neither torch nor Lightning."""
     few = ["data.module.params.limit=1000", "data.module.params.max_size=90", "model.network.params.vocabulary_size=90"]
     settings = ["train.num_epochs=1", "data.batch_size=32", "stages=[train]", "logger.pictures=null"]
-    config, place = ROOT / "examples" / "sst2" / "sst2.yaml", tmp_path_factory.mktemp("work")
     tracked = f"logger.params={{experiment_name: texts, tracking_uri: '{store}', system_metrics: false}}"
-    return command("train", config, *few, *settings, "logger.log_model=true", tracked, cwd=place, code=0)
-
-
-def test_a_run_of_texts_deploys_and_answers_json(deployed, tmp_path):
-    """The training leaves a bundle, which answers as it stands; so it does in Python and as an MLflow model. The client
-    prints a line for each text; neither the server nor the client imports torch or Lightning."""
-    server = Server(deployed.folder, tmp_path / "errors", flags=("-X", "importtime"))
-    try:
-        texts = ["the film is wise .", "the plot is not wise ."]
-        status, said = server.ask(
-            "POST", "/predict", json.dumps({"texts": texts}), {"Content-Type": "application/json"}
-        )
-        assert status == 200
-        assert dl.load_run(deployed.folder).predict(texts) == said["predictions"]
-        assert (deployed.folder / "model" / "MLmodel").is_file()
-        logged = logged_answers(RunFolder(deployed.folder), [{"text": text} for text in texts])
-        for one, other in zip(said["predictions"], logged, strict=True):
-            assert one["label"] == other["label"]
-            assert float(one["predicted_probability"]) == pytest.approx(other["probability"], abs=1e-6)
-        assert {one["label"] for one in said["predictions"]} <= {"negative", "positive"}
-        info = server.ask("GET", "/info")[1]
-        assert (info["task"], info["labels"]) == ("text_classification", ["negative", "positive"])
-        assert info["run"]["folder_name"] == deployed.folder.name
-        done = python("-m", "serve.predict", "--text", *texts, PREDICT_URL=f"{server.url}/predict")
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [(line["text"], line["label"]) for line in lines] == [
-            (text, one["label"]) for text, one in zip(texts, said["predictions"], strict=True)
-        ]
-    finally:
-        assert server.stop() == 0
-    imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "errors").read_text().splitlines()}
+    config = ROOT / "examples" / "sst2" / "sst2.yaml"
+    folder = command("train", config, *few, *settings, "logger.log_model=true", tracked, cwd=tmp_path, code=0).folder
+    server = serving(folder, flags=("-X", "importtime"))
+    texts = ["the film is wise .", "the plot is not wise ."]
+    status, reply = server.ask("POST", "/predict", json.dumps({"texts": texts}), {"Content-Type": "application/json"})
+    assert status == 200
+    assert dl.load_run(folder).predict(texts) == reply["predictions"]
+    assert (folder / "model" / "MLmodel").is_file()
+    logged = logged_answers(RunFolder(folder), [{"text": text} for text in texts])
+    for one, other in zip(reply["predictions"], logged, strict=True):
+        assert one["label"] == other["label"]
+        assert float(one["predicted_probability"]) == pytest.approx(other["probability"], abs=1e-6)
+    labels = [one["label"] for one in reply["predictions"]]
+    assert {*labels} <= {"negative", "positive"}
+    info = server.ask("GET", "/info")[1]
+    assert (info["task"], info["labels"]) == ("text_classification", ["negative", "positive"])
+    assert info["run"]["folder_name"] == folder.name
+    done = python("-m", "serve.predict", "--text", *texts, PREDICT_URL=f"{server.url}/predict")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["text"], line["label"]) for line in lines] == list(zip(texts, labels, strict=True))
+    assert server.stop() == 0
+    imported = {line.rpartition("|")[2].strip() for line in server.errors.read_text().splitlines()}
     assert "deeplightning.text_spec" in imported
     assert imported.isdisjoint({"torch", "pytorch_lightning", "mlflow", "tokenizers", "transformers"})
 
 
 @pytest.mark.parametrize("wrong", [None, float("nan"), 5])
 def test_what_is_no_text_is_named(run, wrong):
-    """By its place, as pandas gives a missing text."""
+    """The error has the index of a value that is no text, such as pandas' missing value."""
     with pytest.raises(ValueError, match=r"^input 1: This is not a text"):
         answers(Bundle.open(run.path), ["a fine film", wrong], 1)

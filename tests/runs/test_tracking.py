@@ -1,4 +1,4 @@
-"""Tracking, with real SQLite stores, a real MLflow server and a real Lightning trainer."""
+"""Tracking with real SQLite stores, a real MLflow server and real loggers of Lightning."""
 
 import json
 import logging
@@ -30,6 +30,7 @@ from mlflow.tracking import MlflowClient
 from PIL import Image
 from pytorch_lightning.loggers import CSVLogger, MLFlowLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from served import wait_until
 from tiny import git
 
 from deeplightning.cli.listing import listing
@@ -54,7 +55,7 @@ OURS, LIGHTNINGS = "deeplightning.tracking.MLflowLogger", "pytorch_lightning.log
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch, tmp_path):
-    """No MLflow variable of the caller's, and a working directory in which a stray `mlruns` would be seen."""
+    """No MLflow variables of the caller, and a working directory that must stay empty."""
     for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "cwd").mkdir()
@@ -65,7 +66,7 @@ def plain_environment(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A directory that is a store after its first use; shared, since making one costs two seconds."""
+    """A directory that becomes a store at its first use; shared, since creating one takes two seconds."""
     return tmp_path_factory.mktemp("tracking") / "mlruns"
 
 
@@ -77,27 +78,31 @@ def logger(store):
 
 
 def finished(store, **settings):
-    """A logger whose run logged one point and finished."""
+    """Return a logger whose run logged one point and finished."""
     logger = MLflowLogger(tracking_uri=store, system_metrics=False, **settings)
     logger.log_metrics({"x": 1}, 0)
     logger.finalize("success")
     return logger
 
 
+def client_of(store):
+    return MlflowClient(attach(locate(store)))
+
+
+def run_of(logger):
+    return logger.experiment.get_run(logger.run_id)
+
+
 def status(logger):
-    return logger.experiment.get_run(logger.run_id).info.status
+    return run_of(logger).info.status
 
 
 def history(logger, name):
     return [(point.step, point.value) for point in logger.experiment.get_metric_history(logger.run_id, name)]
 
 
-def in_store(store, run_id):
-    return MlflowClient(attach(locate(store))).get_run(run_id)
-
-
 def test_making_a_logger_does_nothing(tmp_path):
-    """No folder, no run, before the first use; asking for the store's folder, finishing and pickling are no use."""
+    """A logger creates no folder and no run before its first use; `save_dir`, finalizing and pickling are no use."""
     logger = MLflowLogger(tracking_uri=tmp_path / "mlruns")
     assert logger.save_dir == str(tmp_path / "mlruns")
     logger.finalize("failed", "before it began")
@@ -105,27 +110,26 @@ def test_making_a_logger_does_nothing(tmp_path):
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_a_run_is_kept_whole(store, logger):
-    """Parameters, every point from step 0 on, and the artifacts beside the database."""
+def test_a_run_is_tracked_completely(store, logger):
+    """A run keeps all parameters and points, and its artifacts are next to the database."""
     logger.log_hyperparams({"model": {"optimizer": {"params": {"lr": 0.1}}}, "stages": ["train", "test"], "none": None})
     for step in range(2500):
         logger.log_metrics({"train_loss": torch.tensor(1.0 / (step + 1)), "lr": 0.1}, step)
     logger.log_metrics({"val_acc": 0.5})
     logger.finalize("success")
-
-    run = logger.experiment.get_run(logger.run_id)
+    run = run_of(logger)
     assert run.info.status == "FINISHED"
     assert run.data.params["model/optimizer/params/lr"] == "0.1"
     assert (run.data.params["stages/1"], run.data.params["none"]) == ("test", "None")
     expected = [(step, pytest.approx(1.0 / (step + 1), rel=1e-6)) for step in range(2500)]
     assert sorted(history(logger, "train_loss")) == expected
-    assert history(logger, "val_acc") == [(2499, 0.5)]  # without a step: the last one
+    assert history(logger, "val_acc") == [(2499, 0.5)]  # without a step: the latest one
     assert logger.artifact_folder == store / logger.name / logger.run_id / "artifacts"
     assert (store / "mlflow.db").is_file()
 
 
 def test_a_store_is_made_where_another_process_was_killed_while_it_made_it(tmp_path):
-    """Such a process leaves a part of a database under another name."""
+    """A store is created although a killed process has left part of a database under a temporary name."""
     store = tmp_path / "half"
     store.mkdir()
     (store / ".mlflow.db.new").write_bytes(b"SQLite format 3\0 torn")
@@ -136,13 +140,13 @@ def test_a_store_is_made_where_another_process_was_killed_while_it_made_it(tmp_p
 
 
 def test_a_transaction_in_which_a_process_was_killed_is_undone(tmp_path):
-    """By whatever looks at the store first, a command that only reads it, too."""
+    """Any process that opens the store rolls back the transaction, even one that only reads."""
     store = tmp_path / "killed"
     logger = finished(store)
     kill = (
         "import os, sqlite3, sys\n"
         "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
-        "connection.execute('PRAGMA cache_size = 1')\n"  # pages go to the file before the transaction ends
+        "connection.execute('PRAGMA cache_size = 1')\n"  # writes pages to the file before the transaction ends
         "connection.execute('BEGIN')\n"
         "connection.execute('DELETE FROM metrics')\n"
         "connection.execute('UPDATE tags SET value = hex(randomblob(2000))')\n"
@@ -160,7 +164,7 @@ def test_a_transaction_in_which_a_process_was_killed_is_undone(tmp_path):
 
 
 def test_the_first_run_of_a_store_does_not_wait_for_the_store(tmp_path):
-    """MLflow's 67 migrations take a second or two; other commands see the run at once."""
+    """A run starts before MLflow's 67 migrations, which take up to two seconds, and other commands list it at once."""
     store = tmp_path / "new"
     logger = MLflowLogger(tracking_uri=store, system_metrics=False)
     assert logger.artifact_folder == store / "0" / logger.run_id / "artifacts"
@@ -168,7 +172,7 @@ def test_the_first_run_of_a_store_does_not_wait_for_the_store(tmp_path):
     assert [(row["id"], row["status"]) for row in listing(str(store))] == [(logger.run_id, "RUNNING")]
     logger.log_metrics({"x": 1}, 0)
     logger.finalize("success")
-    client = MlflowClient(attach(locate(store)))
+    client = client_of(store)
     run = client.get_run(logger.run_id)
     assert (run.info.status, run.info.artifact_uri) == ("FINISHED", logger.artifact_folder.as_uri())
     default = client.get_experiment_by_name("Default")
@@ -176,7 +180,7 @@ def test_the_first_run_of_a_store_does_not_wait_for_the_store(tmp_path):
 
 
 def test_a_point_is_durable_in_the_file_before_the_store_has_it(logger, monkeypatch):
-    """Else a run that resumes after a loss of power logs what the file has lost a second time."""
+    """A point is synced to the file before it is sent: a run that resumes after a power loss would log it twice."""
     durable, fsync, log_batch, early = 0, os.fsync, Client.log_batch, []
 
     def synced(descriptor):
@@ -196,13 +200,12 @@ def test_a_point_is_durable_in_the_file_before_the_store_has_it(logger, monkeypa
         logger.log_metrics({f"x{step}": 1}, step)
         time.sleep(0.1)
     logger.finalize("success")
-    assert durable
     assert not early
     assert history(logger, "x19") == [(19, 1)]
 
 
 def test_warnings_of_mlflow_in_a_thread_are_not_shown(logger):
-    """Filters of warnings are the whole process's: another thread undoes what is set for a moment."""
+    """Warnings of libraries are hidden without a temporary filter, which another thread would reset."""
     logger.log_metrics({"x": 1}, 0)
     for module in ("mlflow", "sqlalchemy.orm.session", "urllib3.contrib.socks", "requests"):
         warnings.warn_explicit("of a library", UserWarning, "there.py", 1, module)
@@ -211,16 +214,16 @@ def test_warnings_of_mlflow_in_a_thread_are_not_shown(logger):
     logger.finalize("success")
 
 
-def test_what_is_not_a_number_is_told_apart(store, logger, caplog):
-    """NaN and infinities are tracked, text is not, and says so; odd names are made fit. MLflow holds the largest float
-    for an infinity; client and file have it as it was logged, and a number below as it is."""
+def test_nan_and_infinities_are_tracked(store, logger, caplog):
+    """NaN and infinities are tracked; text is skipped with a warning; invalid names are replaced. MLflow stores an
+    infinity as the largest float; our client and the file keep it."""
     large = {"up": math.inf, "down": -math.inf, "most": 1e308}
     logger.log_metrics({"loss": math.nan, **large, "word": "high", "acc@1": 0.5, "/a//b/": 1}, 3)
     logger.finalize("success")
-    metrics = logger.experiment.get_run(logger.run_id).data.metrics
+    metrics = run_of(logger).data.metrics
     assert math.isnan(metrics.pop("loss"))
-    held = {"up": sys.float_info.max, "down": -sys.float_info.max, "most": 1e308}
-    assert metrics == {**held, "acc_1": 0.5, "_/a/_/b/_": 1}
+    stored = {"up": sys.float_info.max, "down": -sys.float_info.max, "most": 1e308}
+    assert metrics == {**stored, "acc_1": 0.5, "_/a/_/b/_": 1}
     assert "word is not tracked: 'high' is not a number." in caplog.text
     series = read_series(logger.artifact_folder / "metrics.jsonl")
     points = {point.name: (point.step, point.value) for point in Client(locate(store)).history(logger.run_id)}
@@ -229,19 +232,16 @@ def test_what_is_not_a_number_is_told_apart(store, logger, caplog):
 
 
 def test_the_status_is_honest(logger):
-    """FINISHED after a stage, RUNNING while the next one logs, and at the end what the end was, with its reason."""
+    """A run is FINISHED after a stage, RUNNING during the next, and finally FAILED or KILLED with the reason."""
     logger.log_metrics({"train_loss": 1.0}, 0)
     assert status(logger) == "RUNNING"
     logger.finalize("success")
     assert status(logger) == "FINISHED"
     logger.log_metrics({"test_acc": 1.0}, 1)
     logger.log_tags({"stage": "test", "long": "x" * 9000})
-    deadline = time.monotonic() + 10
-    while status(logger) != "RUNNING" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert status(logger) == "RUNNING"
+    wait_until(lambda: status(logger) == "RUNNING")
     logger.finalize("failed", "train_loss is not finite at step 12")
-    run = logger.experiment.get_run(logger.run_id)
+    run = run_of(logger)
     assert (run.info.status, run.data.tags["failure"]) == ("FAILED", "train_loss is not finite at step 12")
     assert (run.data.tags["stage"], len(run.data.tags["long"])) == ("test", 5000)
     logger.finalize("killed", "SIGTERM")
@@ -250,7 +250,7 @@ def test_the_status_is_honest(logger):
 
 
 def test_a_run_is_continued(store, logger, caplog):
-    """`run_id` continues a run: points are added, a changed parameter keeps its value and is named."""
+    """`run_id` continues a run: points are appended, and changed parameters keep their first values with a warning."""
     logger.log_hyperparams({"lr": 0.1, "epochs": 1})
     logger.log_metrics({"train_loss": 1.0}, 0)
     logger.finalize("killed")
@@ -260,12 +260,12 @@ def test_a_run_is_continued(store, logger, caplog):
     again.finalize("success")
     assert again.artifact_folder == logger.artifact_folder
     assert history(again, "train_loss") == [(0, 1.0), (1, 0.5)]
-    assert again.experiment.get_run(again.run_id).data.params == {"lr": "0.1", "epochs": "1", "new": "True"}
+    assert run_of(again).data.params == {"lr": "0.1", "epochs": "1", "new": "True"}
     assert "keeps the first values of 1 parameter of the continued run: epochs." in caplog.text
 
 
 def test_all_pages_of_a_search_are_read(tmp_path, monkeypatch):
-    """MLflow returns at most 1,000 runs at once."""
+    """A search returns the runs of all pages: MLflow returns at most 1,000 runs at once."""
     ids = {finished(tmp_path, tags={"search": "s"}).run_id for _ in range(3)}
     client = Client(locate(tmp_path))
     monkeypatch.setattr(client._client, "search_runs", partial(client._client.search_runs, max_results=1))
@@ -274,8 +274,8 @@ def test_all_pages_of_a_search_are_read(tmp_path, monkeypatch):
     assert client.runs_with_tag("none", "search", "s") == []
 
 
-def test_a_run_goes_on_from_an_earlier_point_with_each_point_once(store, logger):
-    """Steps that the store has are not written again, whatever their values; points that it is owed are."""
+def test_a_run_resumes_from_an_earlier_point_with_each_point_once(store, logger):
+    """A resumed run skips the steps that the store has, whatever their values, and sends the points that it lacks."""
     for step in range(3):
         logger.log_metrics({"train_loss": step, "lr": 0.1}, step)
     logger.finalize("killed", "SIGKILL")
@@ -288,12 +288,12 @@ def test_a_run_goes_on_from_an_earlier_point_with_each_point_once(store, logger)
     assert history(again, "train_loss") == [(step, step) for step in range(5)]
     assert history(again, "lr") == [(0, 0.1), (1, 0.1), (2, 0.1), (3, 0.2), (4, 0.2)]
     assert history(again, "val_loss") == [(2, 0.5), (3, 0.25)]
-    run = again.experiment.get_run(again.run_id)
+    run = run_of(again)
     assert (run.info.status, "failure" in run.data.tags) == ("FINISHED", False)
 
 
 def test_what_repeats_the_last_point_of_a_metric_is_left_out(logger):
-    """The same step and value, also if it is no number, is one point; another value at the same step is another."""
+    """A repeated step and value, also NaN, is one point; another value at the same step is another point."""
     for value in (1.0, 1.0, 2.0, math.nan, math.nan):
         logger.log_metrics({"x": value}, 3)
     logger.log_metrics({"x": 2.0}, 4)
@@ -312,12 +312,12 @@ def test_what_repeats_the_last_point_of_a_metric_is_left_out(logger):
         (OURS, {"tracking_uri": "nowhere"}, "does not have its run"),
     ],
 )
-def test_why_a_run_cannot_go_on_is_said(type_name, params, words, store, logger, tmp_path):
-    """A logger that keeps none, another run asked for, another experiment, another store; None where it can."""
+def test_why_a_run_cannot_be_resumed_is_said(type_name, params, words, store, logger, tmp_path):
+    """`refusal` returns why a run cannot be resumed, such as another experiment or store; None if it can."""
     params = {"tracking_uri": str(store)} | params
     found = refusal(type_name, params, logger.run_id, logger.artifact_folder)
     assert (found is None) if words is None else (words in found)
-    if words is None:  # in its own folder only, and not after it was deleted
+    if words is None:
         assert "is not in the folder of its run" in refusal(OURS, params, logger.run_id, tmp_path)
         logger.finalize("success")
         logger.experiment.delete_run(logger.run_id)
@@ -325,7 +325,7 @@ def test_why_a_run_cannot_go_on_is_said(type_name, params, words, store, logger,
 
 
 def test_a_run_names_the_commit_it_was_started_at(store, tmp_path, monkeypatch):
-    """It is that of the working directory's repository, under MLflow's own tags, without the address of its remote."""
+    """MLflow's tags have commit and branch of the working directory's repository, but not the URL of its remote."""
     (tmp_path / "repository").mkdir()
     monkeypatch.chdir(tmp_path / "repository")
     git(Path(), "init", "-q", "-b", "trunk")
@@ -333,24 +333,22 @@ def test_a_run_names_the_commit_it_was_started_at(store, tmp_path, monkeypatch):
     git(Path(), "remote", "add", "origin", "https://me:secret@host/x.git")
     head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     logger = MLflowLogger(tracking_uri=store, tags={"note": "mine"}, run_name="first", system_metrics=False)
-    tags = logger.experiment.get_run(logger.run_id).data.tags
+    tags = run_of(logger).data.tags
     logger.finalize("success")
-    assert {name: value for name, value in tags.items() if "git" in name} == {
-        "mlflow.source.git.commit": head,
-        "mlflow.source.git.branch": "trunk",
-    }
+    expected = {"mlflow.source.git.commit": head, "mlflow.source.git.branch": "trunk"}
+    assert {name: value for name, value in tags.items() if "git" in name} == expected
     assert (tags["note"], tags["mlflow.runName"]) == ("mine", "first")
 
 
 def test_a_missing_run_is_named(store):
-    """Continuing a run that is not there ends with exit code 3, naming run and store, and makes no new one."""
+    """Continuing a missing run ends with exit code 3; the error names run and store."""
     with pytest.raises(SetupError, match=r"The run 'abc' is not in the tracking store .*mlruns") as caught:
         MLflowLogger(tracking_uri=store, run_id="abc").log_metrics({"x": 1}, 0)
     assert caught.value.exit_code == 3
 
 
 def test_mlflow_run_is_joined(store, logger, monkeypatch):
-    """Under `mlflow run` both loggers write into the run that MLflow has opened, in its store."""
+    """Under `mlflow run` our logger and Lightning's write to the run that MLflow has opened, in its store."""
     run_id = logger.run_id
     logger.finalize("success")
     monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
@@ -364,7 +362,7 @@ def test_mlflow_run_is_joined(store, logger, monkeypatch):
 
 
 def test_only_rank_0_tracks(tmp_path, monkeypatch):
-    """On another rank every method does nothing."""
+    """On other ranks every method does nothing."""
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger = MLflowLogger(tracking_uri=tmp_path / "mlruns")
     logger.log_hyperparams({"a": 1})
@@ -377,7 +375,7 @@ def test_only_rank_0_tracks(tmp_path, monkeypatch):
 
 
 def test_a_process_that_dies_leaves_no_running_run(store, logger):
-    """An exception nobody caught: FAILED with its words. A quiet end after a finished stage: FINISHED."""
+    """An uncaught exception sets a run to FAILED with its message; a normal exit after a finished stage to FINISHED."""
     assert logger.run_id
     code = """if True:
         import sys
@@ -392,11 +390,9 @@ def test_a_process_that_dies_leaves_no_running_run(store, logger):
             raise RuntimeError("no memory left")
     """
     command = [sys.executable, "-W", "ignore", "-c", code, str(store)]
-    processes = [
-        subprocess.Popen([*command, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for how in ("raise", "quiet")
-    ]
-    crashed, quiet = (in_store(store, process.communicate()[0].strip()) for process in processes)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen([*command, how], text=True, **pipes) for how in ("raise", "quiet")]
+    crashed, quiet = (client_of(store).get_run(process.communicate()[0].strip()) for process in processes)
     assert [process.returncode for process in processes] == [1, 0]
     assert (crashed.info.status, crashed.data.tags["failure"]) == ("FAILED", "RuntimeError: no memory left")
     assert crashed.data.metrics == {"train_loss": 1.0}
@@ -404,10 +400,9 @@ def test_a_process_that_dies_leaves_no_running_run(store, logger):
 
 
 def test_a_locked_database_is_waited_for(store, logger, monkeypatch, caplog):
-    """The wait is announced; it ends well when the lock goes, and with exit code 3 when it stays too long."""
+    """The wait for a lock is logged; it succeeds when the lock is released, and fails after the time limit."""
     assert logger.run_id
-    holder = sqlite3.connect(store / "mlflow.db", isolation_level=None, check_same_thread=False)
-    try:
+    with closing(sqlite3.connect(store / "mlflow.db", isolation_level=None, check_same_thread=False)) as holder:
         monkeypatch.setenv("DEEPLIGHTNING_TRACKING_WAIT", "0.6")
         holder.execute("BEGIN EXCLUSIVE")
         with pytest.raises(SetupError, match=r"mlflow\.db has been locked by another process for 0\.6 seconds"):
@@ -420,12 +415,10 @@ def test_a_locked_database_is_waited_for(store, logger, monkeypatch, caplog):
         other = finished(store)
         release.join()
         assert status(other) == "FINISHED"
-    finally:
-        holder.close()
 
 
-def test_a_database_that_holds_what_is_no_text_is_named(tmp_path):
-    """SQLite's own message about it cannot be decoded. Seed 6 of the storm, mutations."""
+def test_a_database_with_invalid_utf_8_is_named(tmp_path):
+    """Invalid UTF-8 in a database is reported as damage, though SQLite's message cannot be decoded (storm, seed 6)."""
     finished(tmp_path)
     path = tmp_path / "mlflow.db"
     path.write_bytes(path.read_bytes().replace(b"CONSTRAINT", b"CONSTR\xffINT"))
@@ -441,7 +434,7 @@ def test_a_database_that_holds_what_is_no_text_is_named(tmp_path):
     ],
 )
 def test_a_file_that_is_no_store_is_named(file, uri, words, tmp_path):
-    """A file that is no database, or that is in the way: exit code 3, at once, and the file is left as it was."""
+    """A file that is no database, or in the place of a folder, is reported at once and not changed."""
     content = b"this is not a database at all" * 100
     (tmp_path / file).write_bytes(content)
     start = time.monotonic()
@@ -468,8 +461,8 @@ print(MlflowClient(attach(locate(sys.argv[1]))).get_run(sys.argv[2]).info.run_id
 
 
 def test_a_read_only_store_is_named(store, logger, tmp_path):
-    """A store or a place that cannot be written: exit code 3, naming it, and nothing is made; it can be read. Root runs
-    this without its power to write everywhere."""
+    """A store or folder without write permission ends a run with exit code 3, creates nothing, and can be read. Under
+    root the test drops the capabilities that override permissions."""
     powerless = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
     if powerless and (
         shutil.which("setpriv") is None or subprocess.run([*powerless, "true"], check=False, stderr=-3).returncode
@@ -494,7 +487,7 @@ def test_a_read_only_store_is_named(store, logger, tmp_path):
 
 
 def test_odd_folder_names_work(tmp_path, monkeypatch):
-    """Spaces and `#`, `?`, `%` in a relative path: database, artifacts and a later look-up are where they should be."""
+    """A store in a relative path with spaces, `#`, `?` and `%` works, for artifacts and look-ups as well."""
     monkeypatch.chdir(tmp_path)
     name = "my runs 50%20 #1?x=é"
     logger = MLflowLogger(tracking_uri=name, system_metrics=False)
@@ -518,7 +511,7 @@ def test_odd_folder_names_work(tmp_path, monkeypatch):
     ],
 )
 def test_where_a_store_is(uri, database, root, tmp_path, monkeypatch):
-    """A directory holds its database and its artifacts; a database given by name has `mlruns` beside it."""
+    """A directory contains its database and artifacts; the artifacts of a database URI are in `mlruns` next to it."""
     monkeypatch.setenv("HOME", "/home/someone")
     store = locate(uri)
     assert (store.database, store.artifact_root) == (tmp_path / "cwd" / database, tmp_path / "cwd" / root)
@@ -526,7 +519,7 @@ def test_where_a_store_is(uri, database, root, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("uri", ["ftp://host/x", "sqlite://", "sqlite:///:memory:"])
 def test_a_store_that_cannot_be_is_named(uri):
-    """An address of no use ends with exit code 3, saying what is allowed; of no other a password is shown."""
+    """An unsupported URI is refused with the supported ones; a URI is shown without its password."""
     with pytest.raises(SetupError, match=r"directory"):
         locate(uri)
     assert locate("https://me:secret@host/x").shown == "https://***@host/x"
@@ -534,7 +527,7 @@ def test_a_store_that_cannot_be_is_named(uri):
 
 @pytest.mark.filterwarnings("ignore:codecs.open:DeprecationWarning")  # MLflow calls it, also on Python 3.14
 def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
-    """A file store of an older MLflow keeps working, with a notice that says how to migrate it."""
+    """A file store of an older MLflow works; the log has the command that migrates it."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     MlflowClient(tmp_path.as_uri() + "/old").create_experiment("before")
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
@@ -546,29 +539,28 @@ def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
 
 
 def test_lightnings_logger_leads_to_the_same_store_as_ours(store, tmp_path):
-    """With the same directory: the same layout, points and ends. Without MLflow a run lies where the first logger
-    writes files, else at the fallback."""
+    """Lightning's logger has the same layout, points and statuses in a store as ours. Without an MLflow logger a run
+    uses the folder of the first logger that writes files, or else the fallback."""
     logger = MLFlowLogger(**prepare(LIGHTNINGS, {"experiment_name": "Default", "tracking_uri": str(store)}))
     for step in range(4):
         logger.log_metrics({"train_loss": 1 / (step + 1)}, step)
     logger.finalize("success")
-    assert in_store(store, logger.run_id).info.status == "FINISHED"
+    assert client_of(store).get_run(logger.run_id).info.status == "FINISHED"
     assert history(logger, "train_loss") == [(step, 1 / (step + 1)) for step in range(4)]
     loggers = [CSVLogger(tmp_path), logger]
     assert run_folder(loggers, "x") == store / "0" / logger.run_id / "artifacts"
     end(loggers, "killed", "SIGTERM", True)
-    run = in_store(store, logger.run_id)
+    run = client_of(store).get_run(logger.run_id)
     assert (run.info.status, run.data.tags["failure"]) == ("KILLED", "SIGTERM")
     assert run_folder(loggers[:1], "x") == Path(loggers[0].log_dir)
     assert run_folder([], "x") == tmp_path / "cwd" / "x"
 
 
-def test_a_param_that_a_logger_passes_on_in_vain_is_a_fault_of_the_config(tmp_path):
-    """TensorBoardLogger takes any keyword, and the writer that it opens does not."""
+def test_a_param_that_the_writer_of_a_logger_rejects_is_an_error_of_the_config(tmp_path):
+    """A keyword that TensorBoardLogger accepts but its writer rejects is reported with key and line."""
     params = {"save_dir": str(tmp_path), "flush_secs": 1, "tracking_uri": "mlruns"}
-    target = Target(
-        type="pytorch_lightning.loggers.TensorBoardLogger", params=params, name="logger", place="c.yaml:9:3"
-    )
+    name = "pytorch_lightning.loggers.TensorBoardLogger"
+    target = Target(type=name, params=params, name="logger", place="c.yaml:9:3")
     with pytest.raises(ConfigError, match="unexpected keyword argument 'tracking_uri'; remove it") as caught:
         open_runs([build(target)], [target])
     assert [(fault.key, fault.place) for fault in caught.value.faults] == [("logger.params", "c.yaml:9:3")]
@@ -577,7 +569,7 @@ def test_a_param_that_a_logger_passes_on_in_vain_is_a_fault_of_the_config(tmp_pa
 
 
 def test_other_loggers_are_built_as_they_are(tmp_path):
-    """Only the arguments of Lightning's MLflow logger are translated, a folder is absolute, and nothing is written."""
+    """Only the arguments of Lightning's MLflow logger are translated; folders become absolute; nothing is written."""
     assert prepare("pytorch_lightning.loggers.CSVLogger", {"save_dir": "x"}) == {"save_dir": str(Path.cwd() / "x")}
     params = prepare("lightning.pytorch.loggers.MLFlowLogger", {"tracking_uri": str(tmp_path / "new")})
     end([MLFlowLogger(**params), MLflowLogger(tracking_uri=tmp_path / "new")], "failed", "before it began", True)
@@ -585,7 +577,7 @@ def test_other_loggers_are_built_as_they_are(tmp_path):
 
 
 def test_artifacts_are_put_beside_the_rest(logger, tmp_path):
-    """A file or a folder is copied in; what is there already stays; what is nowhere is an error."""
+    """A file or folder is copied to the artifacts, unless it is there; a missing file or a path outside is an error."""
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "a.txt").write_text("a")
     logger.log_artifact(tmp_path / "bundle")
@@ -617,7 +609,7 @@ RED = [255, 0, 0]
     ],
 )
 def test_pixels_keep_their_colour(image, pixel, shape):
-    """Channels first or last, whole numbers or floats: the same picture."""
+    """Arrays with channels first or last, of integers, floats or booleans, give the same image."""
     pixels = to_pixels(image)
     assert (pixels.dtype, pixels.shape) == (np.uint8, shape)
     assert pixels[0, 0].tolist() == pixel
@@ -625,13 +617,13 @@ def test_pixels_keep_their_colour(image, pixel, shape):
 
 @pytest.mark.parametrize("image", [np.zeros((5, 6, 7)), np.zeros(3), np.zeros((0, 4)), np.full((2, 2), 300), "text"])
 def test_what_is_no_picture_is_refused(image):
-    """Another shape or range is an error that says what a picture is."""
+    """An array with another shape or range is refused with the accepted forms."""
     with pytest.raises(ValueError, match="A picture"):
         to_pixels(image)
 
 
 def test_each_kind_has_its_place(logger, tmp_path):
-    """One function tracks configs, pictures, figures, histograms, numbers and files; another kind is an error."""
+    """`log` tracks configs, images, figures, histograms, numbers and files; another kind is an error."""
     figure = Figure()
     figure.add_subplot().plot([1, 2])
     (tmp_path / "file.txt").write_text("x")
@@ -668,15 +660,15 @@ def test_each_kind_has_its_place(logger, tmp_path):
 
 
 def test_metrics_whose_names_mlflow_cannot_store_stay_apart(store, caplog):
-    """Each metric is a series of its own, whatever is replaced in its name or cut from it; the log says its name."""
+    """Metrics whose names become equal after replacement or cutting stay separate; the log has the new names."""
     caplog.set_level(logging.INFO, "deeplightning.tracking")
     logger, long = MLflowLogger(tracking_uri=store), "x" * 250
     values = {"AP@50": 1.0, "AP_50": 2.0, "AP#50": 3.0, f"{long}1": 4.0, f"{long}2": 5.0}
     for step in range(2):
         logger.log_metrics(values, step)
     logger.finalize("success")
-    told = dict(re.findall(r"metric     (\S+) is tracked as (\S+)", caplog.text))
-    tracked = {name: told.get(name, name) for name in values}
+    renamed = dict(re.findall(r"metric     (\S+) is tracked as (\S+)", caplog.text))
+    tracked = {name: renamed.get(name, name) for name in values}
     assert len(set(tracked.values())) == 5
     assert tracked["AP@50"] == "AP_50"
     for name, value in values.items():
@@ -684,29 +676,30 @@ def test_metrics_whose_names_mlflow_cannot_store_stay_apart(store, caplog):
 
 
 def test_long_and_odd_parameters_fit():
-    """A value is cut only where MLflow must; names become what it takes."""
+    """Values are cut at MLflow's limit, and invalid characters in names are replaced."""
     flat = flatten({"a": {}, "b": [], "c$d": 1, "e": {"..": "x" * 7000}, "f": (1, {"g": None})})
     assert flat == {"a": "{}", "b": "[]", "c_d": "1", "e/_": "x" * 6000, "f/0": "1", "f/1/g": "None"}
 
 
 def test_mlflow_sends_no_telemetry(tmp_path):
-    """MLflow begins it when it is imported, and writes a file of its own about this installation."""
+    """Opening a store does not start the telemetry that MLflow starts at import, with a file about the installation."""
     program = "from deeplightning.tracking import mlflow_store, store; mlflow_store.open_client(store.locate())"
-    told = ("PYTEST", "CI", "MLFLOW", "DO_NOT_TRACK", "GITHUB")  # by which MLflow knows that it is tested
-    env = {name: value for name, value in os.environ.items() if not name.startswith(told)} | {"HOME": str(tmp_path)}
+    disabling = ("PYTEST", "CI", "MLFLOW", "DO_NOT_TRACK", "GITHUB")  # these variables turn telemetry off
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(disabling)}
+    env = kept | {"HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / ".config").exists()
 
 
 def test_the_load_of_the_machine_is_tracked(store, monkeypatch):
-    """CPU and memory, at the second of the run; the thread ends with the stage."""
+    """CPU and memory usage are logged by second of the run; the thread ends with the stage."""
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     logger = MLflowLogger(tracking_uri=store)
     logger.log_metrics({"x": 1}, 0)
     metrics, deadline = RunFolder(logger.artifact_folder).metrics, time.monotonic() + 60
     while metrics.read_text().count("cpu_utilization") < 3 and time.monotonic() < deadline:
-        sum(range(10_000))  # the CPU has something to do
+        sum(range(10_000))  # keeps the CPU busy
     logger.finalize("success")
     load = [value for _, value in history(logger, "system/cpu_utilization_percentage")]
     assert len(load) >= 3
@@ -717,12 +710,12 @@ def test_the_load_of_the_machine_is_tracked(store, monkeypatch):
 
 
 def test_a_run_is_found_in_any_spelling(store, logger):
-    """Each spelling is the same absolute folder, also of a moved store; a name of two runs is a note with their ids."""
+    """A run is found by folder, URI, id or name, also in a moved store; an ambiguous name is refused with the ids."""
     folder, run_id = logger.artifact_folder, logger.run_id
     logger.finalize("success")
     logger.experiment.create_registered_model("digits")
     logger.experiment.create_model_version("digits", str(folder), run_id)
-    name = logger.experiment.get_run(run_id).info.run_name
+    name = run_of(logger).info.run_name
     spellings = [str(folder), folder, folder.as_uri(), run_id, name, f"runs:/{run_id}", "models:/digits/1"]
     assert {resolve_run(run, store) for run in spellings} == {folder}
     logger.experiment.create_run("0", run_name=name)
@@ -752,7 +745,7 @@ def test_a_run_is_found_in_any_spelling(store, logger):
     ],
 )
 def test_a_run_that_is_not_there_is_named(run, words, store, logger):
-    """What was looked for, and where; exit code 4. Without a store there is no run, and still no store."""
+    """A missing run ends with exit code 4; the error has the run and the store. A missing store is not created."""
     assert logger.run_id
     with pytest.raises(CheckpointError, match=words) as caught:
         resolve_run(run, store)
@@ -762,8 +755,8 @@ def test_a_run_that_is_not_there_is_named(run, words, store, logger):
     assert not (store / "none").exists()
 
 
-def test_a_run_id_that_a_server_says_names_no_other_folder(monkeypatch, tmp_path):
-    """A registered model's run id becomes a name in the user's cache, where what lay there before is removed."""
+def test_a_run_id_from_a_server_cannot_name_another_folder(monkeypatch, tmp_path):
+    """A registered model's run id is validated: it names a folder in the user's cache, which is replaced."""
 
     class Hostile:
         get_model_version = staticmethod(lambda *_: SimpleNamespace(run_id="..", source=""))
@@ -789,15 +782,15 @@ def test_a_run_id_that_a_server_says_names_no_other_folder(monkeypatch, tmp_path
     ],
 )
 def test_a_run_whose_files_are_elsewhere_is_named(monkeypatch, store, logger, tmp_path, address, module, words):
-    """With their address, without a password in it, and what MLflow says, such as a missing package; exit code 3."""
+    """If a run's files cannot be downloaded, the error (exit code 3) has their address without its password, and
+    MLflow's reason, such as a missing package."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if module:
         monkeypatch.setitem(sys.modules, module, None)
     assert logger.run_id
     logger.finalize("success")
-    with sqlite3.connect(store / "mlflow.db") as database:
+    with closing(sqlite3.connect(store / "mlflow.db")) as database, database:
         database.execute("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", (address, logger.run_id))
-    database.close()
     for run in (logger.run_id, f"runs:/{logger.run_id}"):
         with pytest.raises(SetupError) as caught:
             resolve_run(run, store)
@@ -810,18 +803,18 @@ def test_a_run_whose_files_are_elsewhere_is_named(monkeypatch, store, logger, tm
 
 
 def test_a_server_that_does_not_answer_is_named():
-    """Exit code 3 within seconds, naming the address."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
-        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    """A server that does not answer is reported with its address within seconds."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # but does not listen
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(SetupError, match=f"The tracking server {address} cannot be used"):
             MLflowLogger(tracking_uri=address).log_metrics({"x": 1}, 0)
         assert time.monotonic() - start < 15
 
 
-def test_metrics_of_a_test_stand_at_step_0_and_an_epoch_is_none(store, logger):
-    """MLflow draws bars of metrics at step 0; a second test's value is the latest, in a continued run, too."""
+def test_test_metrics_are_at_step_0_and_the_epoch_is_no_metric(store, logger):
+    """Test metrics are at step 0, which MLflow draws as bars, also in a continued run; `epoch` is not tracked."""
     logger.log_metrics({"train_loss": 1.0, "epoch": 3}, 40)
     logger.log_metrics({"test_acc": 0.5, "epoch": 4}, 50)
     logger.log_metrics({"epoch": 4}, 50)
@@ -830,14 +823,12 @@ def test_metrics_of_a_test_stand_at_step_0_and_an_epoch_is_none(store, logger):
     again.resume_run(logger.run_id, [])
     again.log_metrics({"test_acc": 0.25}, 60)
     again.finalize("success")
-    client = MlflowClient(attach(locate(store)))
-    assert client.get_run(logger.run_id).data.metrics == {"train_loss": 1.0, "test_acc": 0.25}
-    points = client.get_metric_history(logger.run_id, "test_acc")
-    assert [(point.step, point.value) for point in points] == [(0, 0.5), (0, 0.25)]
+    assert run_of(again).data.metrics == {"train_loss": 1.0, "test_acc": 0.25}
+    assert history(again, "test_acc") == [(0, 0.5), (0, 0.25)]
 
 
 def test_a_description_is_renewed_until_somebody_writes_another(store, logger):
-    """In MLflow's page, or by `logger.params.tags`."""
+    """A run updates its description, unless the user has set one in MLflow's page or by `logger.params.tags`."""
     note = "mlflow.note.content"
     for text in ("first", "second"):
         logger.describe(text)
@@ -845,25 +836,24 @@ def test_a_description_is_renewed_until_somebody_writes_another(store, logger):
     again = MLflowLogger(tracking_uri=store, run_id=logger.run_id)
     again.describe("third")
     again.finalize("success")
-    assert in_store(store, logger.run_id).data.tags[note] == "third"
-    MlflowClient(attach(locate(store))).set_tag(logger.run_id, note, "a person's")
+    assert client_of(store).get_run(logger.run_id).data.tags[note] == "third"
+    client_of(store).set_tag(logger.run_id, note, "a person's")
     later = MLflowLogger(tracking_uri=store, run_id=logger.run_id)
     own = MLflowLogger(tracking_uri=store, tags={note: "x"})
-    for each in (later, own):
+    for each, expected in ((later, "a person's"), (own, "x")):
         each.describe("ours")
         each.log_metrics({"x": 1}, 0)
         each.finalize("success")
-    assert in_store(store, logger.run_id).data.tags[note] == "a person's"
-    assert in_store(store, own.run_id).data.tags[note] == "x"
+        assert client_of(store).get_run(each.run_id).data.tags[note] == expected
 
 
-def test_data_that_are_known_after_the_end_leave_the_run_ended(store, logger):
-    """Their digest may come late."""
+def test_a_data_set_that_is_logged_after_the_end_leaves_the_run_ended(store, logger):
+    """A data set whose digest is known only after the end is logged, and the run stays FINISHED."""
     logger.log_metrics({"x": 1}, 0)
     logger.finalize("success")
     logger.log_dataset(Dataset("Digits", "0a1b", "code", "{}", "{}"))
     logger.flush_ended()
-    run = in_store(store, logger.run_id)
+    run = client_of(store).get_run(logger.run_id)
     (used,) = run.inputs.dataset_inputs
     assert (run.info.status, used.dataset.name, used.dataset.digest) == ("FINISHED", "Digits", "0a1b")
     assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "training")]
@@ -883,7 +873,7 @@ def start_monitor(store, port):
 
 
 def interrupt(process):
-    """As Ctrl-C does: to the whole group; then nothing of it is left."""
+    """Send SIGINT to the process group, as Ctrl-C does; assert that all its processes end; return the output."""
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=30)[0].decode()
     with pytest.raises(ProcessLookupError):
@@ -900,17 +890,16 @@ def answer(port, path, body=None):
 
 @pytest.mark.slow
 def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, caplog):
-    """The page answers, metrics and artifacts are listed; when the server dies under a run, nothing is lost."""
+    """The monitor serves MLflow's page, metrics and artifacts; a run loses no point while its server is down."""
     logger.log_metrics({"val_acc": 0.75}, 0)
     logger.log_picture("picture", np.full((4, 5, 3), RED, np.uint8))
     logger.finalize("success")
     port = free_port()
     server = start_monitor(store, port)
     try:
-        page = answer(port, "/").decode()
-        assert page.lower().startswith("<!doctype html>")
-        asked = {"experiment_ids": ["0"], "max_results": 100}
-        runs = json.loads(answer(port, "/api/2.0/mlflow/runs/search", asked))["runs"]
+        assert answer(port, "/").decode().lower().startswith("<!doctype html>")
+        query = {"experiment_ids": ["0"], "max_results": 100}
+        runs = json.loads(answer(port, "/api/2.0/mlflow/runs/search", query))["runs"]
         shown = next(run for run in runs if run["info"]["run_id"] == logger.run_id)
         assert [(point["key"], point["value"]) for point in shown["data"]["metrics"]] == [("val_acc", 0.75)]
         listed = json.loads(answer(port, f"/api/2.0/mlflow/artifacts/list?run_id={logger.run_id}"))["files"]
@@ -934,28 +923,25 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
     for step in range(1, 100):
         remote.log_metrics({"x": step}, step)
     assert time.monotonic() - start < 1.0
-    deadline = time.monotonic() + 60
-    while "does not accept what is logged" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: "does not accept what is logged" in caplog.text, 60)
     server = start_monitor(store, port)
     try:
         remote.finalize("success")
     finally:
         interrupt(server)
-    run = in_store(store, remote.run_id)
+    run = client_of(store).get_run(remote.run_id)
     assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.1"})
-    points = MlflowClient(attach(locate(store))).get_metric_history(remote.run_id, "x")
+    points = client_of(store).get_metric_history(remote.run_id, "x")
     assert sorted(point.value for point in points) == list(range(100))
     assert "accepts what is logged again" in caplog.text
 
 
 def test_a_database_that_stays_locked_costs_seconds_and_no_point(store, logger, monkeypatch, caplog):
-    """Training does not wait; its end waits as long as it may, says what is not written, and writes it later."""
+    """A locked database does not delay training; the end waits up to a limit, and a later end sends the points."""
     assert logger.run_id
     logger.finalize("success")
     monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "0.5")
-    holder = sqlite3.connect(store / "mlflow.db", isolation_level=None)
-    try:
+    with closing(sqlite3.connect(store / "mlflow.db", isolation_level=None)) as holder:
         holder.execute("BEGIN IMMEDIATE")
         start = time.monotonic()
         for step in range(99):
@@ -966,8 +952,6 @@ def test_a_database_that_stays_locked_costs_seconds_and_no_point(store, logger, 
         assert time.monotonic() - start < 2
         assert "could not be sent to" in caplog.text
         holder.execute("ROLLBACK")
-    finally:
-        holder.close()
     monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "30")
     logger.log_metrics({"x": 99}, 99)
     logger.finalize("success")
@@ -976,12 +960,32 @@ def test_a_database_that_stays_locked_costs_seconds_and_no_point(store, logger, 
 
 @pytest.mark.parametrize("text", ["10s", "-1", "nan"])
 @pytest.mark.parametrize("name", ["DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_TRACKING_DRAIN"])
-def test_a_time_limit_that_is_none_is_named_before_training(name, text, tmp_path, monkeypatch):
-    """When the run opens, and not when it ends."""
+def test_an_invalid_time_limit_is_named_before_training(name, text, tmp_path, monkeypatch):
+    """An invalid time limit is reported when the run opens, not when it ends; 0 is valid."""
     monkeypatch.setenv(name, text)
     with pytest.raises(SetupError, match=f"{name}='{text}' is not a number of seconds"):
         assert MLflowLogger(tracking_uri=tmp_path, system_metrics=False).run_id
-    monkeypatch.setenv(name, "0")  # do not wait
+    monkeypatch.setenv(name, "0")  # does not wait
     logger = MLflowLogger(tracking_uri=tmp_path, system_metrics=False)
     assert logger.run_id
     logger.finalize("success")
+
+
+def test_a_run_of_a_moved_store_continues_in_its_folder(store):
+    """A run that is joined, and a new one, write to the moved store; the former path is not created again."""
+    first = finished(store)
+    moved = store.rename(store.with_name("moved on"))
+    try:
+        again = finished(moved, run_id=first.run_id)
+        assert again.artifact_folder == moved / "0" / first.run_id / "artifacts"
+        assert finished(moved).artifact_folder.is_relative_to(moved)
+        assert not store.exists()
+    finally:
+        moved.rename(store)
+
+
+@pytest.mark.parametrize("name", ["wide net", "v2.1", "über", "batch_size=32 seed=0"])
+def test_any_name_of_a_run_is_a_run(store, name):
+    """Names may have blanks, dots and letters of any language."""
+    made = finished(store, run_name=name)
+    assert resolve_run(name, store) == made.artifact_folder

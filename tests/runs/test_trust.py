@@ -1,4 +1,4 @@
-"""A run folder from somebody else is data: whatever its config names, only networks of known classes are built."""
+"""A run folder of somebody else is data: whatever its config names, only known classes are built from it."""
 
 import importlib
 import json
@@ -36,19 +36,12 @@ VERBS = ["serve", "test", "predict", "export"]
 IMPORTED = {
     *(f"deeplightning_{plugin}" for plugin in PLUGINS),
     *("deeplightning", "serve", "click", "yaml", "numpy", "PIL"),
-    *("omegaconf", "attr"),  # what reads `${…}`, and what that imports
-    *(
-        "onnx",
-        "onnx_ir",
-        "onnxruntime",
-        "ml_dtypes",
-        "safetensors",
-        "google",
-    ),  # for `export`, before it reads the config
+    *("omegaconf", "attr"),  # OmegaConf reads `${…}`
+    *("onnx", "onnx_ir", "onnxruntime", "ml_dtypes", "safetensors", "google"),  # `export`, before it reads the config
     *sys.stdlib_module_names,
 }
-"""What a verb may import before it refuses a config. torch and Lightning are there already: none of their further
-modules is imported."""
+"""What a verb may import before it refuses a config. torch and Lightning are imported before: no further module of
+theirs may be imported."""
 
 
 def target(type_name, **params):
@@ -61,81 +54,60 @@ APPLY = target(
     fn={"ref": "torch.utils.collect_env.run"},
 )
 TOUCH = target("torch.os.system", command="touch PWNED")
+PARTIAL = target("functools.partial", func={"ref": "os.system"})
 FAKE = target("torchvision.datasets.FakeData", root=".", download=True)
-RESNET, REEXPORT = "torchvision.models.resnet18", "deeplightning.model.transformer.nn.modules.module.torch.os.system"
+DOWNLOADED = target("deeplightning.data.of_datasets.OfDatasets", test=FAKE)
+RESNET, BACKBONE = "torchvision.models.resnet18", "torchvision.models.detection.fasterrcnn_resnet50_fpn"
+BY_NAME = target("torchvision.models.get_model", name="resnet18", weights="DEFAULT")
+REEXPORT = target("deeplightning.model.transformer.nn.modules.module.torch.os.system", command="true")
+BUILD = target("deeplightning.config.target.build", target=TOUCH)
 NETWORK, CLASSES, LAYERS = "model.network", "model.network.params.num_classes", "model.network.params.layers"
 EXEC = target("builtins.exec", source="open('PWNED', 'w')")
 HUB = target("torch.hub.load", repo_or_dir=".", model="pwned", source="local")
 COMPILER = target("torch.utils.cpp_extension.load", name="pwned", sources=["pwned.cpp"])
 HOSTILE = {
     "the method of a class": (CLASSES, APPLY, ".type", "torch.nn.Module.apply, which is torch.nn.modules."),
-    "functools.partial": (
-        CLASSES,
-        target("functools.partial", func={"ref": "os.system"}),
-        ".type",
-        "functools.partial",
-    ),
+    "functools.partial": (CLASSES, PARTIAL, ".type", "functools.partial"),
     "torch.hub.load": (NETWORK, HUB, ".type", "torch.hub.load"),
     "torch.load": (CLASSES, target("torch.load", f="evil.pt", weights_only=False), ".type", "torch.load"),
-    "a dataset that is downloaded": (
-        "data.module",
-        target("deeplightning.data.of_datasets.OfDatasets", test=FAKE),
-        *(".params.test.type", "torchvision.datasets.FakeData"),
-    ),
+    "a dataset that is downloaded": ("data.module", DOWNLOADED, ".params.test.type", "torchvision.datasets.FakeData"),
     "builtins": (CLASSES, EXEC, ".type", "builtins.exec"),
     "os through a re-export": (CLASSES, TOUCH, ".type", "torch.os.system would be imported"),
-    "os through a module that may be named": (
-        CLASSES,
-        target(REEXPORT, command="true"),
-        *(".type", "torch.os.system, which is posix.system, would be imported"),
+    "os through an allowed module": (
+        *(CLASSES, REEXPORT, ".type"),
+        "torch.os.system, which is posix.system, would be imported",
     ),
     "a compiler": (CLASSES, COMPILER, ".type", "torch.utils.cpp_extension.load"),
     "a reference in a list": (LAYERS, [1, {"ref": "torch.os.system"}], ".1.ref", "no `ref` is allowed"),
     "a target in the optimizer's params": ("model.optimizer.params.lr", TOUCH, ".type", "torch.os.system"),
-    "a data module of somebody's": (
-        "data.module",
-        {"type": "pwned.Data"},
-        *(".type", "defined in deeplightning.data is allowed"),
-    ),
-    "a function of ours": (
-        NETWORK,
-        target("deeplightning.config.target.build", target=TOUCH),
-        *(".type", "deeplightning.config.target.build"),
-    ),
+    "an own data module": ("data.module", {"type": "pwned.Data"}, ".type", "defined in deeplightning.data is allowed"),
+    "a function of ours": (NETWORK, BUILD, ".type", "deeplightning.config.target.build"),
     "a program of ours": (NETWORK, {"type": "deeplightning.__main__.main"}, ".type", "deeplightning.__main__.main"),
-    "a network that a function makes": (
+    "a function that returns a network": (
         NETWORK,
         target(RESNET, num_classes=10),
         *(".type", f"{RESNET}, which is torchvision.models.resnet.resnet18, would be imported"),
     ),
     "a function that downloads weights": (NETWORK, target(RESNET, weights="DEFAULT"), ".type", f"{RESNET}, which is"),
-    "a network whose backbone's weights are downloaded": (
-        NETWORK,
-        {"type": "torchvision.models.detection.fasterrcnn_resnet50_fpn"},
-        *(".type", "torchvision.models.detection.fasterrcnn_resnet50_fpn"),
-    ),
-    "a function of torchvision's that builds what is named": (
-        NETWORK,
-        target("torchvision.models.get_model", name="resnet18", weights="DEFAULT"),
-        *(".type", "torchvision.models.get_model"),
-    ),
+    "a network that downloads the weights of its backbone": (NETWORK, {"type": BACKBONE}, ".type", BACKBONE),
+    "a function of torchvision that builds by name": (NETWORK, BY_NAME, ".type", "torchvision.models.get_model"),
     "a mapping with more than a target": (CLASSES, {**TOUCH, "z": 1}, ".type", "torch.os.system"),
     "an own network": (NETWORK, {"type": "pwned.Net"}, ".type", "pwned.Net would be imported"),
     "an own optimizer": ("model.optimizer.type", "pwned.SGD", "", "pwned.SGD would be imported"),
     "an own logger": ("logger.type", "pwned.Logger", "", "--allow pwned"),
     "an own callback": ("train.callbacks", [{"type": "pwned.Callback"}], ".0.type", "pwned.Callback would be imported"),
 }
-"""By what it is: the key that is changed, its value, the rest of the key that is named, and words of the note."""
+"""By title: the key that is changed, its value, the rest of the key in the error, and words of the error."""
 
 
 @pytest.fixture(scope="module")
 def run(train):
-    """A run of one's own."""
+    """A run of this user."""
     return RunFolder(train("train.export=true").folder)
 
 
 def foreign(run, folder, **changes):
-    """A copy of a run without its bundle, whose config says something else: by key, with `__` for its dots."""
+    """Copy a run without its bundle, and change values of its config, given by key with `__` for dots."""
     copy = RunFolder(shutil.copytree(run.path, folder, ignore=shutil.ignore_patterns("bundle")))
     settings = plain(read(copy.config).root)
     for key, value in ({"seed": 8} | changes).items():
@@ -149,8 +121,7 @@ def foreign(run, folder, **changes):
 
 
 def watched(command, cwd, *lines, **variables):
-    """Run verbs one after the other in one process under an audit hook; yield of each its words, how it ended, and what
-    it did, by kind."""
+    """Run verbs in one process under an audit hook; return command line, outcome and events by kind of each."""
     file = cwd.parent / "watched.json"
     words = json.dumps([[str(word) for word in line] for line in lines])
     outcome = command("", cwd=cwd, main="watched:each", WATCHED=str(file), WORDS=words, **variables)
@@ -161,14 +132,12 @@ def watched(command, cwd, *lines, **variables):
 
 
 def _by_kind(events):
-    seen = {"writes": [], "reads": [], "starts": [], "connects": [], "imports": [], "variables": []}
-    for kind, what in events:
-        seen[kind].append(what)
-    return seen
+    kinds = ("writes", "reads", "starts", "connects", "imports", "variables")
+    return {kind: [what for of, what in events if of == kind] for kind in kinds}
 
 
 def assert_refused(line, one, seen):
-    """A verb has ended with exit code 4: no file written, no process, no connection, no other module."""
+    """Assert exit code 4 without a written file, a started process, a connection or an import of another module."""
     assert (one["code"], one["out"]) == (4, ""), (line, one["err"])
     written = [path for path in seen["writes"] if path != os.devnull]
     assert written == seen["starts"] == seen["connects"] == [], line
@@ -177,7 +146,7 @@ def assert_refused(line, one, seen):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
-    """Exit 4 with key and rule, and an audit hook sees nothing, see `assert_refused`."""
+    """Every verb refuses the config with exit code 4, key and rule, and an audit hook records nothing else."""
     key, value, rest, words = HOSTILE[name]
     work = tmp_path / "work"
     work.mkdir()
@@ -200,7 +169,7 @@ LOSS = "type: torch.nn.CrossEntropyLoss"
 BEYOND_PLAIN = {
     "a choice": lambda text: text.replace(LOSS, "type: ${oc.select:tune.safe,sympy.sympify}"),
     "a choice inside a choice": lambda text: text.replace(LOSS, "type: ${oc.select:${oc.select:a,b},pwned.Loss}"),
-    "part of a name": lambda text: text.replace(LOSS, "type: torch.nn.${stages.0}"),
+    "a part of a name": lambda text: text.replace(LOSS, "type: torch.nn.${stages.0}"),
     "a value of its own section": lambda text: text.replace(LOSS, "type: ${.params.name}"),
     "a mapping made of text": lambda text: text.replace(LOSS, "type: '${oc.create:{type: pwned.Loss}}'"),
     "the keys of a mapping": lambda text: text.replace("loader: {}", "loader: ${oc.dict.keys:tune}"),
@@ -225,13 +194,13 @@ BEYOND_PLAIN = {
     "a tag that says what it is": lambda text: text.replace("seed: 7", "seed: !!int '7'"),
     "a tag of its own": lambda text: "%TAG !e! tag:pwned,2026:\n---\n" + text + "more: !e!x 1\n",
 }
-"""What a foreign config holds that is no plain value: the text of the config, changed."""
+"""Values of a foreign config that are not plain: how each changes the text of the config."""
 BY_ALL = ("a choice", "a variable", "a base at an address", "an object of Python")
-"""Those that each verb meets; the others meet one of each way to read a config."""
+"""Tested with every verb; the others are tested with one verb of each way to read a config."""
 
 
 def verbs_of(folder, own):
-    """The command line of each verb that takes a run, of plug-ins those that are installed."""
+    """Return the command line of each verb that takes a run, except those of plug-ins that are not installed."""
     lines = [
         *(["predict", folder, str(DIGIT)], ["serve", folder], ["diff", own, folder], ["test", folder, "seed=4"]),
         *(["predict", folder], ["export", folder], ["compare", own, folder], ["reproduce", folder]),
@@ -242,7 +211,7 @@ def verbs_of(folder, own):
 
 @pytest.mark.parametrize("name", BEYOND_PLAIN)
 def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
-    """Every verb and `load_run` name file and line, and import, start, fetch, write and read nothing."""
+    """Every verb and `load_run` refuse values that are not plain with file and line, and execute and read nothing."""
     work = tmp_path / "work"
     work.mkdir()
     (work / "pwned.py").write_text("open('PWNED', 'w')\n")
@@ -254,14 +223,14 @@ def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
         (copy / "cfg.yaml").write_text(text)
     verbs = 10 if name in BY_ALL else 4
     lines = [line for copy in copies for line in verbs_of(str(copy), str(run.path))[:verbs]]
-    archives = [path for path in sys.path if path.endswith(".zip")]  # of the interpreter: entry points are looked up
+    archives = [path for path in sys.path if path.endswith(".zip")]  # of the interpreter, searched for entry points
     allowed = (*copies, run.path, *INSTALLED, *archives, ROOT, "/usr", "/etc/ld", "/proc", "/sys", "/dev")
     for line, one, seen in watched(command, work, *lines, MY_VALUE=SECRET, HOME=str(work)):
         assert_refused(line, one, seen)
         assert SECRET not in one["err"], line
         assert "not made here by you, and its config has " in one["err"], (line, one["err"])
         assert "cfg.yaml:" in one["err"], line
-        if line[0] != "serve":  # it copies the whole environment, for the server
+        if line[0] != "serve":  # which copies the complete environment for the server
             assert "MY_VALUE" not in seen["variables"], line
         assert [path for path in seen["reads"] if not path.startswith(tuple(map(str, allowed)))] == [], line
     assert sorted(path.name for path in work.iterdir()) == ["pwned.py"]
@@ -270,7 +239,7 @@ def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
 
 
 def test_the_tree_that_is_admitted_is_the_tree_that_is_built(run, tmp_path, monkeypatch):
-    """Overrides, variables and a retry come before names are compared; a file that changes later changes nothing."""
+    """Overrides and variables are resolved before names are checked; later changes of the file have no effect."""
     named = "model.loss.type: to use this run, sympy.sympify"
     copy = foreign(run, tmp_path / "copy", model__loss={"type": "torch.nn.CrossEntropyLoss"}, more=1)
     with pytest.raises(CheckpointError, match=named):
@@ -294,7 +263,7 @@ def test_the_tree_that_is_admitted_is_the_tree_that_is_built(run, tmp_path, monk
 
 
 def test_a_link_out_of_a_foreign_run_is_not_followed(run, tmp_path, command):
-    """Neither config, results nor a bundle's file are a file of this machine: exit code 4 names the link."""
+    """A link from the results or the bundle of a foreign run to a file of this machine ends a verb with exit code 4."""
     secret = tmp_path / "secret.json"
     secret.write_text('{"test_loss": 77.77}')
     for name in ("test_results.json", "bundle/notes.json"):
@@ -311,8 +280,8 @@ def test_a_link_out_of_a_foreign_run_is_not_followed(run, tmp_path, command):
     assert command("export", copy.path, cwd=tmp_path).code == 0
 
 
-def test_the_server_of_torch_asks_too(run, tmp_path, monkeypatch):
-    """Started by hand it holds the same gate."""
+def test_the_server_of_torch_applies_the_same_rules(run, tmp_path, monkeypatch):
+    """The torch server refuses a hostile run even if it is started directly."""
     monkeypatch.chdir(tmp_path)
     copy = foreign(run, tmp_path / "copy", **{CLASSES: APPLY})
     with pytest.raises(CheckpointError, match=f"{CLASSES}.type: to serve this run"):
@@ -338,7 +307,7 @@ def test_a_checkpoint_that_training_resumes_from_names_nothing_to_be_built(part,
 
 
 def test_the_tracker_that_a_hostile_config_names_is_not_asked(run, tmp_path, command):
-    """`diff` reads a foreign run where it lies: no connection, no file of a store elsewhere is opened."""
+    """`diff` reads a foreign run from its folder: it opens no connection to the tracker in its config."""
     folder = tmp_path / "0" / run.path.parent.name / "artifacts"
     folder.parent.mkdir(parents=True)
     copy = foreign(run, folder, **{"logger.params": {"tracking_uri": "http://127.0.0.1:9"}})
@@ -347,12 +316,12 @@ def test_the_tracker_that_a_hostile_config_names_is_not_asked(run, tmp_path, com
     assert seen["connects"] == []
 
 
-# ---- one's own
+# ---- own runs
 
 
 @pytest.mark.slow
 def test_an_own_run_is_never_asked_about(train, place, command, tmp_path):
-    """Own code in network and callback: tested, exported and served without a word, also from a copied folder."""
+    """An own run with own code, also copied, needs no permission; on another machine it needs `--allow`."""
     network = "model.network={type: own.network, params: {width: 8}}"
     folder = train("~model.network", network, "train.export=false").folder
     copy = shutil.copytree(folder, tmp_path / "copied")
@@ -361,13 +330,14 @@ def test_an_own_run_is_never_asked_about(train, place, command, tmp_path):
             outcome = command(verb, path, cwd=place, code=0)
             assert "not made here" not in outcome.err
     assert RunFolder(copy).bundle_card.is_file()
-    moved = command("export", copy, cwd=place, XDG_STATE_HOME=str(tmp_path / "another machine"), code=4)
+    elsewhere = str(tmp_path / "another machine")
+    moved = command("export", copy, cwd=place, XDG_STATE_HOME=elsewhere, code=4)
     assert "model.network.type: to export this run, own.network would be imported" in moved.err
-    command("export", copy, "--allow=own", cwd=place, XDG_STATE_HOME=str(tmp_path / "another machine"), code=0)
+    command("export", copy, "--allow=own", cwd=place, XDG_STATE_HOME=elsewhere, code=0)
 
 
 def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monkeypatch):
-    """Nor does it know a changed config; one that cannot be written is no fault."""
+    """A register of own runs that others may write is ignored, and it does not match a changed config."""
     register = tmp_path / "state" / "deeplightning" / "own"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(own_runs, "_noted", set())
@@ -386,11 +356,11 @@ def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monk
     assert is_own(run)
 
 
-# ---- somebody else's, without own code
+# ---- foreign runs without own code
 
 
 def test_a_foreign_run_of_known_classes_is_used_without_leave(run, tmp_path, command):
-    """Its bundle is the original's, its results a run of ours; tracker, hook, callbacks, variables are not taken."""
+    """A foreign run of known classes is exported and tested without its tracker, hook, environment and init_from."""
     marks = {
         "engine.setup_hook": "pwned.hook",
         "engine.env": {"PWNED": "1"},
@@ -405,11 +375,11 @@ def test_a_foreign_run_of_known_classes_is_used_without_leave(run, tmp_path, com
     assert tested.folder.is_relative_to(tmp_path / "mlruns")
     command("predict", copy.path, DIGIT, cwd=tmp_path, code=0)
     trained_task(copy)
-    assert str(copy.path) not in sys.path  # no module beside `cfg.yaml` stands in for one of a library
+    assert str(copy.path) not in sys.path  # a module next to `cfg.yaml` cannot shadow a library
 
 
 def test_a_foreign_config_does_not_open_the_machine(run, tmp_path, capsys):
-    """Neither its host nor a variable reaches the server, with a bundle or without."""
+    """The host of a foreign config is ignored, and a variable for the key is refused; overrides of the user count."""
     copy = foreign(run, tmp_path / "copy", serve__host="0.0.0.0")
     shutil.copytree(run.bundle, copy.bundle)
     assert command_of(str(copy.path))[5:] == []
@@ -424,7 +394,7 @@ def test_a_foreign_config_does_not_open_the_machine(run, tmp_path, capsys):
 
 
 def test_what_a_rule_allows_is_what_our_configs_name(run, tmp_path):
-    """Every module of ours, torch's layers and optimizers, torchvision's networks and transforms."""
+    """A foreign config may name our modules, torch's layers and optimizers, and torchvision's transforms."""
     augment = [{"type": "torchvision.transforms.v2.RandomHorizontalFlip", "params": {"p": 0.5}}]
     changes = {
         "model.network": {"type": "torch.nn.Sequential"},
@@ -438,7 +408,7 @@ def test_what_a_rule_allows_is_what_our_configs_name(run, tmp_path):
 
 
 def test_each_of_our_networks_is_a_class(run, tmp_path):
-    """No public function returns one, so a foreign config may name each of our networks without leave."""
+    """No public function returns a network, so a foreign config may name each of our networks without permission."""
     names = [module.name for module in pkgutil.iter_modules(model.__path__, "deeplightning.model.")]
     functions = {
         found.__name__: found
@@ -453,7 +423,7 @@ def test_each_of_our_networks_is_a_class(run, tmp_path):
 
 
 def test_a_foreign_config_neither_writes_elsewhere_nor_fetches_data(run, tmp_path):
-    """Its cache, downloads and addresses of data are not taken; an override of the user's says otherwise."""
+    """Cache folder, download and URL of a foreign config are ignored; overrides of the user count."""
     images = {"type": "deeplightning.data.mnist.MNIST", "params": {"cache": "/somewhere", "download": True}}
     changes = {"data.module": images, "data.root": "http://127.0.0.1:9/data"}
     config = run_config(foreign(run, tmp_path / "copy", **changes))
@@ -463,8 +433,8 @@ def test_a_foreign_config_neither_writes_elsewhere_nor_fetches_data(run, tmp_pat
     assert (data.module.params["download"], data.root) == (True, "/mine")
 
 
-def test_a_link_to_itself_in_a_foreign_run_leads_nowhere(run, tmp_path):
-    """`Path.resolve` raises for it up to Python 3.12."""
+def test_a_link_to_itself_in_a_foreign_run_is_accepted(run, tmp_path):
+    """A link to itself, for which `Path.resolve` raises up to Python 3.12, is accepted; a link out is not."""
     copy = foreign(run, tmp_path / "circle")
     (copy.path / "loop").symlink_to("loop")
     refuse_links(copy)

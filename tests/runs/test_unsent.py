@@ -1,4 +1,4 @@
-"""What a run logs is never lost, neither with its process nor with its server, and it is there once."""
+"""Data that a run has logged survives the loss of its process or server, and is in the store exactly once."""
 
 import json
 import math
@@ -36,13 +36,13 @@ pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def sync(store):
-    """What `runs --sync` sends."""
+    """Send what `runs --sync` sends."""
     return send_leftovers(locate(store), silent=SILENT_SECONDS)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A store without runs: making one takes a second of CPU time."""
+    """The database of a store without runs; creating one takes a second of CPU time."""
     folder = tmp_path_factory.mktemp("store")
     client(folder).search_experiments()
     return folder / "mlflow.db"
@@ -67,28 +67,28 @@ def history(store, run_id, name):
     return sorted((point.step, point.value) for point in client(store).get_metric_history(run_id, name))
 
 
-def killed(store, *said, run_id=lambda: None):
-    """Return the id of a run whose process logged something and was killed at once, before a second was over.
+def killed(store, *points, run_id=lambda: None):
+    """Return the id of a run whose process logged points and was killed within a second.
 
     Args:
-        run_id: the run that it continues. It is called after the fork: a thread that it starts is not in that process,
-            whose copies of the thread's locks would never be released.
+        run_id: returns the run to continue. It is called after the fork: otherwise the child would have copies of a
+            thread's locks, which are never released.
     """
-    (reading, writing), (asked, given) = os.pipe(), os.pipe()
+    (reading, writing), (child_reading, parent_writing) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
-        os.close(given)
-        with os.fdopen(asked) as told:
-            logger = MLflowLogger(tracking_uri=store, system_metrics=False, run_id=told.read() or None)
+        os.close(parent_writing)
+        with os.fdopen(child_reading) as pipe:
+            logger = MLflowLogger(tracking_uri=store, system_metrics=False, run_id=pipe.read() or None)
         os.write(writing, logger.run_id.encode())
-        for metrics, step in said:
+        for metrics, step in points:
             logger.log_metrics(metrics, step)
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)
-    os.close(asked)
-    with os.fdopen(given, "w") as telling:
-        telling.write(run_id() or "")
-    with os.fdopen(reading) as told:
-        found = told.read()
+    os.close(child_reading)
+    with os.fdopen(parent_writing, "w") as pipe:
+        pipe.write(run_id() or "")
+    with os.fdopen(reading) as pipe:
+        found = pipe.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     return found
 
@@ -106,7 +106,7 @@ def claimed(store):
 
 
 def change(store, **changed):
-    """Change what the only claim on a store says of its process."""
+    """Change entries of the only claim on a store."""
     (path,) = claimed(store)
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
@@ -120,12 +120,12 @@ def metrics_of(folder, run_id):
 
 
 KILLED = "; FAILED: the process was killed"
-SAID = [({"x": float(step), "y": math.nan}, step) for step in range(200)]
+POINTS = [({"x": float(step), "y": math.nan}, step) for step in range(200)]
 
 
 def test_a_killed_process_loses_no_point(folder):
-    """What it had said is in the folder once the next run on it has begun; its run is FAILED, and says why."""
-    run_id = killed(folder, *SAID)
+    """The next run on a store sends all points of a killed run, and sets it to FAILED with the reason."""
+    run_id = killed(folder, *POINTS)
     assert [path.name.partition(".")[0] for path in claimed(folder)] == [run_id]
     finished(folder)
     assert history(folder, run_id, "x") == [(step, float(step)) for step in range(200)]
@@ -136,11 +136,11 @@ def test_a_killed_process_loses_no_point(folder):
     assert claimed(folder) == []
 
 
-@pytest.mark.parametrize("is_said", [False, True], ids=["nothing", "a status by another rank"])
-def test_a_run_that_recorded_nothing_is_deleted(is_said, folder):
-    """It has only a name, whatever status another rank has set; a run that was killed after it resumed is FAILED."""
+@pytest.mark.parametrize("has_status", [False, True], ids=["nothing", "a status by another rank"])
+def test_a_run_that_recorded_nothing_is_deleted(has_status, folder):
+    """A run that was killed before it recorded anything is deleted, except after a resume, when it is FAILED."""
     run_id = killed(folder)
-    if is_said:
+    if has_status:
         (_, head), *_ = read_lines(metrics_of(folder, run_id))
         Client(locate(folder)).make_run(run_of(head["run"]))
         client(folder).set_terminated(run_id, "FAILED")
@@ -153,19 +153,18 @@ def test_a_run_that_recorded_nothing_is_deleted(is_said, folder):
 
 
 def test_what_is_sent_twice_is_there_once(folder):
-    """Killed between the taking of the store and the note of it, a second sending changes nothing."""
-    run_id = killed(folder, *SAID)
+    """Points that are sent again, since their process was killed before it recorded the first time, are stored once."""
+    run_id = killed(folder, *POINTS)
     (path,) = claimed(folder)
     content, metrics = path.read_bytes(), metrics_of(folder, run_id)
     assert list(sync(folder)) == [f"{run_id}  400 points sent{KILLED}"]
-    four = "; 4 damaged lines of its metrics.jsonl not sent"
-    for damage, told in ((b"", ""), (b'{"step":1,"time":2,"values":{"x":', ""), (b"\n\xff\n{}\n[]\n7\n", four)):
+    five = "; 5 damaged lines of its metrics.jsonl not sent"  # with the partial line of the second case
+    for damage, notice in ((b"", ""), (b'{"step":1,"time":2,"values":{"x":', ""), (b"\n\xff\n{}\n[]\n7\n", five)):
         path.write_bytes(content)
         path.chmod(0o600)
         metrics.with_name(".metrics.sent").write_text("0")
         metrics.write_bytes(metrics.read_bytes() + damage)
-        told = told.replace("4", "5") if damage[:1] == b"\n" else told  # with the torn one of before
-        assert list(sync(folder)) == [f"{run_id}  400 points sent{told}"]
+        assert list(sync(folder)) == [f"{run_id}  400 points sent{notice}"]
     assert history(folder, run_id, "x") == [(step, float(step)) for step in range(200)]
     assert len(history(folder, run_id, "y")) == 200
     assert list(sync(folder)) == []
@@ -178,11 +177,11 @@ def test_what_is_sent_twice_is_there_once(folder):
         (lambda text: text.replace(b'"run"', b'"rum"'), 1, 0),
         (lambda text: text[:-9], 0, 199),  # the process was killed while it wrote
     ],
-    ids=["words", "the head", "the end of a line"],
+    ids=["keys", "the head", "the end of a line"],
 )
-def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
-    """The other lines are; without the first line nobody knows which run it is."""
-    run_id = killed(folder, *SAID)
+def test_a_damaged_line_is_reported_and_not_sent(folder, damage, lost, points):
+    """A damaged line is reported, and all others are sent; without the first line, which has the run, none is sent."""
+    run_id = killed(folder, *POINTS)
     metrics = metrics_of(folder, run_id)
     metrics.write_bytes(damage(metrics.read_bytes()))
     (line,) = sync(folder)
@@ -208,7 +207,7 @@ def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
     ],
 )
 def test_a_line_of_points_that_a_store_cannot_take_is_damaged(damage, tmp_path):
-    """A value that is no number, a name that is none, no step, and one that no database holds."""
+    """A line with a text as value, an invalid name, no step, or a step beyond the database's range is damaged."""
     line = points_line(1, 5, {"x": 7.0})
     path = tmp_path / "metrics.jsonl"
     text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
@@ -217,9 +216,9 @@ def test_a_line_of_points_that_a_store_cannot_take_is_damaged(damage, tmp_path):
 
 
 @pytest.mark.parametrize("is_of_another", [False, True], ids=["here", "of another machine"])
-def test_a_killed_run_that_goes_on_has_its_points_first(is_of_another, folder):
-    """What it said after its checkpoint, here or on another machine, is there once; it never FAILED."""
-    run_id = killed(folder, *SAID)
+def test_a_killed_run_that_resumes_has_its_points_first(is_of_another, folder):
+    """A resumed run, also of another machine, has the points after its checkpoint exactly once, and is not FAILED."""
+    run_id = killed(folder, *POINTS)
     if is_of_another:
         change(folder, **ELSEWHERE)
     again = MLflowLogger(tracking_uri=folder, system_metrics=False)
@@ -233,9 +232,10 @@ def test_a_killed_run_that_goes_on_has_its_points_first(is_of_another, folder):
 
 
 def test_a_finished_run_leaves_no_claim(folder):
-    """While it runs, its claim names its file and is locked, also for its own process; then nothing is held open."""
+    """The claim of a running run has the path of its file and is locked, also for its own process. After the end claim
+    and file are closed, and the claim is removed."""
 
-    def held():
+    def open_files():
         links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
         return sorted(link.name for link in links if link.is_relative_to(folder))
 
@@ -246,22 +246,22 @@ def test_a_finished_run_leaves_no_claim(folder):
         claim = json.loads(path.read_text())
         metrics = logger.artifact_folder / "metrics.jsonl"
         assert (claim["run"], claim["store"], claim["metrics"]) == (logger.run_id, str(folder), str(metrics))
-        assert held() == sorted([path.name, "metrics.jsonl"])
+        assert open_files() == sorted([path.name, "metrics.jsonl"])
         assert list(sync(folder)) == []
         assert claimed(folder) == [path]
         logger.finalize("success")
-        assert held() == []
+        assert open_files() == []
         assert sent_position(metrics) == metrics.stat().st_size
         assert claimed(folder) == []
 
 
-def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monkeypatch, caplog):
-    """The digest of the data may be known just then: it is written, and the end does not wait for more."""
-    writing, said = threading.Event(), threading.Event()
+def test_logging_by_another_thread_does_not_delay_the_end_of_a_run(folder, monkeypatch, caplog):
+    """A data set that another thread logs during the end is stored, and the end does not wait for more."""
+    writing, logged = threading.Event(), threading.Event()
 
     def slowly(delivery, until):
         writing.set()
-        assert said.wait(60)
+        assert logged.wait(60)
         send(delivery, until)
 
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
@@ -273,7 +273,7 @@ def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monk
     ending.start()
     assert writing.wait(60)
     logger.log_dataset(Dataset("digits", "abc", "local", "{}", "{}"))
-    said.set()
+    logged.set()
     ending.join(60)
     assert time.monotonic() - begun < 10
     assert not claimed(folder)
@@ -283,9 +283,9 @@ def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monk
 
 
 def test_a_deleted_or_unknown_run_is_no_obstacle(folder):
-    """Of a deleted run nothing is sent; the claim on one that is not in the store is kept aside, and said."""
+    """A deleted run gets no points; the claim on a run that is not in the store is renamed and reported."""
     logger = finished(folder)
-    gone = killed(folder, *SAID, run_id=lambda: logger.run_id)
+    gone = killed(folder, *POINTS, run_id=lambda: logger.run_id)
     client(folder).delete_run(gone)
     metrics = folder / "0" / ("0" * 32) / "artifacts" / "metrics.jsonl"
     metrics.parent.mkdir(parents=True)
@@ -294,29 +294,29 @@ def test_a_deleted_or_unknown_run_is_no_obstacle(folder):
         Claim(locate(folder), "0" * 32, metrics)
         os._exit(0)
     os.waitpid(child, 0)
-    told = list(sync(folder))
-    assert told[0] == f"{gone}  0 points sent"
-    assert "refused (the run 00000000000000000000000000000000 is not in the store); kept as " in told[1]
+    lines = list(sync(folder))
+    assert lines[0] == f"{gone}  0 points sent"
+    assert "refused (the run 00000000000000000000000000000000 is not in the store); kept as " in lines[1]
     assert list(sync(folder)) == []
     assert [path.suffix for path in folder_of(locate(folder)).iterdir()] == [".refused"]
 
 
 def test_a_claim_that_is_removed_meanwhile_hides_no_other(folder):
-    """Here a name leads nowhere, as that of a claim whose process ends while the claims are listed."""
-    run_id = killed(folder, *SAID[:5])
+    """A claim that is removed while the claims are listed, here a broken link, does not hide another."""
+    run_id = killed(folder, *POINTS[:5])
     (folder_of(locate(folder)) / "gone.abc.unsent").symlink_to("nowhere")
     assert [line.partition(" ")[0] for line in sync(folder)] == [run_id]
 
 
-def test_a_place_that_cannot_be_written_costs_the_claim_only(folder, monkeypatch, caplog):
-    """Then a line says so, and the run is tracked."""
+def test_a_run_without_a_writable_place_for_claims_is_tracked(folder, monkeypatch, caplog):
+    """If its claim cannot be written, a warning is logged, and the run is tracked."""
     monkeypatch.setattr("deeplightning.tracking.claims.folder_of", lambda store: store.database)
     assert history(folder, finished(folder).run_id, "x") == [(0, 1.0)]
     assert "The run is not claimed" in caplog.text
 
 
-def test_what_the_disk_does_not_take_is_sent_from_memory(folder, monkeypatch, caplog):
-    """A full disk is one warning; the store on another disk has all points, and the status."""
+def test_points_that_a_full_disk_does_not_take_are_sent_from_memory(folder, monkeypatch, caplog):
+    """A full disk causes one warning; a store on another disk gets all points and the status."""
     from deeplightning.tracking.metrics_file import MetricsFile
 
     def full(self, line):
@@ -335,7 +335,7 @@ def test_what_the_disk_does_not_take_is_sent_from_memory(folder, monkeypatch, ca
 
 
 def test_what_is_refused_costs_nothing_else(folder, caplog):
-    """A parameter that another process has set differently is named; points and tags said with it are written."""
+    """A parameter that another process has set differently is reported; points and tags logged with it are stored."""
     first = finished(folder)
     second = MLflowLogger(tracking_uri=folder, system_metrics=False, run_id=first.run_id)
     assert second.run_id == first.run_id
@@ -352,10 +352,9 @@ def test_what_is_refused_costs_nothing_else(folder, caplog):
 
 
 def test_points_of_one_interval_are_sent_together(folder, monkeypatch):
-    """What is logged within a second costs few calls."""
-    written = []
-    real = Client.log_batch
-    monkeypatch.setattr(Client, "log_batch", lambda *args: written.append(args[2]) or real(*args))
+    """The points of a second are sent in one or two calls."""
+    written, log_batch = [], Client.log_batch
+    monkeypatch.setattr(Client, "log_batch", lambda *args: written.append(args[2]) or log_batch(*args))
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_hyperparams({"lr": 1})
     logger.log_tags({"note": "here"})
@@ -366,18 +365,17 @@ def test_points_of_one_interval_are_sent_together(folder, monkeypatch):
     assert sum(len(batch.points) for batch in written) == 50
 
 
-def test_what_was_left_is_sent_by_a_command(folder, command, place):
-    """`deeplightning runs --sync` says what it wrote, or that there was nothing; both end with 0."""
-    run_id, none = killed(folder, *SAID), folder.with_name("none")
+def test_runs_sync_sends_leftovers(folder, command, place):
+    """`deeplightning runs --sync` prints what it sent, or that there was nothing to send, and creates no store."""
+    run_id, none = killed(folder, *POINTS), folder.with_name("none")
     nothing = "nothing to send\n"
     for store, words in ((folder, f"{run_id}  400 points sent{KILLED}\n"), (folder, nothing), (none, nothing)):
-        told = command("runs", "--sync", "--tracking-uri", store, cwd=place)
-        assert (told.code, told.out) == (0, words)
+        assert command("runs", "--sync", "--tracking-uri", store, cwd=place, code=0).out == words
     assert not none.exists()
 
 
 class Server:
-    """An MLflow server on loopback that can die and come back."""
+    """An MLflow server on loopback that can be killed and restarted."""
 
     def __init__(self, folder):
         self.port, self.folder, self.process = free_port(), folder, None
@@ -386,16 +384,12 @@ class Server:
     def start(self):
         store = ["--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
         store += ["--artifacts-destination", str(self.folder / "kept")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", "--port", self.port, "--workers", "1", *store],
-            env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "mlflow", "server", "--port", self.port, "--workers", "1", *store]
+        env, null = environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"), subprocess.DEVNULL
+        self.process = subprocess.Popen(command, env=env, stdout=null, stderr=null, start_new_session=True)
         answer_of(self.process, f"{self.address}/health")
 
-    def die(self):
+    def kill(self):
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(30)
@@ -407,12 +401,12 @@ def server(tmp_path):
     server = Server(tmp_path)
     server.start()
     yield server
-    server.die()
+    server.kill()
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path, monkeypatch):
-    """The run ends with 0 and a notice; `runs --sync` keeps the journal while the server is dead, then fills it."""
+def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path):
+    """A run whose server is down ends with exit code 0 and a notice; `runs --sync` sends its data later."""
     here = tmp_path / "here"
     here.mkdir()
     settings = (f"logger.params.tracking_uri={server.address}", "train.num_epochs=6", "logger.log_every_n_steps=1")
@@ -421,20 +415,16 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
     callback = f"train.callbacks=[{{type: own.Waits, params: {{until: '{here / 'go'}'}}}}]"
     running = command.start("train", tiny, *settings, callback, cwd=here, **state)
     running.says("waits")
-    server.die()
+    server.kill()
     (here / "go").touch()
-    done = running.end(code=0)
-    assert "deeplightning runs --sync" in done.err
-
-    asked = ("runs", "--sync", "--tracking-uri", server.address)
-    refused = command(*asked, cwd=here, **state, code=3)
-    assert "Unsent data is kept" in refused.err
+    assert "deeplightning runs --sync" in running.end(code=0).err
+    sync_command = ("runs", "--sync", "--tracking-uri", server.address)
+    assert "Unsent data is kept" in command(*sync_command, cwd=here, **state, code=3).err
     with pytest.raises(SetupError):
         list(sync(server.address))
     assert len(claimed(server.address)) == 1
     server.start()
-    told = command(*asked, cwd=here, **state, code=0)
-    assert "points sent" in told.out
+    assert "points sent" in command(*sync_command, cwd=here, **state, code=0).out
     run = client(server.address).search_runs(["0"])[0]
     assert run.info.status == "FINISHED"
     steps = [step for step, _ in history(server.address, run.info.run_id, "train_loss")]
@@ -444,48 +434,46 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
 
 
 def test_the_server_has_all_files_of_a_run_and_a_run_is_found_there(command, tiny, server, tmp_path):
-    """The server has every file of the local folder when the run has ended; `predict` finds the run there by its id."""
+    """After the end the server has every file of the run's local folder, and `predict` finds the run by its id."""
     here = tmp_path / "here"
     here.mkdir()
-    asked = ("stages=[train,test]", "train.export=true", f"logger.params.tracking_uri={server.address}")
-    trained = command("train", tiny, *asked, cwd=here, code=0)
+    settings = ("stages=[train,test]", "train.export=true", f"logger.params.tracking_uri={server.address}")
+    trained = command("train", tiny, *settings, cwd=here, code=0)
     assert trained.folder.is_relative_to(here / "runs")
     (kept,) = (tmp_path / "kept" / "0").glob("*/artifacts")
-    there, local = (
+    sent, local = (
         {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         for folder in (kept, trained.folder)
     )
-    assert there == local
-    assert "bundle/model.onnx" in there
-
+    assert sent == local
+    assert "bundle/model.onnx" in sent
     shutil.rmtree(here / "runs")
     digit = Path(__file__).parents[2] / "examples" / "digits" / "3.png"
-    told = command("predict", kept.parent.name, digit, cwd=here, MLFLOW_TRACKING_URI=server.address, code=0)
-    assert told.out.splitlines()[1].startswith(f"{digit},")
+    done = command("predict", kept.parent.name, digit, cwd=here, MLFLOW_TRACKING_URI=server.address, code=0)
+    assert done.out.splitlines()[1].startswith(f"{digit},")
 
 
 # ---- a run whose process was killed
 
 
 def test_runs_settles_a_killed_run_by_itself(folder, command, place):
-    """The list shows it as FAILED, and stderr says what happened; a second list says nothing. While another program
-    holds the store for long, it stays RUNNING."""
-    run_id = killed(folder, *SAID)
+    """`runs` sets a killed run to FAILED and reports it once; while the store is locked, the run stays RUNNING."""
+    run_id = killed(folder, *POINTS)
     with closing(sqlite3.connect(folder / "mlflow.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        told = command("runs", "--tracking-uri", folder, cwd=place, DEEPLIGHTNING_TRACKING_WAIT="0.5")
-    assert (told.code, told.out.split()[:2]) == (0, [run_id, "RUNNING"]), told
-    assert "Unsent data is kept" in told.err
-    told = command("runs", "--tracking-uri", folder, cwd=place, code=0)
-    assert told.out.split()[:2] == [run_id, "FAILED"]
-    assert told.err == f"{run_id}  400 points sent{KILLED}\n"
+        done = command("runs", "--tracking-uri", folder, cwd=place, code=0, DEEPLIGHTNING_TRACKING_WAIT="0.5")
+    assert done.out.split()[:2] == [run_id, "RUNNING"], done
+    assert "Unsent data is kept" in done.err
+    done = command("runs", "--tracking-uri", folder, cwd=place, code=0)
+    assert done.out.split()[:2] == [run_id, "FAILED"]
+    assert done.err == f"{run_id}  400 points sent{KILLED}\n"
     assert command("runs", "--tracking-uri", folder, cwd=place).err == ""
     assert client(folder).get_run(run_id).data.tags["failure"] == "the process was killed"
 
 
 def test_the_monitor_settles_a_killed_run_by_itself(folder, monkeypatch, capsys):
-    """Before it shows the runs."""
-    run_id = killed(folder, *SAID)
+    """The monitor sets a killed run to FAILED and sends its points before it starts."""
+    run_id = killed(folder, *POINTS)
     monkeypatch.setattr("os.execv", lambda *_: 0)
     monitor.monitor(str(folder), "127.0.0.1", int(free_port()))
     assert client(folder).get_run(run_id).info.status == "FAILED"
@@ -493,8 +481,9 @@ def test_the_monitor_settles_a_killed_run_by_itself(folder, monkeypatch, capsys)
 
 
 def test_another_machines_run_is_left_to_it(folder, command, place):
-    """Its free lock proves nothing here: `runs`, the next run and `--sync` leave it alone for a day of silence."""
-    run_id = killed(folder, *SAID)
+    """A run of another machine, whose lock cannot be checked here, is not changed by `runs` or the next run; `--sync`
+    settles it after a day without activity."""
+    run_id = killed(folder, *POINTS)
     change(folder, **ELSEWHERE)
     assert command("runs", "--tracking-uri", folder, cwd=place).out.split()[:2] == [run_id, "RUNNING"]
     finished(folder)
@@ -511,7 +500,7 @@ def test_another_machines_run_is_left_to_it(folder, command, place):
 
 
 def test_a_machine_that_was_started_again_settles_its_runs():
-    """Nothing of it lives on; the name of a machine alone proves nothing."""
+    """A machine is recognized after a reboot by host name and machine id, and in a container by its boot id."""
     mine = _machine()
     assert not is_elsewhere(mine)
     assert is_elsewhere({**mine, "boot": "c" * 36}) is (not mine["machine"])
@@ -522,7 +511,7 @@ def test_a_machine_that_was_started_again_settles_its_runs():
 
 
 def test_a_run_is_in_the_store_only_once_its_claim_outlasts_a_loss_of_power(folder, monkeypatch):
-    """The content is synced before the file has its name, and the name before the run is created."""
+    """The claim's content is synced before the file is renamed, and the rename before the run is created."""
     order = []
 
     def fsync(descriptor, real=os.fsync):
@@ -543,7 +532,7 @@ def test_a_run_is_in_the_store_only_once_its_claim_outlasts_a_loss_of_power(fold
 
 
 def test_the_tags_of_a_run_are_those_that_mlflow_resolves(folder, monkeypatch):
-    """User, source, what MLFLOW_RUN_CONTEXT adds; the name is readable, and no seed makes two alike."""
+    """The tags have user, source and MLFLOW_RUN_CONTEXT; the run's name is random whatever the seed."""
     from mlflow.tracking.context.registry import resolve_tags
 
     monkeypatch.setenv("MLFLOW_RUN_CONTEXT", '{"from": "a queue"}')
@@ -562,7 +551,7 @@ def test_the_tags_of_a_run_are_those_that_mlflow_resolves(folder, monkeypatch):
 
 
 def test_mlflow_is_imported_after_the_first_point(folder):
-    """A run in a store that is there opens, and says its parameters, without MLflow."""
+    """In an existing store a run opens and logs its parameters without importing MLflow."""
     killed(folder)
     program = (
         "import sys; from deeplightning.tracking import MLflowLogger; before = set(sys.modules)\n"
@@ -583,7 +572,7 @@ def rows(folder, statement):
 
 @pytest.mark.slow
 def test_64_runs_started_together_on_no_store_all_record(tmp_path):
-    """64 finished runs with all their points, one Default experiment, nothing left lying about."""
+    """64 concurrent runs on no store finish with all points in one experiment, and leave no temporary files."""
     folder = tmp_path / "mlruns"
     children = []
     for number in range(64):
@@ -609,3 +598,15 @@ def test_64_runs_started_together_on_no_store_all_record(tmp_path):
     assert rows(folder, "PRAGMA integrity_check") == [("ok",)]
     assert claimed(folder) == []
     assert {path.name for path in folder.iterdir()} <= {"mlflow.db", "mlflow.db.lock", "mlflow.db.unsent", "0"}
+
+
+def test_the_monitor_starts_beside_a_random_py(folder, monkeypatch, tmp_path):
+    """A file of the working directory does not shadow a module of MLflow."""
+    killed(folder, *POINTS)
+    started = []
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # restored after the test
+    monkeypatch.setattr("os.execv", lambda _, command: started.extend(command))
+    monitor.monitor(str(folder), "127.0.0.1", int(free_port()))
+    (tmp_path / "random.py").write_text("raise SystemExit(9)")
+    assert subprocess.run([*started[:3], "--version"], cwd=tmp_path).returncode == 0
+    assert "--app-dir=/" in started[-1]

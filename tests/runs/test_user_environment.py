@@ -1,4 +1,4 @@
-"""Code that imports `lightning`, calls MLflow's functions and changes the working directory, as a run finds it."""
+"""User code may import `lightning`, call MLflow's functions and change the working directory."""
 
 import os
 import re
@@ -116,8 +116,8 @@ def client(project, done):
     return MlflowClient(f"sqlite:///{project / 'here' / 'store' / 'mlflow.db'}")
 
 
-def test_a_run_lies_where_the_command_started(done, project):
-    """Whatever folder the user's constructor changes to; and each line is on the terminal once, despite `autolog`."""
+def test_a_run_folder_is_where_the_command_started(done, project):
+    """The run's folder does not depend on a directory change by user code; `autolog` does not repeat printed lines."""
     assert done.folder.is_relative_to(project / "here" / "store")
     assert {path.name for path in project.iterdir()} - {"__pycache__"} == {"mine.py", "config.yaml", "here"}
     assert "INFO:deeplightning" not in done.out + done.err
@@ -126,21 +126,19 @@ def test_a_run_lies_where_the_command_started(done, project):
 
 
 def test_calls_of_mlflow_reach_the_run(done, client):
-    """Parameter, metric, artifact and autolog; nested runs are its children, and all have ended."""
+    """MLflow calls of the user and autolog write to the run; nested runs are its children, and all are FINISHED."""
     run = client.get_run(done.folder.parent.name)
     assert {"author": "somebody", "optimizer_name": "SGD"}.items() <= run.data.params.items()
     assert [point.value for point in client.get_metric_history(run.info.run_id, "own_metric")] == [7.0, 7.0]
     assert (done.folder / "note.txt").read_text() == "a note"
     assert run.info.status == "FINISHED"
-    others = [each for each in client.search_runs([run.info.experiment_id]) if each.info.run_id != run.info.run_id]
-    assert {each.data.tags["mlflow.parentRunId"] for each in others} == {run.info.run_id}
-    assert {each.info.run_name: each.info.status for each in others} == dict.fromkeys(
-        ["child 0", "child 1"], "FINISHED"
-    )
+    children = [each for each in client.search_runs([run.info.experiment_id]) if each.info.run_id != run.info.run_id]
+    assert {each.data.tags["mlflow.parentRunId"] for each in children} == {run.info.run_id}
+    assert {each.info.run_name: each.info.status for each in children} == {"child 0": "FINISHED", "child 1": "FINISHED"}
 
 
 def test_a_run_is_resumed_under_the_new_name_of_its_experiment_unless_it_was_deleted(done, run, client):
-    """By `auto`; the children of the resumed run are children too, and its name stays."""
+    """`auto` resumes the run of a renamed experiment, with its name and further children, but no deleted run."""
     before = client.get_run(done.folder.parent.name).info
     client.rename_experiment(before.experiment_id, "second")
     more = ["train.num_epochs=3", "train.resume_ckpt=auto", "logger.params.experiment_name=second"]
@@ -155,16 +153,17 @@ def test_a_run_is_resumed_under_the_new_name_of_its_experiment_unless_it_was_del
 
 @pytest.mark.slow
 def test_an_exception_in_a_worker_of_a_loader_is_the_users(run, client):
-    """File, line and exception come last; exit code 5; the spawned worker imports `lightning` as the run does."""
+    """An exception in a spawned worker, which imports `lightning` as the run does, ends the run with exit code 5; the
+    last line has file, line and exception."""
     failed = run("data.module.params.fails=true", code=5, start=real)
     line = 1 + CODE.splitlines().index('            raise ValueError("sample 17 is broken")')
     assert failed.err.splitlines()[-1] == f"error: mine.py:{line}: ValueError: sample 17 is broken"
     assert client.get_run(failed.folder.parent.name).info.status == "FAILED"
 
 
-def test_an_exception_counts_for_whoever_called_the_library(tmp_path, monkeypatch):
-    """5 where the user's code called it, 1 where ours did, its own where it has one; 5 for what Lightning refuses, and
-    in a library that only the user's config names, such as one with an optimizer."""
+def test_an_exception_is_attributed_to_the_caller_of_the_library(tmp_path, monkeypatch):
+    """The exit code is 5 if user code called the library and 1 if our code did, unless the exception has its own. It is
+    5 for arguments that Lightning refuses, and for libraries that only the user's config names."""
 
     def raised(function):
         with pytest.raises(Exception) as caught:  # noqa: PT011
@@ -189,7 +188,7 @@ def test_an_exception_counts_for_whoever_called_the_library(tmp_path, monkeypatc
 
 
 def test_mlflow_that_is_imported_later_finds_the_run(tmp_path, monkeypatch):
-    """A function of the user's imports it; the variables are the user's again afterwards."""
+    """Calls find the run even if user code imports MLflow later; the environment is restored at the end."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     client = MlflowClient(uri)
     run = client.create_run(client.create_experiment("own")).info
@@ -211,7 +210,8 @@ def test_mlflow_that_is_imported_later_finds_the_run(tmp_path, monkeypatch):
 
 
 def test_another_rank_makes_no_store_while_it_waits_for_the_run(tmp_path, monkeypatch, caplog):
-    """MLflow makes an SQLite store when it is asked for a run, and two processes that do so at once leave none."""
+    """Another rank waits for the run without opening the store: MLflow creates an SQLite store when it looks up a run,
+    and two processes that do so at once break it."""
     monkeypatch.setattr("deeplightning.tracking.user_calls.WAIT_SECONDS", 0.3)
     database = tmp_path / "mlflow.db"
     database.touch()

@@ -1,4 +1,4 @@
-"""Words of other tools are told with ours, in `check` and in the manual."""
+"""`check` and the manual translate the terms of other tools to ours, and errors have what the user needs."""
 
 import errno
 import json
@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Habit(NamedTuple):
-    """A config as a user of another tool would write it: a file, or one override of a right config.
+    """A config as a user of another tool would write it: a file, or one override of a valid config.
 
     Attributes:
-        answers: the keys that are wrong, each with our word; "" where there is none.
+        answers: the wrong keys, each with our term, or "" if we have none.
     """
 
     by_hand: bool
@@ -41,7 +41,7 @@ class Habit(NamedTuple):
 
 
 def habits() -> Iterator[Habit]:
-    """The lines of habits.tsv."""
+    """Yield the lines of habits.tsv."""
     for line in (Path(__file__).parent / "habits.tsv").read_text().splitlines():
         how, tool, answers, text = line.split("\t")
         pairs = dict(pair.split("=", 1) for pair in answers.split("; "))
@@ -50,28 +50,23 @@ def habits() -> Iterator[Habit]:
 
 @pytest.mark.slow
 def test_words_of_other_tools_get_ours(tmp_path, monkeypatch):
-    """Of 300 configs with the habits of other tools, 60 of them whole files, none passes, and two in three get our
-    word as the suggestion of the key that holds the old one: the table has the commonest words."""
+    """Of 300 configs in the style of other tools, of which 60 are complete files, none passes, and two in three get our
+    term as a suggestion: the table has the most common terms."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text(GOOD)
     cases, silent, wrong = list(habits()), [], []
     for habit in cases:
         (tmp_path / "c.yaml").write_text(habit.text if habit.by_hand else GOOD)
         faults = examine("c.yaml", [] if habit.by_hand else [habit.text]).faults
-        told = {str(fault.key or ""): fault.to_dict()["suggestion"] or "" for fault in reversed(faults)}
-        if not all(any(f"{key}.".startswith(f"{at}.") for at in told) for key in habit.answers):
-            silent.append((habit.tool, habit.answers, told))
-        if any(told.get(key) != word for key, word in habit.answers.items()):
-            wrong.append((habit.tool, habit.answers, told))
+        found = {str(fault.key or ""): fault.to_dict()["suggestion"] or "" for fault in reversed(faults)}
+        if not all(any(f"{key}.".startswith(f"{at}.") for at in found) for key in habit.answers):
+            silent.append((habit.tool, habit.answers, found))
+        if any(found.get(key) != word for key, word in habit.answers.items()):
+            wrong.append((habit.tool, habit.answers, found))
     assert silent == []
     assert len(cases) >= 300
     assert sum(habit.by_hand for habit in cases) >= 60
     assert len(wrong) <= 0.35 * len(cases), wrong
-
-
-@pytest.fixture(scope="module")
-def meanings() -> Meanings:
-    return Meanings()
 
 
 TAKEN_BY = {
@@ -84,25 +79,28 @@ TAKEN_BY = {
     "engine.launcher.params": ["deeplightning.launch.Local"],
     "logger.params": ["deeplightning.tracking.MLflowLogger"],
 }  # fmt: skip
-"""Keys whose values are handed on, and what takes them."""
+"""Keys whose values are passed on, and the classes that take them."""
 
 
-def untrue(rows: dict[str, str], meanings: Meanings) -> dict[str, str]:
-    """Return the rows whose new key is neither in the schema nor an argument of what takes it, and those with a class
-    in their comment that is not there."""
+def wrong_rows(rows: dict[str, str], meanings: Meanings) -> dict[str, str]:
+    """Return the rows whose new key is neither in the schema nor an argument of the class that takes it.
+
+    Raises:
+        AssertionError: a class in a comment does not exist.
+    """
     keys = {f"{path}.{f.name}".lstrip(".") for path, cls in allowed.sections(schema.Config) for f in schema.keys(cls)}
     keys |= {f"{key}.{name}" for key in ("data.module", "model.module") for name in ("type", "params")}
     keys |= {f"{section}.params" for section in ("model.network", "model.optimizer", "logger")}
     keys |= {"_base_", "type", "params", "model.network.type", "logger.type"}
     missing = {name for names in PLUGINS.values() for name in names if name.endswith(":") and name[:-1] not in keys}
-    keys.add("engine.launcher.params.cpus_per_worker")  # of the plug-in `ray`, whose tests check it
+    keys.add("engine.launcher.params.cpus_per_worker")  # of the plug-in `ray`, and checked in its tests
     keys |= {f"engine.params.config.{word}" for word in strategy._JSON_KEYS}
     for section, names in TAKEN_BY.items():
         keys |= {f"{section}.{p.name}" for name in names for p in meanings.signature(name).parameters}
     wrong = {}
     for word, new in rows.items():
         key = (other_tools.key_of(new) or "").lstrip(".")
-        is_zero = key.startswith("engine.params.config.zero_optimization.")  # whose words DeepSpeed judges
+        is_zero = key.startswith("engine.params.config.zero_optimization.")  # validated by DeepSpeed
         if key and key not in keys and not is_zero and f"{key.partition('.')[0]}:" not in missing:
             wrong[word] = new
         for name in re.findall(r"\b(?:deeplightning|torch|pytorch_lightning)(?:\.\w+)+", new):
@@ -110,58 +108,57 @@ def untrue(rows: dict[str, str], meanings: Meanings) -> dict[str, str]:
     return wrong
 
 
-def test_each_row_of_the_table_is_true(meanings):
-    """Our side of a row is a key of the schema, or an argument of what takes it; a class in a comment is there."""
-    assert untrue(other_tools.ROWS, meanings) == {}
+def test_each_row_of_the_table_is_true():
+    """Each row has an existing key of ours, and its comment has existing classes."""
+    assert wrong_rows(other_tools.ROWS, Meanings()) == {}
 
 
 @pytest.mark.slow
 def test_check_answers_each_word_of_the_table(tmp_path, monkeypatch):
-    """The old word alone as an override is a fault that has ours."""
+    """Each term of the table is refused as an override, with our term."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(GOOD)
     words = {word.lstrip("/"): new for word, new in other_tools.ROWS.items()}
-    told = {}
+    messages = {}
     plain, dotted = ([word for word in words if ("." in word) == has] for has in (False, True))
-    for some in [*(plain[n : n + 40] for n in range(0, len(plain), 40)), *([word] for word in dotted)]:  # 50 are told
+    # At most 50 errors are reported at once.
+    for some in [*(plain[n : n + 40] for n in range(0, len(plain), 40)), *([word] for word in dotted)]:
         faults = examine("c.yaml", [f"{word}=1" for word in some]).faults
-        told |= {fault.key: fault.message for fault in faults if fault.key in some}
+        messages |= {fault.key: fault.message for fault in faults if fault.key in some}
     for word, new in words.items():
         key = re.escape(str(other_tools.key_of(new)).lstrip("."))
         answer = "No equivalent here" if new.startswith("none") else f"(Here it is called|Did you mean) {key}"
-        assert re.search(answer, told[word]), word
+        assert re.search(answer, messages[word]), word
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("tunee", "tune")])
 def test_a_misspelt_verb_gets_the_nearest_one(monkeypatch, capsys, typed, meant):
-    """Also one of a plug-in, with exit code 2."""
+    """A misspelt verb, also of a plug-in, ends with exit code 2 and a suggestion."""
     monkeypatch.setattr("sys.argv", ["deeplightning", typed, "config.yaml", "--fast"])
     assert run_verb(cli) == 2
     assert f"No such command '{typed}'. Did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_a_tag_is_one_fault(tmp_path, monkeypatch):
-    """Of a value that could not be read it is not also said that it is missing."""
+    """A value with a tag is one error; it is not reported as missing as well."""
     monkeypatch.chdir(tmp_path)
-    text = GOOD.replace("num_epochs: 1", "num_epochs: !!python/name:os.system ").replace(
-        "optimizer: {", "optimizer: !x {"
-    )
-    Path("c.yaml").write_text(text)
-    told = [str(fault) for fault in examine("c.yaml").faults]
-    assert [note.split(": ")[1] for note in told] == ["model.optimizer", "train.num_epochs"]
-    assert all("the tag !" in note for note in told)
+    text = GOOD.replace("num_epochs: 1", "num_epochs: !!python/name:os.system ")
+    Path("c.yaml").write_text(text.replace("optimizer: {", "optimizer: !x {"))
+    errors = [str(fault) for fault in examine("c.yaml").faults]
+    assert [error.split(": ")[1] for error in errors] == ["model.optimizer", "train.num_epochs"]
+    assert all("the tag !" in error for error in errors)
 
 
 def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):
-    """The note lists the checkpoints that are there."""
+    """The error lists the checkpoints in the folder."""
     for name in ("epoch=1.ckpt", "epoch=2.ckpt"):
         (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=r"it holds epoch=1\.ckpt, epoch=2\.ckpt"):
         checkpoint_of(RunFolder(tmp_path))
 
 
-def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
-    """The note has what is free, what the checkpoint needs, and what can be removed."""
+def test_a_full_disk_is_reported_with_its_numbers(tmp_path, monkeypatch):
+    """The error has the free space and the command that removes runs; no partial file is left."""
 
     def full(content, file):
         file.write(b"x" * 1000)
@@ -170,16 +167,14 @@ def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", full)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2_000_000))
     content = {"state_dict": {"weight": torch.zeros(1_000_000)}}
-    with pytest.raises(SetupError) as told:
+    with pytest.raises(SetupError, match="deeplightning runs --clean --delete") as error:
         checkpoint_io.write_file(content, tmp_path / "last.ckpt")
-    words = str(told.value)
-    assert f"No space left on device; {tmp_path} has 2 MB free; remove runs" in words
-    assert "deeplightning runs --clean --delete" in words
+    assert f"No space left on device; {tmp_path} has 2 MB free; remove runs" in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_message_of_an_exit_in_own_code_is_shown(monkeypatch, capsys):
-    """Exit code 5, as for an exception in own code."""
+    """`sys.exit(message)` in own code ends with exit code 5 and the message, as an exception does."""
 
     @click.command()
     def verb():

@@ -1,5 +1,4 @@
-"""`serve.create_app` is a WSGI application: under gunicorn and waitress every route answers, workers may be forked
-before or after it is made, and nothing stays behind."""
+"""`serve.create_app` returns a WSGI application for gunicorn and waitress, which may fork before or after it."""
 
 import concurrent.futures
 import json
@@ -24,11 +23,10 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["gunicorn", "waitress"])
 def guarded(request, run, tmp_path_factory):
-    """An application with a key, in a user's own module."""
+    """A server of an application with a key, created in the user's module."""
     folder = tmp_path_factory.mktemp(request.param)
-    (folder / "own.py").write_text(
-        f"from serve import create_app\napp = create_app({str(run)!r}, api_key='s3cret', max_upload_mb=1)\n"
-    )
+    app = f"create_app({str(run)!r}, api_key='s3cret', max_upload_mb=1)"
+    (folder / "own.py").write_text(f"from serve import create_app\napp = {app}\n")
     server = WsgiServer(folder, *(GUNICORN if request.param == "gunicorn" else WAITRESS), "own:app")
     yield server
     server.process.kill()
@@ -36,7 +34,7 @@ def guarded(request, run, tmp_path_factory):
 
 
 def test_every_route_answers(guarded):
-    """With the key; without it those that need none. Each answer has the headers and the id of our own server."""
+    """Every route answers with the key, and public ones without it, with the headers and request ids of our server."""
     key = {"Authorization": "Bearer s3cret"}
     kinds = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain"}
     kinds |= dict.fromkeys(("/health", "/ready", "/info", "/openapi.json"), "application/json")
@@ -61,7 +59,7 @@ def test_every_route_answers(guarded):
 
 
 def test_bodies_are_bounded_and_read_in_chunks(guarded):
-    """Refusals are JSON in the words of our own server, see test_hostile_requests."""
+    """Bodies above the limit get our server's JSON errors, see test_hostile_requests; chunked bodies are accepted."""
     for body, status, words in (
         (b"x" * 1_000_001, 413, "at most 1 MB"),
         (iter([b"x" * 600_000, b"x" * 600_000]), 413, "at most 1 MB"),
@@ -75,10 +73,9 @@ def test_bodies_are_bounded_and_read_in_chunks(guarded):
 
 @pytest.mark.parametrize("preload", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "preload"])
 def test_gunicorn_forks_and_ends_cleanly(run, tmp_path, preload):
-    """Two workers answer many clients at once; what is accepted before SIGTERM is answered; then all are gone."""
-    server = WsgiServer(
-        tmp_path, *GUNICORN, "--workers", "2", *["--preload"] * preload, f"serve:create_app({str(run)!r}, max_batch=4)"
-    )
+    """Two workers answer many clients at once; at SIGTERM an accepted request is answered, and all workers end."""
+    options = ["--workers", "2", *["--preload"] * preload]
+    server = WsgiServer(tmp_path, *GUNICORN, *options, f"serve:create_app({str(run)!r}, max_batch=4)")
     try:
         colours = ["red", "green", "blue"] * 20
         large = {colour: picture(colour, size=(300, 300)) for colour in colours}  # decoded in other threads
@@ -107,7 +104,7 @@ def test_gunicorn_forks_and_ends_cleanly(run, tmp_path, preload):
             assert (b"200 OK" in answer, b'"label": "blue"' in answer) == (True, True)
         assert server.process.wait(timeout=60) == 0
         wait_until(lambda: all(map(gone, workers)), 30)
-        assert "Traceback" not in server.said.read_text()
+        assert "Traceback" not in server.output.read_text()
     finally:
         server.process.kill()
         server.process.wait()
@@ -116,7 +113,7 @@ def test_gunicorn_forks_and_ends_cleanly(run, tmp_path, preload):
 FORKED = """
 import os, sys
 import serve
-assert not {"flask", "numpy", "onnxruntime"} & set(sys.modules), "importing the package loads nothing"
+assert not {"flask", "numpy", "onnxruntime"} & set(sys.modules), "importing the package imports no library"
 sys.path.insert(0, "tests")
 from served import picture
 app = serve.create_app(sys.argv[1])
@@ -136,7 +133,7 @@ assert "batch_size_count 8.0" in client.get("/metrics").text
 
 
 def test_a_process_may_be_forked_after_it_has_answered(run):
-    """The child has threads and counts of its own, whatever its parent was doing; importing `serve` is cheap."""
+    """A forked child has its own threads and metrics, whatever its parent did before; importing `serve` is cheap."""
     done = python("-W", "ignore", "-c", FORKED, run, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -159,12 +156,13 @@ def test_a_process_may_be_forked_after_it_has_answered(run):
     ids=["range", "name", "pair", "model", "key", "precision", "device"],
 )
 def test_wrong_options_are_explained(run, options, error, words):
-    """Before anything is served."""
+    """A wrong option is refused when the application is created."""
     with pytest.raises(error, match=re.escape(words)):
         serve.create_app(run, **options)
 
 
 def test_a_bundle_is_found_inside_an_mlflow_model(run, tmp_path):
+    """`create_app` accepts the folder of an MLflow model, and refuses a folder without a bundle."""
     with pytest.raises(BundleError, match="no bundle in"):
         serve.create_app(tmp_path)
     (tmp_path / "artifacts").mkdir()

@@ -1,6 +1,6 @@
-"""`bash test.sh --storm`: runs cases until the time is over, prints the table, and ends with 1 for a broken promise.
+"""`bash test.sh --storm`: run cases until the time is up, print the table, exit with 1 for a broken promise.
 
-What fails is kept in `dist/storm/SEED`: its folder, and in `broken.txt` the words and the command that repeats it.
+`dist/storm/SEED` keeps the folder of each failed case, and `broken.txt` its message and the command that repeats it.
 """
 
 import argparse
@@ -21,20 +21,20 @@ import storm  # noqa: E402
 from storm.place import Skipped  # noqa: E402
 
 READY = "STORM_ENVIRONMENT"
-"""Set where the variables that the kinds ask for are set: the program has replaced itself once."""
+"""Variable that is set once this program has replaced itself, with the variables that the kinds require."""
 
 
 def main() -> int:
-    """Exit code 0: each promise held. 1: one was broken. 2: the arguments are wrong. 130: Ctrl-C."""
-    asked = _arguments()
+    """Return the exit code. 0: every promise held. 1: one was broken. 2: the arguments are wrong. 130: Ctrl-C."""
+    args = _arguments()
     found = storm.load_kinds()
-    if unknown := [name for name in asked.only if name not in found]:
+    if unknown := [name for name in args.only if name not in found]:
         print(f"error: --only {unknown[0]}: no such kind of case; there are {', '.join(found)}", file=sys.stderr)
         return 2
-    modules = {name: module for name, module in found.items() if not asked.only or name in asked.only}
-    seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
+    modules = {name: module for name, module in found.items() if not args.only or name in args.only}
+    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     left_out = _set_environment(modules, seed)
-    _as_commands_have_it()
+    _clean_environment()
 
     begun = time.monotonic()
     signal.signal(signal.SIGTERM, _interrupted)
@@ -43,35 +43,35 @@ def main() -> int:
     from storm.schedule import Storm, Tally
     from storm.table import repeat, table
 
-    base = asked.folder / str(seed)
+    base = args.folder / str(seed)
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir(parents=True)
     broken = base / "broken.txt"
 
-    def tell(result: storm.worker.Result, folder: Path) -> None:
+    def report(result: storm.worker.Result, folder: Path) -> None:
         mark = {True: "held", False: "BROKEN", None: "skipped"}[result.held]
         if result.held is False:
             again = repeat(result.kind, seed, result.number)
             with broken.open("a") as file:
-                file.write(f"{result.kind} {result.number}\n{result.words}\n{again}\n{folder}\n\n")
-            print(f"{result.kind} {result.number}: {mark}: {result.words}\n  {again}\n  {folder}", flush=True)
+                file.write(f"{result.kind} {result.number}\n{result.message}\n{again}\n{folder}\n\n")
+            print(f"{result.kind} {result.number}: {mark}: {result.message}\n  {again}\n  {folder}", flush=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-            if asked.verbose or result.held is None:
-                print(f"{result.kind} {result.number}: {mark}: {result.words} ({result.seconds:.1f} s)", flush=True)
+            if args.verbose or result.held is None:
+                print(f"{result.kind} {result.number}: {mark}: {result.message} ({result.seconds:.1f} s)", flush=True)
 
     tallies = {name: Tally(skipped=left_out.get(name, "")) for name in modules}
-    run = Storm(modules, base, seed, asked.minutes * 60, asked.jobs, tell, asked.case, asked.until_broken, tallies)
+    run = Storm(modules, base, seed, args.minutes * 60, args.jobs, report, args.case, args.until_broken, tallies)
     code = 0
     try:
         import_all(storm.preload(modules))
         print(
-            f"storm of seed {seed}, {asked.minutes:g} minutes; imported in {time.monotonic() - begun:.0f} s", flush=True
+            f"storm of seed {seed}, {args.minutes:g} minutes; imported in {time.monotonic() - begun:.0f} s", flush=True
         )
         run.run()
     except KeyboardInterrupt:
         code = 130
-    gc.unfreeze()  # or Triton's bindings print a page about what is not collected in the end
+    gc.unfreeze()  # otherwise Triton's bindings print a page about objects that still exist at exit
     shown = table(run)
     (base / "table.md").write_text(f"{time.strftime('%Y-%m-%d')}, seed {seed}, {run.elapsed:.0f} s\n\n{shown}\n")
     print(f"\n{shown}\n{run.elapsed:.0f} s; seed {seed}; {base}", flush=True)
@@ -84,27 +84,28 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="test.sh --storm", description="Tries what is promised under faults.")
+    parser = argparse.ArgumentParser(prog="test.sh --storm", description="Tests promises under injected faults.")
     parser.add_argument("--minutes", type=float, default=60.0, help="no case starts later (default 60)")
-    parser.add_argument("--seed", type=int, help="decides every case (default: drawn, and printed)")
-    parser.add_argument("--only", default="", help=f"kinds, with commas: {','.join(storm.KINDS)}")
-    parser.add_argument("--case", type=int, help="only the case of this number, of each kind")
+    parser.add_argument("--seed", type=int, help="determines every case (default: random, and printed)")
+    parser.add_argument("--only", default="", help=f"comma-separated kinds: {','.join(storm.KINDS)}")
+    parser.add_argument("--case", type=int, help="run only the case with this number of each kind")
     parser.add_argument(
-        "--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="cases at once (default: one more than cores)"
+        "--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="parallel cases (default: one more than cores)"
     )
     parser.add_argument("--until-broken", action="store_true", help="stop at the first broken promise")
-    parser.add_argument("--folder", type=Path, default=TESTS.parent / "dist" / "storm", help="where failures are kept")
-    parser.add_argument("--verbose", action="store_true", help="a line for each case")
-    asked = parser.parse_args()
-    asked.only = [name for name in asked.only.split(",") if name]
-    asked.folder = asked.folder.absolute()
-    return asked
+    parser.add_argument("--folder", type=Path, default=TESTS.parent / "dist" / "storm", help="where to keep failures")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each case")
+    args = parser.parse_args()
+    args.only = [name for name in args.only.split(",") if name]
+    args.folder = args.folder.absolute()
+    return args
 
 
 def _set_environment(modules: dict, seed: int) -> dict[str, str]:
-    """Starts this program anew where a kind needs variables from the start; the reasons of kinds that cannot be tried.
+    """Restart this program, with the same seed, if a kind needs variables from the start.
 
-    The seed is handed on, since it may have been drawn.
+    Returns:
+        For each kind that cannot be run here, the reason.
     """
     if READY in os.environ:
         return dict(line.split("=", 1) for line in os.environ.pop(READY).splitlines())
@@ -121,8 +122,8 @@ def _set_environment(modules: dict, seed: int) -> dict[str, str]:
     return left_out
 
 
-def _as_commands_have_it() -> None:
-    """The caller's environment goes, where it would change a run."""
+def _clean_environment() -> None:
+    """Remove variables of the caller that would change a run."""
     from commands import environment
 
     kept = environment()

@@ -1,8 +1,8 @@
-"""What a disk may hold after the power was lost: states that the journal of a run allows.
+"""Model a disk after power loss: build the states that the journal of a run's calls allows.
 
-The model is POSIX's: an fsync of a file makes durable what was written into it, an fsync of a folder the names in it.
-Of anything else any part may be there: a write wholly, in its first sectors, as zeros or not at all; a name or not. In
-half of the states names are kept in order, as the journals of ext4 and XFS keep them.
+The model follows POSIX: an fsync of a file makes its content durable, an fsync of a folder the names in it. Everything
+else may be partly lost: a write is kept, torn at a sector, zeroed or dropped; a name is kept or not. In half of the
+states names are kept in order, as the journals of ext4 and XFS do.
 """
 
 import os
@@ -22,9 +22,9 @@ class Node:
     """A file or a folder.
 
     Attributes:
-        writes: of a file, in order: offset and data; None: it was cut to that size.
-        durable: how many of them an fsync has made durable.
-        live: of a folder, the names that a process sees now.
+        writes: for a file, in order: offset and data; data None: it was truncated to that size.
+        durable: how many writes an fsync has made durable.
+        live: for a folder, the names that a process sees now.
     """
 
     is_folder: bool
@@ -35,7 +35,7 @@ class Node:
 
 @dataclass
 class Change:
-    """One change of names: each is set to a node, or removed; all or none. `folder` makes it durable by its fsync."""
+    """An atomic change of names: each is set to a node or removed. An fsync of `folder` makes it durable."""
 
     names: list[tuple[Node, str, Node | None]]
     folder: Node
@@ -43,10 +43,10 @@ class Change:
 
 
 class Disk:
-    """What a run has done to its files, call by call.
+    """The changes that a run makes to its files, call by call.
 
     Args:
-        root: the folder that it has written; it was empty before, and durable.
+        root: the folder that the run writes to; it is empty and durable at first.
     """
 
     def __init__(self, root: Path):
@@ -55,7 +55,7 @@ class Disk:
         self._nodes: dict[int, Node] = {}
 
     def apply(self, call: Call) -> None:
-        """The next call; one that failed has changed nothing."""
+        """Apply the next call; a failed one changes nothing."""
         if call.error or not self._is_below(call.path):
             return
         if call.kind in ("create", "mkdir"):
@@ -74,30 +74,30 @@ class Disk:
             assert moved is not None, call
             if call.kind == "link":
                 self._change((call.other, moved))
-            elif moved is not self.find(call.other):  # else both are names of one file, and nothing happens
+            elif moved is not self.find(call.other):  # else both are names of the same file, and nothing changes
                 self._change((call.other, moved), (call.path, None))
 
     def find(self, path: str) -> Node | None:
-        """What a process sees under a path."""
+        """Return the file or folder that a process sees under a path."""
         node: Node | None = self.top
         for part in Path(path).relative_to(self.root).parts:
             node = node.live.get(part) if node is not None else None
         return node
 
     def pending(self) -> int:
-        """How many writes and changes of names are not durable."""
+        """Return how many writes and changes of names are not durable."""
         files = {id(node): node for node in self._nodes.values()}
         return sum(not change.is_durable for change in self.changes) + sum(
             len(node.writes) - node.durable for node in files.values()
         )
 
     def state(self, draw: random.Random, share: float, in_order: bool = False) -> dict[str, bytes | None]:
-        """A state of the disk: the content of each file by its path, None for folders.
+        """Draw a state of the disk: the content of each file by its path, None for folders.
 
         Args:
-            draw: decides what is kept of what is not durable.
-            share: that is kept on average; 0: nothing.
-            in_order: of changes of names the first ones are kept.
+            draw: chooses which changes that are not durable are kept.
+            share: fraction that is kept on average; 0: nothing.
+            in_order: keep a prefix of the changes of names.
         """
         cut = draw.randint(0, sum(not change.is_durable for change in self.changes))
         names: dict[tuple[int, str], Node | None] = {}
@@ -131,7 +131,7 @@ class Disk:
         return path == str(self.root) or path.startswith(f"{self.root}{os.sep}")
 
     def _change(self, *names: tuple[str, Node | None]) -> None:
-        if names[0][0] == str(self.root):  # it was there before
+        if names[0][0] == str(self.root):  # it existed before
             return
         changed = []
         for path, node in names:
@@ -151,7 +151,7 @@ class Disk:
 
 
 def content_of(node: Node, draw: random.Random | None = None, share: float = 1.0) -> bytes:
-    """The content of a file, as `draw` decides on writes that are not durable; None: of all its writes."""
+    """Return the content of a file; `draw` chooses the fate of writes that are not durable, None keeps all."""
     content = bytearray()
     for number, (offset, data) in enumerate(node.writes):
         how = "kept"
@@ -172,7 +172,7 @@ def content_of(node: Node, draw: random.Random | None = None, share: float = 1.0
 
 
 def replay(root: Path, calls: Sequence[Call]) -> Disk:
-    """The disk after these calls."""
+    """Return the disk after these calls."""
     disk = Disk(root)
     for call in calls:
         disk.apply(call)
@@ -180,7 +180,7 @@ def replay(root: Path, calls: Sequence[Call]) -> Disk:
 
 
 def restore(state: dict[str, bytes | None], root: Path) -> None:
-    """Puts a state in the place of a folder."""
+    """Replace a folder by a state."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for path, content in sorted(state.items()):

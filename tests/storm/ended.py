@@ -1,4 +1,4 @@
-"""What a run has left: status, weights, the best, the bundle and every point, as plain values that can be compared."""
+"""Read the result of a run (status, weights, best.json, bundle, points) as plain values that can be compared."""
 
 import hashlib
 import json
@@ -15,18 +15,18 @@ from tiny import digest
 from storm.place import Place, expect
 
 FILES = ("bundle/weights.safetensors", "bundle/model.onnx", "test_predictions.csv", "val_results.json")
-"""That are the same byte for byte, where a run has them."""
+"""Files of a run that must be identical byte for byte, if it has them."""
 
 
 @dataclass
 class End:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
         weights: the digest of the weights in each checkpoint file.
         files: the digest of each of `FILES`.
-        series: steps and values of each metric, without the machine's load.
-        points: the same, as `metrics.jsonl` in the run's folder has them.
+        series: steps and values of each metric in the store, except system metrics.
+        points: the same, from `metrics.jsonl` in the run's folder.
     """
 
     status: str
@@ -37,51 +37,53 @@ class End:
     points: Any
 
     def differs(self, other: "End") -> str:
-        """Where it differs, in words."""
+        """Describe the differences; "" if there are none."""
         mine, theirs = self._values(), other._values()
         names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
         return "; ".join(f"{name}: {mine.get(name)} instead of {theirs.get(name)}"[:600] for name in names)
 
     def _values(self) -> dict[str, object]:
-        """The status, and each value of the mappings by a name of its own."""
+        """Return the status and each value of the mappings, by unique names."""
         parts = [(name, part) for name, part in asdict(self).items() if name != "status"]
         return {"status": self.status} | {f"{name}/{key}": value for name, part in parts for key, value in part.items()}
 
 
 @dataclass
-class Whole:
-    """A run that nothing disturbed: its folder, the seconds that it took, and its end."""
+class Reference:
+    """Undisturbed run, to compare with: its folder, duration and result."""
 
     folder: Path
     seconds: float
     end: End
 
 
-def undisturbed(place: Place, experiment: str, run: Callable[[Path], Sequence[Outcome]], name: str = "whole") -> Whole:
-    """A run that nothing disturbs, which the first case that needs it makes for all of its kind.
+def undisturbed(
+    place: Place, experiment: str, run: Callable[[Path], Sequence[Outcome]], name: str = "reference"
+) -> Reference:
+    """Return an undisturbed run, which the first case that needs it makes for all cases of the kind.
 
     Args:
-        run: makes it in a folder, on a store `mlruns` there.
+        run: makes it in a folder, with the store `mlruns` there.
 
     Raises:
-        Broken: it fails.
+        Broken: the run fails.
     """
 
     def make(folder: Path) -> None:
         begun = time.monotonic()
         ended = run(folder)
         seconds = time.monotonic() - begun
-        expect(all(each.code == 0 for each in ended), f"the run that nothing disturbs ({name}) fails", *ended)
+        expect(all(each.code == 0 for each in ended), f"the undisturbed run ({name}) fails", *ended)
         end = asdict(end_of(folder / "mlruns", experiment))
         (folder / "end.json").write_text(json.dumps({"end": end, "seconds": seconds}))
 
     folder = place.once(name, make)
     known = json.loads((folder / "end.json").read_text())
-    return Whole(folder, known["seconds"], End(**known["end"]))
+    return Reference(folder, known["seconds"], End(**known["end"]))
 
 
 def expect_readable(paths: Iterable[Path], *seen: object) -> None:
-    """Raises `Broken` where a file of these is torn; what is still being written has a name with a dot."""
+    """Raise `Broken` if one of these files is torn; files that are still being written have a leading dot."""
     for path in paths:
         fault: object = None
         try:
@@ -98,10 +100,10 @@ def expect_readable(paths: Iterable[Path], *seen: object) -> None:
 
 
 def end_of(store: Path, experiment: str = "Default", run_id: str | None = None) -> End:
-    """The end of the only run of an experiment, or of the one that is named.
+    """Return the result of the only run of an experiment, or of the run `run_id`.
 
     Raises:
-        Broken: there is not one.
+        Broken: there is not exactly one.
     """
     client, runs = _runs(store, experiment)
     runs = [run for run in runs if run_id in (None, run.info.run_id)]
@@ -109,7 +111,7 @@ def end_of(store: Path, experiment: str = "Default", run_id: str | None = None) 
     (run,) = runs
     folder = Path(run.info.artifact_uri.removeprefix("file://"))
     names = sorted(name for name in run.data.metrics if not name.startswith("system/"))
-    # By steps: a point of a process that was killed may be in the store before those that its successor writes again.
+    # Sorted: points of a killed process may precede those that its successor writes again.
     series = {
         name: sorted([p.step, p.value] for p in client.get_metric_history(run.info.run_id, name)) for name in names
     }
@@ -122,7 +124,7 @@ def end_of(store: Path, experiment: str = "Default", run_id: str | None = None) 
 
 
 def statuses(store: Path, experiment: str = "Default") -> dict[str, str]:
-    """The status of each run of an experiment, by the run's id."""
+    """Return the status of each run of an experiment by its id."""
     if not (store / "mlflow.db").exists():
         return {}
     _, runs = _runs(store, experiment)
@@ -130,12 +132,12 @@ def statuses(store: Path, experiment: str = "Default") -> dict[str, str]:
 
 
 def folder_of(store: Path, run_id: str) -> Path:
-    """The folder of a run."""
+    """Return the folder of a run."""
     return next(store.glob(f"*/{run_id}/artifacts"))
 
 
 def names_of(folder: Path) -> list[str]:
-    """The files that a run has left."""
+    """Return the relative paths of the files of a run."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -148,7 +150,7 @@ def _runs(store: Path, experiment: str) -> tuple[Any, list[Any]]:
 
 
 def _points(path: Path) -> Any:
-    """Without times, which differ."""
+    """Return the points without times, which differ."""
     from deeplightning.tracking.metrics_file import read_series
 
     return {name: [list(point) for point in points] for name, points in read_series(path).items()}

@@ -1,4 +1,4 @@
-"""`deeplightning` in a process that comes up against a limit at some moment, as the variable LIMIT says."""
+"""Run `deeplightning` in a process that gets a limit after some seconds, given by the variable LIMIT."""
 
 import atexit
 import json
@@ -9,13 +9,13 @@ import time
 
 
 def main() -> None:
-    """Instead of `deeplightning.cli:main`: {"what": …, "value": …, "after": seconds}."""
+    """Run the command, instead of `deeplightning.cli:main`; LIMIT is {"what": …, "value": …, "after": seconds}."""
     import torch._dynamo.utils
 
     from deeplightning import cli
 
-    # At its end a process that has imported torch's compiler imports tabulate. A command that does not compile imports
-    # neither, but the process that this one is forked from has.
+    # At exit, a process that has imported torch's compiler imports tabulate. A command that does not compile imports
+    # neither, but this process is forked from one that has.
     atexit.unregister(torch._dynamo.utils.dump_compile_times)
     limit = json.loads(os.environ["LIMIT"])
     if limit["what"] == "size":
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _carry(stream: int) -> None:
-    """What is written to a stream goes through a pipe, as to a terminal: the size of files does not bound it."""
+    """Send a stream through a pipe, so that the limit of file sizes does not apply to it."""
     reading, writing = os.pipe()
     if os.fork() == 0:
         os.close(writing)
@@ -45,9 +45,9 @@ def _set(what: str, value: int) -> None:
         time.time_ns = lambda: now_ns() + value * 10**9
         return
     kind = {"files": resource.RLIMIT_NOFILE, "size": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}[what]
-    if what == "memory":  # beside what it has
+    if what == "memory":  # in addition to what it has
         with open("/proc/self/statm") as file:  # noqa: PTH123
             value += int(file.read().split()[0]) * resource.getpagesize()
-    if what == "files":  # beside those that are open
+    if what == "files":  # in addition to those that are open
         value += len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))

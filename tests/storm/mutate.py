@@ -1,11 +1,11 @@
-"""Damage to a file: flipped bits, cut ends, swapped, doubled, zeroed and foreign parts; all drawn."""
+"""Damage a file at random: flip bits, truncate it, swap, duplicate, zero or delete parts, insert foreign ones."""
 
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 Damage = Callable[[random.Random, bytearray, bytes], str]
-"""Changes content in place, with a foreign one at hand; returns what was done."""
+"""Changes content in place, perhaps with parts of a foreign file; returns a description."""
 
 
 def _flip(draw: random.Random, content: bytearray, foreign: bytes) -> str:
@@ -33,7 +33,7 @@ def _append(draw: random.Random, content: bytearray, foreign: bytes) -> str:
 
 
 def _span(draw: random.Random, content: bytearray) -> tuple[int, int]:
-    """A part that often is aligned, as blocks of disks and words of memory are."""
+    """Draw a range that is often aligned, like disk blocks and memory words."""
     length = min(len(content), draw.choice([1, 8, 64, 512, 4096, draw.randint(1, len(content))]))
     start = draw.randrange(len(content) - length + 1)
     if draw.random() < 0.5:
@@ -95,7 +95,7 @@ DAMAGES: list[tuple[int, Damage]] = [
 
 
 def damage(draw: random.Random, path: Path, others: list[Path]) -> str:
-    """Damages a file, in the way that is drawn; returns what was done. What leaves the file as it was is drawn anew."""
+    """Damage a file in a random way; return a description. Draw again if the file is unchanged."""
     before = path.read_bytes()
     foreign = draw.choice(others).read_bytes() if others else b""
     while True:

@@ -1,4 +1,4 @@
-"""What a case of the storm is given: a folder, commands to start, and what all cases of its kind share."""
+"""Provide a case of the storm with a folder, commands to start, and files that all cases of its kind share."""
 
 import fcntl
 import os
@@ -12,21 +12,21 @@ from tiny import OWN, TINY
 
 
 class Broken(Exception):
-    """A promise did not hold; the message has it in words."""
+    """A promise did not hold; the message describes it."""
 
 
 class Skipped(Exception):
-    """This machine cannot try it; the message has the reason."""
+    """This machine cannot run the case; the message gives the reason."""
 
 
 class Place:
-    """Where a case takes place.
+    """Working directory of a case, and the means to run commands in it.
 
     Attributes:
-        folder: empty at first, the working directory of the case; removed where the promise held.
-        shared: of all cases of the kind, in one run of the storm.
-        count: how many things the case has tried.
-        number: of the case, from 0; what is to be tried completely goes through it by that.
+        folder: the working directory, empty at first; removed if the promise held.
+        shared: folder of all cases of the kind in one run of the storm.
+        count: how many faults the case has tried.
+        number: number of the case, from 0; kinds that enumerate their faults use it as an index.
     """
 
     def __init__(self, folder: Path, shared: Path, number: int = 0):
@@ -36,15 +36,15 @@ class Place:
         self.commands = Forking(folder / ".output")
 
     def start(self, *arguments: object, cwd: Path | None = None, **options: Any) -> Running:
-        """Starts `deeplightning VERB …` as a fork of this process; options as `commands.Commands.start` has."""
+        """Start `deeplightning VERB …` as a fork of this process; options as for `commands.Commands.start`."""
         return self.commands.start(*arguments, cwd=cwd or self.folder, **options)
 
     def run(self, *arguments: object, **options: Any) -> Outcome:
-        """The same, until its end."""
+        """Start a command and wait for its end."""
         return self.start(*arguments, **options).end()
 
     def config(self, folder: Path | None = None) -> Path:
-        """Writes the tiny config, on a store beside it, and the own code."""
+        """Write the tiny config, which uses a store beside it, and the user code."""
         folder = folder or self.folder
         path = folder / "tiny.yaml"
         path.write_text(TINY.replace("STORE", str(folder / "mlruns")))
@@ -52,13 +52,13 @@ class Place:
         return path
 
     def once(self, name: str, make: Callable[[Path], None]) -> Path:
-        """A shared folder of this name, filled by the first case that needs it; others wait for that one."""
+        """Return a shared folder, which the first case that needs it fills while others wait."""
         path = self.shared / name
         self.shared.mkdir(parents=True, exist_ok=True)
         with (self.shared / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             done = self.shared / f"{name}.done"
-            if not done.exists():  # its path may be part of what it holds, so it has its name from the start
+            if not done.exists():  # filled in place: its content may include its path
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir()
                 os.chdir(path)
@@ -71,6 +71,6 @@ class Place:
 
 
 def expect(holds: object, promise: str, *seen: object) -> None:
-    """Raises `Broken` unless it holds; what was seen comes behind the promise."""
+    """Raise `Broken` unless `holds`, with the promise and what was seen."""
     if not holds:
         raise Broken("\n".join([promise, *map(str, seen)]))

@@ -1,8 +1,8 @@
-"""Plants faults into copies of the code and counts after how many cases the storm finds each.
+"""Plant faults in copies of the code, and count the cases that the storm needs to find each.
 
     .venv/bin/python tests/storm/planted.py [--minutes 3] [--seed 1] [NAME …]
 
-prints a row for each fault. Ends with 0 when all are found, with 1 when one is not, with 2 for an unknown name.
+prints a row for each fault. Exit code 0: all are found. 1: one is not. 2: unknown name.
 """
 
 import argparse
@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of the kind that the storm is made for.
+    """A fault that the storm must find.
 
     Attributes:
-        what: in words.
-        file: that it is planted in, below the root.
-        right, wrong: a piece of that file, which it has once, and what takes its place.
-        kind: of the cases that are to find it.
+        what: description.
+        file: path of the file that gets the fault, relative to the root.
+        right, wrong: text that occurs once in the file, and its replacement.
+        kind: kind of case that must find it.
     """
 
     what: str
@@ -38,21 +38,21 @@ class Fault:
 
 FAULTS = {
     "unsynced": Fault(
-        "a checkpoint gets its name without an fsync of its content",
+        "a checkpoint is renamed without an fsync of its content",
         "deeplightning/runfolder.py",
         "            file.flush()\n            os.fsync(file.fileno())\n        temporary.replace(path)",
         "            file.flush()\n        temporary.replace(path)",
         "power",
     ),
     "in-place": Fault(
-        "a small file is written in its place, and not beside it and renamed",
+        "a small file is overwritten instead of written to a temporary file and renamed",
         "deeplightning/runfolder.py",
         'temporary = path.with_name(f".{path.name}.{os.getpid()}")\n    try:',
         "temporary = path\n    try:",
         "power",
     ),
     "replayed": Fault(
-        "what was left is sent from the start with the time at which it is, whatever of it is in the store",
+        "unsent points are sent from the start of the file, with a new time, even if they are in the store",
         "deeplightning/tracking/unsent.py",
         "    delivery.position, delivery.is_leftover = start, True\n",
         "    delivery.position, delivery.is_leftover = 0, True\n"
@@ -61,21 +61,21 @@ FAULTS = {
         "kills",
     ),
     "lock": Fault(
-        "a run's folder is held without a lock",
+        "a run's folder is used without a lock",
         "deeplightning/runfolder.py",
         "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n        except BlockingIOError:",
         "            pass\n        except BlockingIOError:",
         "together",
     ),
     "digest": Fault(
-        "the check sums of a checkpoint are not checked",
+        "checksums of a checkpoint are not verified",
         "deeplightning/engine/checkpoint_reading.py",
         "            damaged = archive.testzip()",
         "            damaged = None",
         "mutations",
     ),
     "temporary": Fault(
-        "what a process that was killed has left beside its checkpoint is believed",
+        "a temporary checkpoint of a killed process is used",
         "deeplightning/runfolder.py",
         "        return last + sorted(kept,",
         '        return list(self.path.glob(".last.ckpt.*")) or last + sorted(kept,',
@@ -91,21 +91,21 @@ FAULTS = {
         "kills",
     ),
     "signal": Fault(
-        "a signal is forgotten",
+        "a signal is ignored",
         "deeplightning/callbacks/signals.py",
         "        self._received = number\n",
         "        pass\n",
         "kills",
     ),
     "child": Fault(
-        "a process that was started lives on when its parent is gone",
+        "a child process survives its parent",
         "deeplightning/process/die_with_parent.py",
         "        forward(signal.SIGTERM)\n",
         "        pass\n",
         "search",
     ),
     "key": Fault(
-        "the cache keeps pictures without the way in which they were fitted",
+        "the cache key lacks the resize mode",
         "deeplightning/data/cache.py",
         "spec.mode, spec.resize, max_pixels, code,",
         "spec.mode, max_pixels, code,",
@@ -115,7 +115,7 @@ FAULTS = {
 
 
 def plant(fault: Fault, copy: Path) -> None:
-    """Copies the files of the working tree, and puts the fault in."""
+    """Copy the files of the working tree, and plant the fault."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -124,50 +124,43 @@ def plant(fault: Fault, copy: Path) -> None:
     file = copy / fault.file
     text = file.read_text()
     if text.count(fault.right) != 1:
-        raise SystemExit(f"error: {fault.file} has {text.count(fault.right)} times, and not once:\n{fault.right}")
+        raise SystemExit(f"error: {fault.file} has {text.count(fault.right)} times instead of once:\n{fault.right}")
     file.write_text(text.replace(fault.right, fault.wrong))
 
 
 def find(fault: Fault, minutes: float, seed: int) -> tuple[bool, int, int, str]:
-    """Whether the storm finds it, after how many cases and things tried, and the first words that it says."""
+    """Return whether the storm finds the fault, after how many cases and tries, and its first message."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder) / "copy"
         plant(fault, copy)
         command = [sys.executable, "tests/storm", "--only", fault.kind, "--minutes", str(minutes), "--seed", str(seed)]
-        done = subprocess.run(
-            [*command, "--until-broken"],
-            cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(copy)},
-            capture_output=True,
-            text=True,
-        )
+        env = os.environ | {"PYTHONPATH": str(copy)}
+        done = subprocess.run([*command, "--until-broken"], cwd=copy, env=env, capture_output=True, text=True)
         row = re.search(rf"^\| {fault.kind} .*$", done.stdout, re.MULTILINE)
         if row is None:
-            raise SystemExit(f"error: the storm has no table:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise SystemExit(f"error: the storm prints no table:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         tried, cases, broken = (int(cell.strip().replace(",", "") or 0) for cell in row[0].split("|")[3:6])
-        words = re.search(r": BROKEN: (.*)", done.stdout)
-        return broken > 0, cases, tried, words[1][:100] if words else ""
+        message = re.search(r": BROKEN: (.*)", done.stdout)
+        return broken > 0, cases, tried, message[1][:100] if message else ""
 
 
 def main() -> int:
-    words = argparse.ArgumentParser(description="Plants faults, and counts the cases after which the storm finds them.")
-    words.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FAULTS)}; default: all")
-    words.add_argument("--minutes", type=float, default=3.0, help="of the storm for each (default 3)")
-    words.add_argument("--seed", type=int, default=1)
-    asked = words.parse_args()
-    if unknown := [name for name in asked.names if name not in FAULTS]:
+    parser = argparse.ArgumentParser(description="Plants faults and counts the cases that the storm needs to find them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FAULTS)}; default: all")
+    parser.add_argument("--minutes", type=float, default=3.0, help="duration of the storm for each (default 3)")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in FAULTS]:
         print(f"error: {unknown[0]}: no such fault; there are {', '.join(FAULTS)}", file=sys.stderr)
         return 2
     missed = 0
-    print(
-        "| planted | kind | found | cases | things tried | what it says |\n| --- | --- | --- | ---: | ---: | --- |",
-        flush=True,
-    )
-    for name in asked.names or FAULTS:
+    print("| planted | kind | found | cases | tried | message |\n| --- | --- | --- | ---: | ---: | --- |", flush=True)
+    for name in args.names or FAULTS:
         fault = FAULTS[name]
-        found, cases, tried, says = find(fault, asked.minutes, asked.seed)
+        found, cases, tried, message = find(fault, args.minutes, args.seed)
         missed += not found
-        print(f"| {fault.what} | {fault.kind} | {'yes' if found else 'NO'} | {cases} | {tried} | {says} |", flush=True)
+        cells = [fault.what, fault.kind, "yes" if found else "NO", cases, tried, message]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
     return 1 if missed else 0
 
 

@@ -1,7 +1,6 @@
-"""A TCP proxy that does what a file says: passes on, stalls, resets, answers 500, loses answers; and MLflow's server.
+"""Run MLflow's server behind a TCP proxy that injects faults: stalls, resets, errors 500, lost answers.
 
-Both run in processes that are forked here. Whoever has a fault in mind sets the mode, which holds for open connections
-too.
+Both run in forked processes. A file holds the mode of the proxy, which also applies to open connections.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from pathlib import Path
 from commands import free_port
 
 MODES = ("pass", "refuse", "stall", "reset", "error", "lose", "slow")
-"""`lose` hands the request on, and resets the connection instead of the answer."""
+"""`lose` forwards the request, and resets the connection instead of answering."""
 
 _ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _RESET = struct.pack("ii", 1, 0)
@@ -27,7 +26,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 @contextlib.contextmanager
 def forked(function: Callable[..., None], *arguments: object) -> Iterator[ForkProcess]:
-    """A function in a process of its own, which is killed at the end of the block."""
+    """Call a function in a forked process, which is killed at the end of the block."""
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     process.start()
     try:
@@ -38,7 +37,7 @@ def forked(function: Callable[..., None], *arguments: object) -> Iterator[ForkPr
 
 
 def serve_mlflow(folder: Path, port: int) -> None:
-    """MLflow's own server on an SQLite store in a folder, until it is killed."""
+    """Run MLflow's server on an SQLite store in a folder until it is killed."""
     os.environ |= {
         "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{folder / 'server.db'}",
         "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
@@ -52,7 +51,7 @@ def serve_mlflow(folder: Path, port: int) -> None:
 
 
 def wait_for(port: int, seconds: float = 60) -> None:
-    """Waits until something listens at a port."""
+    """Wait until a process listens on a port."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -65,20 +64,20 @@ def wait_for(port: int, seconds: float = 60) -> None:
 
 
 class Proxy:
-    """Listens at a port of its own before another one, while `listen` runs."""
+    """Proxy with a separate port in front of `target`, while `listen` runs."""
 
     def __init__(self, folder: Path, target: int):
         self.port, self._target, self._file = int(free_port()), target, folder / "mode"
         self.set("pass")
 
     def set(self, mode: str) -> None:
-        """What it does from now on, one of `MODES`."""
+        """Set the mode, one of `MODES`."""
         beside = self._file.with_suffix(".new")
         beside.write_text(mode)
         beside.rename(self._file)
 
     def listen(self) -> None:
-        """Takes connections, but while it refuses."""
+        """Accept connections, except in mode `refuse`."""
         listener = None
         while True:
             if self._file.read_text() == "refuse":
@@ -96,7 +95,7 @@ class Proxy:
 
 
 def _carry(client: socket.socket, target: int, file: Path) -> None:
-    """Carries bytes both ways, until a mode or a side ends it."""
+    """Forward bytes both ways, until a mode or a side closes the connection."""
     with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", target)) as server:
         while True:
             ready, _, _ = select.select([client, server], [], [], 0.05)

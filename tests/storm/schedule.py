@@ -1,7 +1,7 @@
-"""Which case comes next, and until when.
+"""Choose and start cases until the time is up.
 
-Each kind starts one case first; after that the kind is next that is furthest behind the numbers of an hour's run. Seed,
-kind and number of a case decide all that it draws.
+Each kind first starts one case; then the kind is next that is furthest behind its target number per hour. Seed, kind
+and number determine all random choices of a case.
 """
 
 import select
@@ -17,7 +17,7 @@ from storm.worker import Case, Result
 
 @dataclass
 class Tally:
-    """What the cases of one kind have given."""
+    """Counts of the cases of one kind."""
 
     cases: int = 0
     tried: int = 0
@@ -32,12 +32,12 @@ class Storm:
 
     Attributes:
         modules: the kinds by name.
-        base: the folder of the cases, which must exist.
-        seconds: no case starts later than that.
-        jobs: how many cases run at once.
-        only: this case of each kind, and no other.
-        until_broken: no case starts once a promise was broken.
-        tell: is called with each result.
+        base: existing folder for the cases.
+        seconds: time after which no case starts.
+        jobs: how many cases run in parallel.
+        report: called with each result and the folder of the case.
+        only: run only the case with this number of each kind.
+        until_broken: start no case after a broken promise.
     """
 
     modules: dict[str, ModuleType]
@@ -45,7 +45,7 @@ class Storm:
     seed: int
     seconds: float
     jobs: int
-    tell: Callable[[Result, Path], None]
+    report: Callable[[Result, Path], None]
     only: int | None = None
     until_broken: bool = False
     tallies: dict[str, Tally] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Storm:
         self._running: dict[int, Case] = {}
 
     def run(self) -> None:
-        """Starts cases until the time is over, and waits for the last; Ctrl-C ends all of them."""
+        """Start cases until the time is up, and wait for the last ones; Ctrl-C ends all of them."""
         begun = time.monotonic()
         try:
             while True:
@@ -87,7 +87,7 @@ class Storm:
         return min(open_, key=lambda kind: self._progress(kind, running.count(kind)))
 
     def _progress(self, kind: str, running: int) -> float:
-        """The part of the hour's number that has been tried; kinds of which none was started come first."""
+        """Return the fraction of the target per hour that was tried; -1 for kinds without any case yet."""
         tally = self.tallies[kind]
         if not tally.cases and not running:
             return -1.0
@@ -95,7 +95,7 @@ class Storm:
         return (tally.tried + running * mean) / float(self.modules[kind].HOUR)
 
     def _collect(self) -> None:
-        """Waits until a case has ended, or is over its limit."""
+        """Wait until a case ends or exceeds its limit."""
         now = time.monotonic()
         first = min(case.begun + case.limit for case in self._running.values())
         ready, _, _ = select.select(list(self._running), [], [], max(0.0, first - now))
@@ -108,10 +108,10 @@ class Storm:
     def _count(self, result: Result, folder: Path) -> None:
         tally = self.tallies[result.kind]
         if result.held is None:
-            tally.skipped = result.words
+            tally.skipped = result.message
         else:
             tally.cases += 1
             tally.tried += result.count
             tally.broken += not result.held
             tally.seconds += result.seconds
-        self.tell(result, folder)
+        self.report(result, folder)

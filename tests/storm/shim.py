@@ -1,6 +1,6 @@
-"""The shim of `shim.c`: compiles it, arms it in the process of a run, and reads the journal that it leaves.
+"""Compile the shim `shim.c`, arm it in the process of a run, and read the journal that it writes.
 
-`main` stands for `deeplightning` in `Place.start("train", …, main="storm.shim:main", **order(…))`.
+`Place.start("train", …, main="storm.shim:main", **order(…))` runs `deeplightning` with it.
 """
 
 import ctypes
@@ -23,19 +23,19 @@ KINDS = (
     *("open", "read_open", "create", "write", "truncate", "sync", "rename", "link", "unlink", "mkdir", "rmdir"),
     *("close", "map", "lock"),
 )
-"""Of calls, in the order of the enumeration in `shim.c`."""
+"""Kinds of calls, in the order of the enumeration in `shim.c`."""
 SHORT = 0
-"""Instead of an error: a write takes half."""
+"""Used instead of an error number: write only half."""
 
 _ORDER = "STORM_SHIM"
 _RECORD = struct.Struct("=IIQQQIIQ")
 
 
 def environment() -> dict[str, str]:
-    """LD_PRELOAD with the compiled shim, for the process from which runs are forked.
+    """Return LD_PRELOAD with the compiled shim, for the process from which runs are forked.
 
     Raises:
-        Skipped: there is no compiler, or no Linux.
+        Skipped: this machine has no compiler, or no Linux.
     """
     library = _library()
     former = os.environ.get("LD_PRELOAD")
@@ -43,16 +43,16 @@ def environment() -> dict[str, str]:
 
 
 def _library() -> Path:
-    """The compiled shim, made at first use of this source."""
+    """Return the path of the shim; compile it if this source has not been compiled yet."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or not Path("/proc/self/fd").is_dir():
-        raise Skipped("no C compiler (cc) is here to compile tests/storm/shim.c" if compiler is None else "no Linux")
+        raise Skipped("no C compiler (cc) for tests/storm/shim.c" if compiler is None else "no Linux")
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     library = SOURCE.parents[2] / "dist" / f"storm-shim-{digest}.so"
-    if re.search(r"[\s:]", str(library)):  # what LD_PRELOAD has between two names
+    if re.search(r"[\s:]", str(library)):  # these separate names in LD_PRELOAD
         library = Path(tempfile.gettempdir()) / f"storm-shim-{os.getuid()}" / library.name
         if re.search(r"[\s:]", str(library)):
-            raise Skipped(f"LD_PRELOAD takes no path with a blank: {library}; set TMPDIR to one without")
+            raise Skipped(f"LD_PRELOAD accepts no spaces: {library}; set TMPDIR to a path without them")
         library.parent.mkdir(mode=0o700, exist_ok=True)
         if library.parent.stat().st_uid != os.getuid():
             raise Skipped(f"{library.parent} is another user's; set TMPDIR to another folder")
@@ -75,38 +75,38 @@ def order(
     sticky: bool = False,
     errors: dict[str, int] | None = None,
 ) -> dict[str, str]:
-    """The variables that tell `main` what to do.
+    """Return the environment variables that configure `main`.
 
     Args:
         folders: calls on paths below them are counted.
-        journal: the file that takes a record of each, made if it is not there.
-        keeps_data: what is written is in the journal too.
-        fail_at: the number of the call that fails; 0: none.
-        sticky: each call after it that would change something fails too.
-        errors: by kind of call the error, or `SHORT`.
+        journal: file that gets a record of each call, created if it is missing.
+        keeps_data: whether the journal includes the data that is written.
+        fail_at: number of the call that fails; 0: none.
+        sticky: whether every later call that changes something fails too.
+        errors: error number, or `SHORT`, for each kind of call.
     """
     numbers = [(errors or {}).get(kind, 0) for kind in KINDS]
-    told = {"folders": [str(path.resolve()) for path in folders], "journal": str(journal), "keeps_data": keeps_data}
-    return {_ORDER: json.dumps(told | {"fail_at": fail_at, "sticky": sticky, "errors": numbers})}
+    options = {"folders": [str(path.resolve()) for path in folders], "journal": str(journal), "keeps_data": keeps_data}
+    return {_ORDER: json.dumps(options | {"fail_at": fail_at, "sticky": sticky, "errors": numbers})}
 
 
-def arm(told: dict) -> None:
-    """Has the shim count from now on.
+def arm(options: dict) -> None:
+    """Start counting calls.
 
     Raises:
         OSError: the journal cannot be opened.
         AttributeError: the shim is not loaded.
     """
     library = ctypes.CDLL(None, use_errno=True)
-    errors = (ctypes.c_int * len(KINDS))(*told["errors"])
-    folders, journal = "\n".join(told["folders"]).encode(), told["journal"].encode()
-    if library.storm_arm(folders, journal, told["keeps_data"], ctypes.c_long(told["fail_at"]), told["sticky"], errors):
+    errors = (ctypes.c_int * len(KINDS))(*options["errors"])
+    folders, journal, fail_at = "\n".join(options["folders"]).encode(), options["journal"].encode(), options["fail_at"]
+    if library.storm_arm(folders, journal, options["keeps_data"], ctypes.c_long(fail_at), options["sticky"], errors):
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), told["journal"])
+        raise OSError(number, os.strerror(number), options["journal"])
 
 
 def main() -> None:
-    """Instead of `deeplightning.cli:main`."""
+    """Arm the shim and run the command, instead of `deeplightning.cli:main`."""
     from deeplightning import cli
 
     arm(json.loads(os.environ.pop(_ORDER)))
@@ -115,12 +115,12 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A call as the journal has it.
+    """A call in the journal.
 
     Attributes:
-        error: 0, or why it failed.
-        inode: of the file or directory that it is about.
-        offset: of what was written; the new size where it was truncated; 1 for a map whose changes reach the file.
+        error: 0, or the error number of a failed call.
+        inode: inode of the file or directory.
+        offset: position of a write; new size of a truncation; 1 for a shared map.
         other: the new name of a rename or a link.
     """
 
@@ -139,7 +139,7 @@ class Call:
 
 
 def read(journal: Path) -> list[Call]:
-    """The calls of a run, in their order."""
+    """Return the calls of a run in their order."""
     return list(_calls(journal.read_bytes()))
 
 

@@ -1,4 +1,4 @@
-"""The table of a storm, and the line that repeats a case."""
+"""Format the table of a storm, and the command that repeats a case."""
 
 import shlex
 
@@ -6,12 +6,12 @@ from storm.schedule import Storm
 
 
 def repeat(kind: str, seed: int, number: int) -> str:
-    """The command that runs one case again."""
+    """Return the command that runs one case again."""
     return shlex.join(["bash", "test.sh", "--storm", "--seed", str(seed), "--only", kind, "--case", str(number)])
 
 
 def table(storm: Storm) -> str:
-    """A row per kind, as Markdown."""
+    """Return a Markdown table with a row per kind."""
     rows = [("kind", "what", "tried", "cases", "broken", "s a case", "tried an hour")]
     for kind, tally in storm.tallies.items():
         what = str(storm.modules[kind].WHAT)

@@ -1,6 +1,4 @@
-"""A case in a process of its own: a fork of one that has imported all, the leader of a session, the parent of what it
-leaves behind.
-"""
+"""Run a case in a forked process that is session leader and subreaper, so that no process of the case escapes."""
 
 import contextlib
 import ctypes
@@ -22,30 +20,30 @@ from storm.place import Broken, Place, Skipped
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 GRACE = 10.0
-"""Seconds that what a case has started has to end."""
+"""Seconds that the processes of a case have to end."""
 
 
 @dataclass
 class Result:
-    """How a case ended.
+    """Result of a case.
 
     Attributes:
-        held: the promise held; None: it was not tried.
-        words: what was done, or what was broken, or why it was skipped.
-        count: how many things were tried.
+        held: whether the promise held; None: it was skipped.
+        message: what was done, or what was broken, or why it was skipped.
+        count: how many faults were tried.
     """
 
     kind: str
     number: int
     held: bool | None
-    words: str
+    message: str
     count: int = 1
     seconds: float = 0.0
 
 
 @dataclass
 class Case:
-    """A case that runs."""
+    """A running case."""
 
     kind: str
     number: int
@@ -56,15 +54,15 @@ class Case:
     folder: Path
 
     def end(self, reason: str | None = None) -> Result:
-        """Reads how it ended; with a reason it is killed, and broken by that."""
+        """Wait for the end and return the result; a `reason` to kill it is a broken promise."""
         if reason is not None:
             _kill_all(psutil.Process(self.pid))
         with os.fdopen(self.answer, "rb") as file:
-            told = file.read()
+            answer = file.read()
         _, status = os.waitpid(self.pid, 0)
         seconds = time.monotonic() - self.begun
-        if reason is None and told:
-            result = Result(**json.loads(told))
+        if reason is None and answer:
+            result = Result(**json.loads(answer))
         else:
             output = (self.folder / "output.log").read_text(errors="replace")[-4000:]
             what = reason or f"the process of the case ended with {os.waitstatus_to_exitcode(status)}"
@@ -74,7 +72,7 @@ class Case:
 
 
 def start(module: ModuleType, kind: str, seed: int, number: int, base: Path) -> Case:
-    """Starts a case; its folder lies below `base`."""
+    """Start a case, with a folder below `base`."""
     folder = base / f"{kind}-{number}"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "case").mkdir(parents=True)
@@ -111,21 +109,21 @@ def _run(module: ModuleType, kind: str, seed: int, number: int, folder: Path, sh
     place = Place(folder / "case", shared, number)
     held: bool | None = True
     try:
-        words = module.case(random.Random(f"{seed} {kind} {number}"), place)
+        message = module.case(random.Random(f"{seed} {kind} {number}"), place)
     except Skipped as skipped:
-        held, words = None, str(skipped)
+        held, message = None, str(skipped)
     except Broken as broken:
-        held, words = False, str(broken)
+        held, message = False, str(broken)
     except BaseException:
-        held, words = False, traceback.format_exc()
+        held, message = False, traceback.format_exc()
     left = living_after(GRACE if held else 0, end=True)
     if held and left:
-        held, words = False, f"processes were left: {', '.join(left)}; the case: {words}"
-    return Result(kind, number, held, words, place.count)
+        held, message = False, f"processes were left: {', '.join(left)}; the case: {message}"
+    return Result(kind, number, held, message, place.count)
 
 
 def living_after(grace: float, end: bool = False) -> list[str]:
-    """The processes that a case has started and that still run after so many seconds; they are killed if asked for."""
+    """Return the processes of a case that still run after `grace` seconds; kill them if `end`."""
     me, until = psutil.Process(), time.monotonic() + grace
     # List the processes twice: one that gets a new parent meanwhile is missing from the first list.
     while ((living := _living(me)) and time.monotonic() < until) or (not living and (living := _living(me))):
@@ -151,10 +149,10 @@ def _living(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _kill_all(process: psutil.Process) -> None:
-    """A process stops, then all below it die, then it: so none can start another in between."""
+    """Stop a process, kill its descendants, then kill it: so none can start another in between."""
     with contextlib.suppress(psutil.Error):
         process.suspend()
-        for _ in range(20):  # what is killed leaves its children to the case
+        for _ in range(20):  # children of a killed process become children of the case
             if not (living := _living(process)):
                 break
             for child in living:

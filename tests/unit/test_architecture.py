@@ -1,4 +1,4 @@
-"""The page for maintainers: its picture is made from the imports, and what it names is there."""
+"""The architecture page shows the current imports, and every file that it names exists."""
 
 import re
 
@@ -11,12 +11,12 @@ TEXT = PAGE.read_text()
 
 
 def test_the_picture_is_that_of_the_imports():
-    """`python tests/architecture_page.py` renews it."""
+    """The import graph on the page is up to date; `python tests/architecture_page.py` regenerates it."""
     assert architecture_page.renewed(TEXT) == TEXT
     assert architecture_page.picture() == PICTURE.read_text()
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+/)*\w+\.(?:py|sh))`", TEXT))))
 def test_each_file_that_it_names_is_there(name):
-    """From the root of the repository."""
+    """Paths on the page are relative to the repository root."""
     assert (ROOT / name).is_file()

@@ -1,4 +1,4 @@
-"""An array of numbers becomes the input of a network; what is no array of the right shape is refused."""
+"""`ArraySpec` turns an array of numbers into a network's input and refuses arrays of another shape."""
 
 import io
 
@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 
 from deeplightning.array_spec import ArrayError, ArraySpec, read_npy, read_signal
+from deeplightning.run.inputs import inputs_of
 from deeplightning.table_spec import rows_of_csv
 
 SPEC = ArraySpec((2, 3), (1.0, 10.0), (2.0, 5.0))
 
 
 def npy(array):
-    """The bytes of a .npy file."""
+    """Return the bytes of a .npy file."""
     file = io.BytesIO()
     np.save(file, array, allow_pickle=True)
     return file.getvalue()
 
 
 def test_each_channel_is_brought_to_numbers_around_zero():
-    """Nested lists, an array and the bytes of a file give the same; mean and deviation may be one number."""
+    """Nested lists, an array and the bytes of a file give the same result; mean and deviation may be one number."""
     lists = [[1, 3, 5], [10, 15, 20]]
     expected = [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
     for given in (lists, np.array(lists), np.array(lists, np.int16), npy(np.array(lists, np.float64))):
@@ -27,8 +28,7 @@ def test_each_channel_is_brought_to_numbers_around_zero():
         assert (prepared.tolist(), prepared.dtype) == (expected, np.float32)
     assert ArraySpec((3,), (1.0,), (2.0,)).prepare([1, 3, 5]).tolist() == [0.0, 1.0, 2.0]
     assert ArraySpec((3,)).prepare([1, 3, 5]).tolist() == [1.0, 3.0, 5.0]
-    several = SPEC.scaled(np.array([lists, lists]))
-    assert several.tolist() == [expected, expected]
+    assert SPEC.scaled(np.array([lists, lists])).tolist() == [expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_each_channel_is_brought_to_numbers_around_zero():
     ],
 )
 def test_what_is_no_such_array_is_refused(given, words, status):
-    """In a sentence, and by the HTTP status that fits."""
+    """The error says what is wrong and has the matching HTTP status."""
     with pytest.raises(ArrayError, match=words) as caught:
         SPEC.prepare(given)
     assert caught.value.status == status
 
 
 def test_arrays_of_another_length_are_cut_or_filled_where_the_spec_says_so():
-    """Zeros are added before the scaling, as in training; other dimensions must agree."""
+    """Zeros are appended before scaling, as in training; the other dimensions must match."""
     spec = ArraySpec((2, 3), (1.0,), (2.0,), takes_any_length=True)
     for given, expected in (
         ([[1, 3, 5, 7], [1, 1, 1, 1]], [[0, 1, 2], [0, 0, 0]]),
@@ -73,7 +73,7 @@ def test_arrays_of_another_length_are_cut_or_filled_where_the_spec_says_so():
 @pytest.mark.parametrize("dtype", ["<f4", ">f8", "<i2", "|u1", "|b1", "<f2"])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_a_file_is_read_as_numpy_reads_it(dtype, order):
-    """Of any byte order and layout, by a reader that unpickles nothing and takes no memory that the file lacks."""
+    """`read_npy` agrees with numpy for any byte order and memory layout."""
     array = np.asarray(np.arange(24).reshape(2, 3, 4) % 2, dtype=dtype, order=order)
     found = read_npy(npy(array))
     np.testing.assert_array_equal(found, array)
@@ -81,7 +81,7 @@ def test_a_file_is_read_as_numpy_reads_it(dtype, order):
 
 
 def test_a_file_that_announces_more_than_it_has_takes_no_memory():
-    """A header of 128 bytes that names 10^15 numbers, or is no header at all."""
+    """A header that announces 10^15 numbers or is malformed is refused."""
     head = npy(np.zeros(1))[:128]
     for text in (b"(1000000000000000,)", b"(-1,)", b"('a',)", b"[1]", b"(1.5,)", b"1"):
         for given in (head.replace(b"(1,)", text), head.replace(b"{", b"[")):
@@ -89,8 +89,8 @@ def test_a_file_that_announces_more_than_it_has_takes_no_memory():
                 read_npy(given + b"\0" * 8)
 
 
-def test_a_first_line_with_a_gap_is_no_header(tmp_path):
-    """`nan` and `inf` are data: a signal keeps its first step, and a table the header above such a row."""
+def test_nan_and_inf_in_the_first_line_are_data(tmp_path):
+    """`nan` and `inf` do not make a header: a signal keeps its first step, and a table the header above such a row."""
     path = tmp_path / "a.csv"
     for text, steps in (("nan,1\n2,inf\n", 2), ("left,right\nnan,1\n", 1)):
         path.write_text(text)
@@ -99,7 +99,7 @@ def test_a_first_line_with_a_gap_is_no_header(tmp_path):
 
 
 def test_a_csv_file_of_a_signal_is_read_as_it_comes(tmp_path):
-    """With empty lines at its end and a header in any encoding; a gap is named by its line, the first one too."""
+    """Empty last lines and a header in any encoding are accepted; an error about a missing number names its line."""
     path = tmp_path / "a.csv"
     for data in ("Zeit;µV\n1,5;2\n\n".encode("cp1252"), "t\tµV\n1,5\t2\n".encode("utf-16"), b"1.5 2\n \n"):
         path.write_bytes(data)
@@ -115,7 +115,7 @@ def test_a_csv_file_of_a_signal_is_read_as_it_comes(tmp_path):
 
 
 def test_decimal_commas_below_one_name_are_no_two_channels(tmp_path):
-    """A column of Excel's in German would be two channels of whole numbers; a header of two names says that it is."""
+    """A column with decimal commas is not read as two channels of whole numbers, unless the header has two names."""
     path = tmp_path / "a.csv"
     path.write_text("mV\n0,125\n-1,5\n")
     with pytest.raises(ArrayError, match=r"'mV' is one column, line 2 has two values; write 0\.5 for 0,5"):
@@ -125,7 +125,7 @@ def test_decimal_commas_below_one_name_are_no_two_channels(tmp_path):
 
 
 def test_a_spec_travels_as_plain_types():
-    """And what is no spec is refused with what is wrong."""
+    """`from_dict` restores what `to_dict` returns, and refuses invalid values with the reason."""
     assert ArraySpec.from_dict(SPEC.to_dict()) == SPEC
     for change, words in (
         ({"shape": []}, "shape must be one or more whole numbers"),
@@ -137,3 +137,24 @@ def test_a_spec_travels_as_plain_types():
     ):
         with pytest.raises(ValueError, match=words):
             ArraySpec.from_dict(SPEC.to_dict() | change)
+
+
+def test_a_signal_of_one_channel_needs_no_dimension_for_it():
+    """(T,) is accepted as (1, T), as in training; it is also cut or padded."""
+    file = io.BytesIO()
+    np.save(file, np.array([1, 2, 3]))
+    for given in ([1, 2, 3], file.getvalue(), [[1, 2, 3]]):
+        assert ArraySpec((1, 3)).prepare(given).tolist() == [[1, 2, 3]]
+    assert ArraySpec((1, 3), takes_any_length=True).prepare([1, 2]).tolist() == [[1, 2, 0]]
+    with pytest.raises(ArrayError, match="the shape no dimension, not 1"):
+        ArraySpec((1,)).prepare(3)
+
+
+def test_a_file_of_two_columns_is_no_array_of_one(tmp_path):
+    """No column of a file is dropped: two do not fit a network that takes (T,), one does."""
+    (tmp_path / "a.csv").write_text("nm,intensity\n400,1\n500,2\n600,3\n")
+    (tmp_path / "b.csv").write_text("intensity\n1\n2\n3\n")
+    ((_, two),), ((_, one),) = (inputs_of(tmp_path / name, "array", ArraySpec((3,))) for name in ("a.csv", "b.csv"))
+    with pytest.raises(ArrayError, match="the shape 2 x 3, not 3"):
+        ArraySpec((3,)).prepare(two)
+    assert ArraySpec((3,)).prepare(one).tolist() == [1, 2, 3]

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from served import COLOURS, colour_run, encoded, negative_run, picture
+from served import COLOURS, encoded, negative_run, picture
 
 from deeplightning.image_spec import ImageSpec
 from deeplightning.runfolder import card_digest
@@ -17,17 +17,9 @@ SAMPLES = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8
 RUN = {"id": "abc", "folder_name": "a run", "created": "now", "versions": {}}
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    return colour_run(tmp_path_factory.mktemp("runs") / "a run")
-
-
-# What opens.
-
-
 def test_a_bundle_answers(run_folder):
-    """A bundle, or the run folder that has it, has task, labels and what an export writes about the run, and answers
-    pictures as its network does. Golden samples are available as clients send them."""
+    """A bundle, opened directly or by its run folder, has task, labels and the export's facts about the run, and
+    predicts as its network does. Its golden samples are available in the form that clients send."""
     bundle = Bundle.open(run_folder.path)
     assert bundle.examples == json.loads(run_folder.bundle_card.read_text())["golden"]["pictures"]
     assert (bundle.folder, bundle.task, bundle.precision) == (run_folder.bundle, "image_classification", "fp32")
@@ -47,9 +39,6 @@ def test_a_bundle_may_be_copied_and_linked_to(run_folder, tmp_path):
     shutil.copytree(run_folder.bundle, tmp_path / "elsewhere")
     (tmp_path / "link").symlink_to("elsewhere")
     np.testing.assert_array_equal(Bundle.open(tmp_path / "link").samples, SAMPLES)
-
-
-# What does not.
 
 
 def edited(change, has_digest=True):
@@ -81,7 +70,7 @@ def answers(*rows):
     return lambda card: card["golden"].update(fp32=encoded(np.array(rows, "<f4").tobytes()))
 
 
-# Wrong cards, things in the place of a file, and other graphs are in `hostile/bundles.jsonl`.
+# Wrong cards, folders and links instead of files, and other graphs are in `hostile/bundles.jsonl`.
 DAMAGES = {
     "no folder": (shutil.rmtree, "There is no folder"),
     "no bundle.json": (lambda folder: (folder / "bundle.json").unlink(), "`deeplightning export RUN` writes one"),

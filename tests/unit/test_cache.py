@@ -1,4 +1,4 @@
-"""The cache of decoded images: nothing is decoded twice, nothing stale is ever used, and without it all goes on."""
+"""The cache of decoded images decodes each file once, never returns stale pixels, and a run works without it."""
 
 import contextlib
 import errno
@@ -52,7 +52,7 @@ def draw(path: Path, number: int) -> None:
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """What was decoded: each time, the file or the number of bytes."""
+    """Every decoded file, or its number of bytes, in order."""
     calls = []
     decode = ImageSpec.decode
 
@@ -71,7 +71,7 @@ def ready(root: Path, stage=None, **params) -> ImageFolder:
 
 
 def pictures(module: ImageData) -> dict[str, tuple[int, bytes]]:
-    """Of each path its label and pixels, as the loaders give them."""
+    """Return the label and pixels of each path, as the loaders give them."""
     found = {}
     for split in ("train", "val", "test"):
         items = module.dataset(split).samples.items
@@ -82,7 +82,7 @@ def pictures(module: ImageData) -> dict[str, tuple[int, bytes]]:
 
 
 def right(root: Path, **params) -> dict[str, tuple[int, bytes]]:
-    """The same, decoded without a cache."""
+    """Return the same from files that are decoded without a cache."""
     return pictures(ready(root, in_memory=True, cache=False, **params))
 
 
@@ -95,16 +95,13 @@ def folders(cache: Path) -> set[str]:
 
 
 def only(cache: Path) -> Path:
-    """The one folder in the cache."""
+    """Return the only folder in the cache."""
     (name,) = folders(cache)
     return cache / name
 
 
-# What is decoded
-
-
 def test_decoded_once(root, cache, decoded):
-    """The first start decodes each file once, a later one none; the pictures are those that decoding gives."""
+    """The first start decodes each file once, a later one none; cached pictures equal decoded ones."""
     first = ready(root)
     assert len(decoded) == COUNT
     again = ready(root)
@@ -115,9 +112,8 @@ def test_decoded_once(root, cache, decoded):
 
 
 def test_another_seed_or_fold_decodes_nothing(root, decoded):
-    """All sets of all divisions share the rows."""
-    module = ImageFolder(data_config(root, seed=1, batch_size=8), image_size=8)
-    module.setup("test")
+    """All splits share the cached rows."""
+    ready(root, "test")
     assert len(decoded) == COUNT
     for seed, folds in itertools.product((2, 3), (None, 4)):
         module = ImageFolder(data_config(root, seed, batch_size=8, num_splits=folds), image_size=8)
@@ -127,7 +123,7 @@ def test_another_seed_or_fold_decodes_nothing(root, decoded):
 
 
 def in_place(path: Path) -> None:
-    """The file itself gets another content of the same size, and its times are set back."""
+    """Change the content of a file, not its size, and restore its times."""
     status = path.stat()
     with Image.open(path) as image:
         pixels = 255 - np.asarray(image)
@@ -136,7 +132,7 @@ def in_place(path: Path) -> None:
 
 
 def by_another(path: Path) -> None:
-    """Another file of the same size and time takes its place."""
+    """Replace a file by another of the same size and times."""
     beside = path.with_name(".beside.bmp")
     shutil.copy2(path, beside)
     in_place(beside)
@@ -145,7 +141,7 @@ def by_another(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [in_place, by_another])
 def test_another_content_is_decoded(root, decoded, change):
-    """Also where size and time of change are the old ones."""
+    """A changed file is decoded again, even if its size and modification time are the same."""
     before = pictures(ready(root))
     path = root / "b" / "001.bmp"
     status = path.stat()
@@ -158,8 +154,8 @@ def test_another_content_is_decoded(root, decoded, change):
     assert after == right(root)
 
 
-def test_a_damaged_file_is_the_first_that_is_named(root):
-    """As without a cache, with its path, and with exit code 3; what is missing as well."""
+def test_a_damaged_or_missing_file_is_named(root):
+    """As without a cache, the error has the path and exit code 3."""
     (root / "a" / "009.bmp").write_bytes(b"no image")
     (root / "b" / "001.bmp").write_bytes(b"")
     with pytest.raises(DataError, match=r"root/\w/\d+\.bmp: cannot be used as an image\.") as error:
@@ -177,7 +173,7 @@ SPEC = {"height": 8, "width": 8, "mode": "RGB", "resize": "crop"}
     "change", [{"width": 9}, {"mode": "L"}, {"resize": "pad"}, {"max_pixels": 9}, "Pillow", "decoder", "code"]
 )
 def test_another_rule_has_another_folder(tmp_path, monkeypatch, change):
-    """Whatever decides what a file's content becomes is part of the folder's name; mean and deviation are not."""
+    """The folder's name depends on everything that determines the pixels; mean and deviation do not."""
 
     def rule(max_pixels=10, **spec):
         return cache_module.rule_of(ImageSpec(**(SPEC | spec)), max_pixels)
@@ -192,9 +188,6 @@ def test_another_rule_has_another_folder(tmp_path, monkeypatch, change):
         (tmp_path / "image_spec.py").write_text("# another rule\n")
         monkeypatch.setattr(cache_module.image_spec, "__file__", str(tmp_path / "image_spec.py"))
     assert before != rule(**(change if isinstance(change, dict) else {}))
-
-
-# Damage
 
 
 def flip(path: Path, place: float) -> None:
@@ -231,8 +224,8 @@ def swap(path: Path, record: np.dtype) -> None:
     ],
 )
 def test_damage(root, cache, name, damage):
-    """A file of the cache that is cut off, altered or gone costs time at most, and the next start is as usual; who
-    has mapped what was there does not notice when others make it anew."""
+    """A cache file that is truncated, altered or deleted is rebuilt once; a process that has mapped the old file is not
+    affected."""
     wanted = pictures(ready(root))
     running = ready(root) if name != "pixels" else None
     damage(only(cache) / name)
@@ -245,18 +238,18 @@ def test_damage(root, cache, name, damage):
 
 @pytest.mark.parametrize("how", ["of another user", "group", "everybody", "link"])
 def test_what_another_user_could_have_written_is_not_used(root, cache, how, monkeypatch, caplog, decoded):
-    """A folder that others may write into is left alone with a warning, and the images are decoded; neither does
-    another source take its rows from there."""
+    """A folder that others can write to is neither read nor changed: a warning names it, and the images are decoded,
+    those of a copy too."""
     expected = pictures(ready(root))
     folder = only(cache)
-    if how == "of another user":  # only root may give a file away, so who owns it is said differently
+    if how == "of another user":  # only root can change an owner, so the test fakes it
         lstat = Path.lstat
 
-        def told(path):
+        def faked(path):
             status = lstat(path)
             return os.stat_result((*status[:4], os.geteuid() + 1, *status[5:])) if path == folder else status
 
-        monkeypatch.setattr(Path, "lstat", told)
+        monkeypatch.setattr(Path, "lstat", faked)
     elif how == "link":
         folder.rename(cache.parent / "moved")
         folder.symlink_to(cache.parent / "moved")
@@ -274,30 +267,27 @@ def test_what_another_user_could_have_written_is_not_used(root, cache, how, monk
 
 
 def test_check_sums_of_large_sets(root, cache, monkeypatch, caplog):
-    """Of a set that is larger than what is checked, rows from the first to the last are."""
+    """In a set above the limit, evenly spaced rows are verified, with the first and the last."""
     wanted = pictures(ready(root))
     monkeypatch.setattr(cache_module, "CHECKSUM_BYTES", 5 * ROW)
-    for place, told in ((0, True), (1, True), (5.5 / COUNT, False)):
-        ready(root)  # which has all rows again
+    for place, is_noticed in ((0, True), (1, True), (5.5 / COUNT, False)):
+        ready(root)  # rebuilds the cache
         caplog.clear()
         flip(only(cache) / "pixels", place)
         found = pictures(ready(root))
-        assert ("is damaged and is rebuilt" in caplog.text) is told
-        assert (found == wanted) is told
-
-
-# What goes wrong while it is made
+        assert ("is damaged and is rebuilt" in caplog.text) is is_noticed
+        assert (found == wanted) is is_noticed
 
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """Four pictures are decoded at a time."""
+    """Decode four pictures at a time, in one thread."""
     monkeypatch.setattr(cache_module, "_CHUNK_BYTES", 4 * ROW)
     monkeypatch.setattr(datasets, "threads", lambda: 1)
 
 
 def forked(work, count: int) -> list[int]:
-    """Exit codes of processes that do the work at once."""
+    """Return the exit codes of processes that do the work at the same time."""
     children = []
     for number in range(count):
         if (child := os.fork()) == 0:
@@ -328,7 +318,7 @@ def test_interrupted(root, decoded, monkeypatch, in_chunks):
 
 
 def test_killed(root, cache, decoded, monkeypatch):
-    """What a process had made when it was killed does not count."""
+    """The incomplete files of a killed process are ignored and removed."""
 
     def dies(data, file, content):
         data.with_name("index.new").write_bytes(content[:100])
@@ -346,7 +336,7 @@ def test_killed(root, cache, decoded, monkeypatch):
 
 
 def test_a_full_disk(root, cache, monkeypatch, caplog):
-    """It is said once, nothing half-made is left, and the set is held in memory."""
+    """A full disk is reported once, leaves no incomplete files, and the set is kept in memory."""
 
     def full(file):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -362,11 +352,8 @@ def test_a_full_disk(root, cache, monkeypatch, caplog):
     assert pictures(ready(root)) == right(root)
 
 
-# Several processes
-
-
 def test_processes_at_once(root, decoded, in_chunks):
-    """Of four processes that start together each image is decoded by one, and all have the same."""
+    """If four processes start together, one of them decodes each image, and all have the same pictures."""
     wanted = right(root)
     decoded.clear()
 
@@ -381,15 +368,12 @@ def test_processes_at_once(root, decoded, in_chunks):
     assert decoded[COUNT:] == []
 
 
-# Room
-
-
 def per_row(size: int) -> int:
-    return 3 * size * size + 4  # and its check sum
+    return 3 * size * size + 4  # and its checksum
 
 
 def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
-    """When there is no room, and never what a process uses."""
+    """Above the size limit the least recently used folder is removed, unless a process uses it."""
     made = {}
     for size in (8, 9, 10):
         before = folders(cache) if cache.exists() else set()
@@ -399,14 +383,13 @@ def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
     names = {size: name for size, (_, name) in made.items()}
     used = made[9][0]
     del made
-    monkeypatch.setenv(
-        "DEEPLIGHTNING_CACHE_LIMIT", str((COUNT * (per_row(8) + per_row(9) + per_row(11)) + 1000) / 2**30)
-    )
+    limit = COUNT * (per_row(8) + per_row(9) + per_row(11)) + 1000
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(limit / 2**30))
     with caplog.at_level(logging.INFO):
         ready(root, image_size=11)
-    left = folders(cache)
-    assert {names[8], names[9]} < left  # the oldest is in use
-    assert names[10] not in left
+    remaining = folders(cache)
+    assert {names[8], names[9]} < remaining  # the oldest is in use
+    assert names[10] not in remaining
     assert "least recently used" in caplog.text
     assert pictures(used) == right(root, image_size=9)
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(COUNT * per_row(12) / 2**30))
@@ -417,7 +400,7 @@ def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
 
 
 def test_a_set_that_is_too_large(root, cache, monkeypatch, caplog):
-    """It is prepared for each batch, as without a cache, and one line says why."""
+    """A set above the size limit is decoded batch by batch, as without a cache, and one log line says why."""
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", "0.000001")
     module = ready(root, in_memory=False)
     assert isinstance(module.dataset("train"), OnDemand)
@@ -432,7 +415,7 @@ def test_a_set_that_is_too_large(root, cache, monkeypatch, caplog):
 
 
 def test_deleted_while_in_use(root, cache, decoded):
-    """What is mapped stays readable, and the next start makes another."""
+    """If the cache is deleted during a run, the run continues, and the next start decodes again."""
     module = ready(root)
     shutil.rmtree(cache)
     assert pictures(module) == right(root)
@@ -442,7 +425,7 @@ def test_deleted_while_in_use(root, cache, decoded):
 
 
 def test_what_else_is_in_the_folder_is_left_alone(root, cache, monkeypatch):
-    """A user may name a folder with other things in it."""
+    """A cache folder may contain unrelated files, which are never removed."""
     others = [cache / "holidays" / "pixels", cache / "holidays" / "rows", cache / "holidays" / "lock", cache / "notes"]
     (cache / "holidays").mkdir(parents=True)
     for path in others:
@@ -454,11 +437,8 @@ def test_what_else_is_in_the_folder_is_left_alone(root, cache, monkeypatch):
     assert all(path.read_bytes() == b"x" * 100 for path in others)
 
 
-# As a data set
-
-
 class Own(ImageData):
-    """Data of a user's own, in files, without `data.root`."""
+    """A user's data module that gives paths, without `data.root`."""
 
     def __init__(self, cfg, folder, **options):
         super().__init__(cfg, ImageSpec(8, 8), **options)
@@ -471,7 +451,7 @@ class Own(ImageData):
 
 
 def test_own_data(root, cache, decoded):
-    """A subclass that gives paths has the cache as well, and the option to have none."""
+    """A user's subclass that gives paths uses the cache, unless `cache=False`."""
     for _ in range(2):
         module = Own(data_config(batch_size=8), root)
         module.setup()
@@ -486,17 +466,15 @@ def test_own_data(root, cache, decoded):
     [
         (True, None, "xdg/deeplightning/images"),
         (True, "", "xdg/deeplightning/images"),
-        (True, "told", "told"),
+        (True, "named", "named"),
         (True, "off", None),
         ("given", "off", "given"),
-        ("given", "told", "given"),
         ("~/given", None, "home/given"),
-        (False, "told", None),
-        (False, None, None),
+        (False, "named", None),
     ],
 )
-def test_where_it_lies(tmp_path, monkeypatch, param, variable, expected):
-    """The param goes before DEEPLIGHTNING_CACHE, which goes before the user's cache folder."""
+def test_the_folder_of_the_cache(tmp_path, monkeypatch, param, variable, expected):
+    """The param takes precedence over DEEPLIGHTNING_CACHE, which takes precedence over the user's cache folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -507,7 +485,7 @@ def test_where_it_lies(tmp_path, monkeypatch, param, variable, expected):
 
 
 def test_the_home_of_a_user(tmp_path, monkeypatch):
-    """Without XDG_CACHE_HOME it is ~/.cache; a user without a home has none."""
+    """Without XDG_CACHE_HOME the cache is in ~/.cache; a user without a home directory has none."""
     for name in ("DEEPLIGHTNING_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -517,7 +495,7 @@ def test_the_home_of_a_user(tmp_path, monkeypatch):
 
 
 def test_a_gpu(root, monkeypatch):
-    """Batches for one are pinned unless the config says otherwise; `in_memory: device` makes them there. The GPU is
+    """Batches for a GPU are pinned unless the config says otherwise; `in_memory: device` builds them on the GPU, here
     torch's "meta" device, which has shapes and no values."""
     assert ready(root, in_memory="device").train_dataloader().dataset.large["image"].device.type == "cpu"
     module = ready(root)

@@ -1,4 +1,4 @@
-"""`check` reports all faults of a config at once, each with its place: `deeplightning.config.examine`."""
+"""`check` reports all errors of a config at once, each with its position: `deeplightning.config.examine`."""
 
 import json
 import subprocess
@@ -10,20 +10,25 @@ from typing import Any
 import pytest
 import yaml
 from checks import GOOD, load
+from commands import real
 
 from deeplightning import faults
 from deeplightning.config import strategy
 from deeplightning.config.examine import examine
 
-pytestmark = pytest.mark.usefixtures("here")
-
-
 BY_SOURCE, BY_IMPORTING = (False,), (True,)
 
 
+@pytest.fixture(autouse=True)
+def here(here: Path) -> Path:
+    """A working directory with a valid config, `c.yaml`."""
+    Path("c.yaml").write_text(GOOD)
+    return here
+
+
 def notes(*overrides: str, text: str = GOOD, ways: tuple[bool, ...] = (*BY_SOURCE, *BY_IMPORTING)) -> list[str]:
-    """What is wrong with a config, `place: key: words` each: the same by its source and when all of it is imported,
-    unless one of these `ways` is asked for."""
+    """Return the errors of a config, `position: key: message` each. By default they must be the same whether the
+    targets are read as source or imported."""
     Path("c.yaml").write_text(text)
     reports = [examine("c.yaml", list(overrides), importing=importing) for importing in ways]
     if len(ways) == 2:
@@ -33,7 +38,7 @@ def notes(*overrides: str, text: str = GOOD, ways: tuple[bool, ...] = (*BY_SOURC
 
 
 def note(*overrides: str, **how: Any) -> str:
-    """The only thing that is wrong, without its place."""
+    """Return the only error, without its position."""
     (one,) = notes(*overrides, **how)
     return one.removeprefix(f"override {overrides[-1]}: ") if overrides else one
 
@@ -58,10 +63,9 @@ def note(*overrides: str, **how: Any) -> str:
         ("data.root=5", "data.root: must be a text or null, not the number 5"),
         ("stages=train", "stages: must be a list, not the text 'train'"),
         ("engine.env={A: 1}", "engine.env.A: must be a text, not the number 1"),
-        ("engine.gpus=[0, a]", "engine.gpus.1: must be a whole number"),
         ("train=5", "train: must be a mapping of num_epochs, max_steps,"),
         ("model.network.params=5", "model.network.params: must be a mapping, not the number 5"),
-        # not one of the words
+        # not one of the choices
         ("engine.backend=deepspeed_stage_4", "not the text 'deepspeed_stage_4'. Did you mean deepspeed_stage_3?"),
         ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 1}, call: {interval: batch}}",
          "model.scheduler.call.interval: must be one of epoch, step, not the text 'batch'. Did you mean step?"),
@@ -79,7 +83,7 @@ def note(*overrides: str, **how: Any) -> str:
         ("train.checkpoint.every_n_epochs=.inf", "whole number of epochs, or a fraction between 0 and 1, not inf"),
         ("data.num_splits=1", "data.num_splits: must be at least 2, not 1"),
         ("stages=[]", "stages: nothing to do: give at least one of train, validate, test, predict"),
-        # nobody to start it
+        # machines that nothing starts
         ("engine.num_nodes=2", "engine.num_nodes: 2 machines must be started: by torchrun, Slurm, "),
         # missing
         ("~train.num_epochs", "train.num_epochs: missing: how long to train, for example `num_epochs: 10`"),
@@ -91,21 +95,22 @@ def note(*overrides: str, **how: Any) -> str:
     ],
 )  # fmt: skip
 def test_one_wrong_value_is_one_note(override, words):
-    """Unknown, of another type, no known word, out of range, missing: what is found and what is allowed."""
-    found = notes(override, ways=BY_SOURCE)  # with such a fault nothing is imported
+    """A key that is unknown, missing, of another type or out of range gets one message with the value and what is
+    allowed."""
+    found = notes(override, ways=BY_SOURCE)  # with such an error nothing is imported
     assert words in found[0]
     assert len(found) == 1
 
 
-def test_an_item_of_a_param_is_told_at_its_own_line():
-    """Not at the line of its list."""
+def test_an_error_in_a_list_item_has_its_line():
+    """An error in a list item has the item's line, not the line of the list."""
     items = "{type: deeplightning.data.digits.Digits, params: {augment: [\n    {type: torch.nn.Dropout},\n    7]}}"
     (found,) = notes(text=GOOD.replace("{type: deeplightning.data.digits.Digits}", items))
     assert found.startswith("c.yaml:4:5: data.module.params.augment.1: deeplightning.data.digits.Digits takes a target")
 
 
-def test_a_value_of_the_file_is_told_with_line_and_column():
-    """The place of a key is where it stands, of a missing one where its section does."""
+def test_errors_have_line_and_column():
+    """The position of an error is that of the key; for a missing key, that of its section."""
     text = GOOD.replace("batch_size: 32", "batch_size: many").replace(
         "train: {num_epochs: 1}", "train: {}\nloger: {}\n"
     )
@@ -117,7 +122,7 @@ def test_a_value_of_the_file_is_told_with_line_and_column():
 
 
 def test_thousands_of_unknown_keys_are_one_note():
-    """Another kind of YAML file is not answered with a note per line."""
+    """A file that is not a config at all gets one message, not one per line."""
     (one,) = notes(text="\n".join(f"k{n}: 1" for n in range(5000)))
     assert one.startswith(
         "c.yaml:1:1: 5000 unknown keys, such as k0; is this a config? Known here: version, seed, stages"
@@ -129,7 +134,7 @@ def test_thousands_of_unknown_keys_are_one_note():
 
 
 def test_a_package_that_is_missing_is_one_note(monkeypatch):
-    """With its install command, and each key that needs it."""
+    """The message has the install command and each key that needs the package."""
     monkeypatch.setitem(faults._PACKAGES, "gone", "gone-project")
     needed = {"model.optimizer.type": "gone.Lamb", "model.loss.type": "gone.loss.Smooth"}
     found = note(*(f"{key}={value}" for key, value in needed.items()), ways=BY_IMPORTING)
@@ -148,7 +153,7 @@ def test_a_package_that_is_missing_is_one_note(monkeypatch):
         ("model.optimizer.params.params=[1]", "torch.optim.SGD: `params` is set by Deep Lightning; remove it"),
         ("data.module={type: deeplightning.data.image_folder.ImageFolder, params: {resize: crp}}",
          "ImageFolder takes 'crop' or 'stretch' or 'pad' here, not the text 'crp'. Did you mean crop?"),
-        # of another kind
+        # not what the key expects
         ("model.network={type: torch.nn.CrossEntropyLoss}", "torch.nn.CrossEntropyLoss is a loss, not a network"),
         ("model.network={type: torch.optim.SGD}", "torch.optim.SGD is not a network (torch.nn.Module)"),
         ("model.loss={type: torchmetrics.MeanMetric}", "torchmetrics.MeanMetric is a metric, not a loss"),
@@ -173,7 +178,8 @@ def test_a_package_that_is_missing_is_one_note(monkeypatch):
     ],
 )  # fmt: skip
 def test_one_wrong_target_is_one_note(override, words):
-    """Unknown module or class with the nearest one, wrong params, a thing of another kind, also inside params."""
+    """An unknown module or class, a wrong param or an object of the wrong kind gets one message with a suggestion, also
+    inside params."""
     found = notes(override)
     assert len(found) == 1
     assert words in found[0]
@@ -196,7 +202,6 @@ def test_one_wrong_target_is_one_note(override, words):
          "'bfloat'. Did you mean bfloat16?"),
         ("fsdp", "wrap: {a: 1}", "engine.params.wrap: deeplightning.engine.fsdp.Fsdp takes a whole number or a list"),
         ("fsdp", "sharding_strategy: FULL_SHARD", "engine.fsdp.Fsdp has no param `sharding_strategy`. It takes: wrap,"),
-        ("fsdp", "tensor_parallel: 2", "engine.fsdp.Fsdp has no param `tensor_parallel`. It takes: wrap,"),
         ("fsdp", "reshard_after_forward: false, reduce_dtype: float32, cpu_offload: true, wrap: [Linear, conv1]", None),
         ("ddp", "ddp_comm_hook: {ref: json.dumbs}", "engine.params.ddp_comm_hook.ref: json has no `dumbs`."),
         ("deepspeed_stage_1", "config: {progressive_layer_drop: {}}", "progressive_layer_drop: unknown to DeepSpeed."),
@@ -204,7 +209,7 @@ def test_one_wrong_target_is_one_note(override, words):
         ("deepspeed_stage_2", "config: {flop_profiler: {}}", "config.flop_profiler: unknown to DeepSpeed. "
          "Did you mean flops_profiler? It knows activation_checkpointing,"),
         ("deepspeed_stage_2", "config: {zero_optimization: false}", "zero_optimization: must be a mapping, such"),
-        # words of DeepSpeed and Horovod
+        # keys of DeepSpeed and Horovod
         ("deepspeed_stage_3", "stage3_gather_fp16_weights_on_model_save: true", "No equivalent here: checkpoints are"),
         ("deepspeed_stage_3", "compression: fp16", "Here it is called engine.params.ddp_comm_hook."),
         ("deepspeed_stage_3", "op: Adasum", "No equivalent here: gradients are averaged."),
@@ -214,35 +219,35 @@ def test_one_wrong_target_is_one_note(override, words):
     ],
 )  # fmt: skip
 def test_params_of_the_engine_are_compared_with_the_strategys(backend, params, words):
-    """With its own and, for ddp, with those of torch's class that they are handed on to."""
+    """`engine.params` is checked against the strategy's params and, for ddp, those of torch's class that gets them."""
     overrides = [f"engine.backend={backend}", f"engine.params={{{params}}}"]
     assert notes(*overrides) == [] if words is None else words in note(*overrides)
 
 
-def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
-    """Of the version that is installed, without those that it refuses as given up or takes with a warning."""
+def test_the_known_keys_of_deepspeeds_json_are_those_that_it_reads():
+    """The known keys are those that the installed DeepSpeed reads, without those that it has removed or deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         config = pytest.importorskip("deepspeed.runtime.config")
-    asked = set()
+    read = set()
 
     class Json(dict):
         def __contains__(self, word):
-            asked.add(word)
+            read.add(word)
             return super().__contains__(word)
 
         def get(self, word, default=None):
-            asked.add(word)
+            read.add(word)
             return super().get(word, default)
 
         def keys(self):
-            return self  # so that `word in config.keys()` asks as well
+            return self  # so that `word in config.keys()` is recorded as well
 
     config.DeepSpeedConfig(Json(train_batch_size=1))
     removed = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, "bfloat16"}  # the latter is another name of bf16
-    json_words = {*strategy._JSON_KEYS, *strategy._JSON_SET_ELSEWHERE}
-    assert asked - json_words == removed
-    assert json_words - asked == {"sequence_parallel_size"}  # it asks for it of a network
+    known = {*strategy._JSON_KEYS, *strategy._JSON_SET_ELSEWHERE}
+    assert read - known == removed
+    assert known - read == {"sequence_parallel_size"}  # which DeepSpeed reads from a network
 
 
 @pytest.mark.parametrize(
@@ -259,12 +264,12 @@ def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
     ],
 )
 def test_right_targets_pass(override):
-    """Functions as networks, several losses, schedulers with numbers to come, targets inside params."""
+    """Functions as networks, several losses, schedulers with `auto` lengths and targets inside params are valid."""
     assert notes(override) == []
 
 
 def test_a_users_own_module_is_checked_like_ours(here):
-    """A nested package in the working directory, and a file beside the config, are found and compared."""
+    """A class of a package in the working directory gets the same checks and suggestions."""
     (here / "losses").mkdir()
     own = "import torch\n\n\nclass Mine(torch.nn.Module):\n    def __init__(self, factor: float = 1.0): ...\n"
     (here / "losses" / "custom.py").write_text(own)
@@ -277,7 +282,7 @@ def test_a_users_own_module_is_checked_like_ours(here):
 
 
 def test_a_module_beside_the_config_is_found_from_elsewhere(here, monkeypatch):
-    """The folder of the config file is an import root, wherever the command is called."""
+    """The folder of the config file is an import root, whatever the working directory is."""
     (here / "project").mkdir()
     (here / "project" / "beside_config.py").write_text("import torch\n\n\nclass Net(torch.nn.Module): ...\n")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(here)])
@@ -286,7 +291,7 @@ def test_a_module_beside_the_config_is_found_from_elsewhere(here, monkeypatch):
 
 
 def test_a_class_of_the_other_lightning_is_refused_in_words(here, monkeypatch):
-    """`lightning.pytorch` classes are no `pytorch_lightning` classes, and look just alike: the note says what to do."""
+    """A class derived from `lightning.pytorch` instead of `pytorch_lightning` is an error that says what to do."""
     package = here / "lightning" / "pytorch"
     package.mkdir(parents=True)
     (here / "lightning" / "__init__.py").write_text("")
@@ -301,21 +306,22 @@ def test_a_class_of_the_other_lightning_is_refused_in_words(here, monkeypatch):
 
 
 def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
-    """A wrong value from the environment is told by the variable's name."""
+    """An error about a value from the environment has the variable's name, not its value, also if its default applies;
+    for a number it names `oc.decode`."""
     monkeypatch.setenv("SOME_TOKEN", "hunter2")
     assert note("data.batch_size=${oc.env:SOME_TOKEN}") == (
         "data.batch_size: must be a whole number or null, not the value of ${oc.env:SOME_TOKEN}"
     )
-    assert note("model.optimizer.params.lr=${oc.env:SOME_TOKEN}") == (
-        "model.optimizer.params.lr: torch.optim.SGD takes a number here, not the text of ${oc.env:SOME_TOKEN}; "
-        "write `${oc.decode:${oc.env:SOME_TOKEN}}`"
-    )
+    for text in ("${oc.env:SOME_TOKEN}", "${oc.env:IT_IS_NOT_SET,0.1}"):
+        assert note(f"model.optimizer.params.lr={text}") == (
+            f"model.optimizer.params.lr: torch.optim.SGD takes a number here, not the text of {text}; "
+            f"write `${{oc.decode:{text}}}`"
+        )
 
 
 WRAPPED = """
 import functools
 from torch import nn
-
 
 def open_to_more(given):
     @functools.wraps(given)
@@ -324,16 +330,13 @@ def open_to_more(given):
 
     return init
 
-
 class Base(nn.Module):
     def __init_subclass__(cls):
         cls.__init__ = open_to_more(cls.__init__)
 
-
 class Open(Base):
     def __init__(self, sides: int = 1):
         super().__init__()
-
 
 class Decorated(nn.Module):
     @open_to_more
@@ -343,9 +346,8 @@ class Decorated(nn.Module):
 
 
 def test_a_constructor_that_a_wrapper_opens_to_any_keyword_is_unchecked():
-    """A wrapper may take more than it shows: a param of it is never a fault, by its source and imported."""
+    """A wrapper may accept more keywords than its signature shows: an unknown param is unchecked, never an error."""
     Path("own_wrapped.py").write_text(WRAPPED)
-    Path("c.yaml").write_text(GOOD)
     for importing in (False, True):
         for name in ("Open", "Decorated"):
             target = f"model.network={{type: own_wrapped.{name}, params: {{more: 3}}}}"
@@ -370,8 +372,9 @@ def test_a_constructor_that_a_wrapper_opens_to_any_keyword_is_unchecked():
         ("logger.params={experiment: x}", "MLflowLogger has no param `experiment`. Did you mean"),
     ],
 )  # fmt: skip
-def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
-    """Groups with the optimizer, `data.loader` with torch's class, the default logger's params with the logger."""
+def test_forwarded_params_are_checked_against_their_receiver(override, words):
+    """Optimizer groups are checked against the optimizer, `data.loader` against torch's class, `logger.params` against
+    the default logger."""
     assert words in note(override)
 
 
@@ -392,13 +395,13 @@ def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
          "needs input, target; a function is called once, to make a loss (torch.nn.Module)"),
     ],
 )  # fmt: skip
-def test_what_others_would_write_is_answered_with_our_word(override, words):
-    """Keys without their section, words of other runners, functions where something is made."""
+def test_keys_of_other_frameworks_get_a_suggestion(override, words):
+    """A key without its section, a key of another framework or a function in place of a class gets a suggestion."""
     assert any(words in found for found in notes(override))
 
 
 def test_groups_of_an_optimizer_without_a_type_are_no_second_fault():
-    """What has no name is compared with nothing."""
+    """Without an optimizer class there is nothing to check the groups against."""
     text = GOOD.replace(
         "{type: torch.optim.SGD, params: {lr: 0.1}}", "{tipe: torch.optim.SGD, groups: [{match: a, x: 1}]}"
     )
@@ -407,7 +410,7 @@ def test_groups_of_an_optimizer_without_a_type_are_no_second_fault():
 
 
 def test_a_misspelt_base_is_one_note():
-    """Nothing that stands in the base is said to be missing."""
+    """Keys that the base sets are not reported as missing."""
     Path("base.yaml").write_text(GOOD)
     (only,) = notes(text="_bsae_: base.yaml\ndata: {batch_size: 3}\n")
     assert only.startswith("c.yaml:1:1: _bsae_: unknown key. Did you mean _base_? Known here: version, seed,")
@@ -443,21 +446,17 @@ engine:
 """
 
 
-def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
-    """Through the real command: exit 2, a note per fault in the order of the file, nothing created."""
+def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line(here):
+    """`train` exits with code 2, reports each error in the order of the file, and creates nothing."""
     Path("c.yaml").write_text(TEN)
-    done = subprocess.run(
-        [sys.executable, "-m", "deeplightning", "train", "c.yaml"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stdout == ""
+    done = real("train", "c.yaml", cwd=here, code=2)
+    assert done.out == ""
     expected = {
-        (2, "stages.1"): "not the text 'tset'. Did you mean test?",  # no known word
+        (2, "stages.1"): "not the text 'tset'. Did you mean test?",  # not one of the choices
         (5, "data.batch_size"): "must be at least 1, not 0",  # out of range
         (6, "data.num_splitz"): "unknown key. Did you mean num_splits?",  # unknown key
         (7, "data.root"): "`${no.such.key}` refers to a key that does not exist",  # reference
-        (9, "model.module.type"): "torch.nn.CrossEntropyLoss is not a LightningModule",  # of another kind
+        (9, "model.module.type"): "torch.nn.CrossEntropyLoss is not a LightningModule",  # wrong kind
         (12, "model.network.params"): "deeplightning.model.cnn.SimpleCNN needs num_classes",  # missing param
         (16, "model.optimizer.params.lrr"): "has no param `lrr`. Did you mean lr?",  # unknown param
         (17, "model.optimizer.params.momentum"): "takes a number here, not the text 'fast'",  # param's type
@@ -466,7 +465,7 @@ def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
         (22, "train.num_epochs"): "this key occurs twice, first in line 20; remove one",  # twice
         (24, "engine.backend"): "not the text 'ddq'. Did you mean ddp?",
     }
-    lines = done.stderr.splitlines()
+    lines = done.err.splitlines()
     found = {(int(line.split(":")[2]), line.split(": ")[2]): line for line in lines}
     assert list(found) == list(expected)
     assert [words for key, words in expected.items() if words not in found[key]] == []
@@ -478,47 +477,44 @@ def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
 
 
 def test_a_report_for_programs(command, here):
-    """`--format json`: file, line, column or override, key, value found, what is allowed, the suggestion; of
-    a right config the effective one, and what was changed in it."""
-    Path("c.yaml").write_text(GOOD)
+    """`--format json` gives position, key, value, allowed values and suggestion of each error; for a valid config, the
+    effective config and the warnings."""
     found = command("check", "c.yaml", "data.batchsize=3", "seed=-1", "--format", "json", cwd=here)
-    told = json.loads(found.out)
-    assert (found.code, found.err, told["valid"], told["config"]) == (2, "", False, None)
-    assert told["faults"][0] == dict.fromkeys(["file", "line", "column"]) | {
+    answer = json.loads(found.out)
+    assert (found.code, found.err, answer["valid"], answer["config"]) == (2, "", False, None)
+    assert answer["faults"][0] == dict.fromkeys(["file", "line", "column"]) | {
         "override": "data.batchsize=3",
         "key": "data.batchsize",
-        "message": told["faults"][0]["message"],
+        "message": answer["faults"][0]["message"],
         "found": "batchsize",
         "allowed": "module, batch_size, root, dataset, num_workers, num_splits, fold, sampler, loader",
         "suggestion": "batch_size",
     }
-    assert [told["faults"][1][name] for name in ("key", "found", "allowed")] == ["seed", "-1", "at least 0"]
+    assert [answer["faults"][1][name] for name in ("key", "found", "allowed")] == ["seed", "-1", "at least 0"]
     Path("c.yaml").write_text(GOOD.replace("32", "many"))
     (fault,) = json.loads(command("check", "c.yaml", "--format=json", cwd=here).out)["faults"]
     assert [fault[name] for name in ("file", "line", "column", "override")] == ["c.yaml", 3, 3, None]
     assert [fault[name] for name in ("found", "allowed")] == ["the text 'many'", "a whole number or null"]
     Path("c.yaml").write_text(GOOD)
     found = command("check", "c.yaml", "engine.backend=horovod", "--format", "json", cwd=here)
-    told = json.loads(found.out)
-    assert (found.code, told["valid"], told["faults"]) == (0, True, [])
-    assert told["config"]["engine"]["backend"] is None
-    assert [warning["key"] for warning in told["warnings"]] == ["engine.backend", "engine.backend"]
+    answer = json.loads(found.out)
+    assert (found.code, answer["valid"], answer["faults"]) == (0, True, [])
+    assert answer["config"]["engine"]["backend"] is None
+    assert [warning["key"] for warning in answer["warnings"]] == ["engine.backend", "engine.backend"]
 
 
 def test_what_a_module_prints_does_not_stand_in_the_report(command, here):
-    """Neither by Python nor past it: stdout is one object."""
+    """stdout is one JSON object, even if a module prints while it is imported, by Python or by a child process."""
     Path("own_loud.py").write_text(
         "import os\nprint('loud')\nos.system('echo louder')\nfrom torch.nn import NLLLoss as Loss\n"
     )
-    Path("c.yaml").write_text(GOOD)
     found = command("check", "c.yaml", "model.loss.type=own_loud.Loss", "--import", "--format", "json", cwd=here)
     assert json.loads(found.out)["valid"] is True
     assert {"loud", "louder"} <= set(found.err.split())
 
 
 def test_a_misspelt_option_is_no_override(command, here):
-    """`--dryrun` is answered with where options are listed."""
-    Path("c.yaml").write_text(GOOD)
+    """The error about `--dryrun` says where options are listed."""
     found = command("check", "c.yaml", "--dryrun", cwd=here, code=2)
     assert "override --dryrun: unknown option, see --help; an override is key=value" in found.err
     before = command("check", "--dryrun", "c.yaml", cwd=here)
@@ -526,9 +522,8 @@ def test_a_misspelt_option_is_no_override(command, here):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
-def test_a_full_disk_is_a_note(here):
-    """What cannot be written to a file on stdout: exit code 3, no traceback."""
-    Path("c.yaml").write_text(GOOD)
+def test_a_full_disk_is_a_note():
+    """If stdout is a file on a full disk, `check` exits with code 3 and one message."""
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "deeplightning", "check", "c.yaml"],
@@ -538,10 +533,9 @@ def test_a_full_disk_is_a_note(here):
     assert done.stderr.startswith("error: the disk is full: [Errno 28] No space left on device.")
 
 
-def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
-    """A function written in C: `check` does not guess, `--import` asks it."""
+def test_what_only_an_import_shows_is_reported_as_unchecked(command, here):
+    """`check` reports a function written in C as unchecked; `--import` checks it."""
     Path("own_parts.py").write_text("from math import hypot as loss\n")
-    Path("c.yaml").write_text(GOOD)
     changed = ["model.loss={type: own_parts.loss, params: {factor: 2}}"]
     found = command("check", "c.yaml", *changed, cwd=here, code=0)
     assert found.err.startswith(f"unchecked: override {changed[0]}: model.loss.")
@@ -552,7 +546,7 @@ def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
 
 
 def test_an_abstract_class_is_found_by_importing():
-    """It names the method that is absent."""
+    """The error names the method that is not implemented."""
     Path("own_classes.py").write_text(
         "import abc\nfrom torch import nn\n"
         "class Abstract(nn.Module, abc.ABC):\n    @abc.abstractmethod\n    def forward(self, logits, labels): ...\n"
@@ -562,9 +556,8 @@ def test_an_abstract_class_is_found_by_importing():
 
 
 def test_check_says_what_only_a_dry_run_tries(command, here):
-    """A config without a fault is one line, which names what checks and shows more. The report for programs
-    calls constructors and batches unchecked, unless `--dry-run` tries them."""
-    Path("c.yaml").write_text(GOOD)
+    """For a valid config, `check` prints one line that names further commands. The JSON report lists constructors and
+    batches as unchecked, unless `--dry-run` tries them."""
     plain = command("check", "c.yaml", cwd=here)
     more = "--dry-run builds everything and passes a batch; "
     assert (plain.out, plain.err) == (f"no faults; {more}explain prints the config\n", "")
@@ -576,13 +569,12 @@ def test_check_says_what_only_a_dry_run_tries(command, here):
     assert (tried.code, tried.out) == (0, "no faults; explain prints the config\n"), tried
 
 
-# ---- metrics that something waits for
+# ---- names of metrics
 
 OWN_TASKS = """\
 import pytorch_lightning as pl
 
 from deeplightning.task.img_classif import ImageClassification
-
 
 class Plain(pl.LightningModule):
     def __init__(self, cfg):
@@ -594,16 +586,13 @@ class Plain(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log_dict({"val_loss": 0.0, "val_f1": 1.0})
 
-
 class More(ImageClassification):
     def on_validation_epoch_end(self):
         self.log("val_extra", 1.0)
 
-
 class Computed(ImageClassification):
     def on_validation_epoch_end(self):
         self.log(self.hparams.name, 1.0)
-
 
 class Watch(pl.Callback):
     def on_validation_end(self, trainer, pl_module):
@@ -625,7 +614,7 @@ PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, ca
         ([f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_acc"], "no metric `val_acc` is logged."),
         (["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_acc"], "Did you mean val_f1?"),
         (["model.module.type=own_tasks.More", "train.checkpoint.monitor=val_extr"], "Did you mean val_extra?"),
-        # what is logged passes, also what a subclass adds to what its parent declares, and what a callback logs
+        # valid: what a task, a subclass or a callback logs
         (["train.checkpoint.monitor=val_acc", "train.early_stop={metric: train_loss_epoch}"], None),
         ([f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_f1"], None),
         ([TWO_LOSSES, "train.checkpoint.monitor=val_b"], None),
@@ -635,16 +624,15 @@ PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, ca
         (["stages=[test]", "test.ckpt=last", "train.checkpoint.monitor=nothing"], None),
     ],
 )  # fmt: skip
-def test_a_metric_that_nothing_logs_is_told(overrides, words):
-    """By the source of task, metrics, losses and callbacks; with the nearest that is logged."""
+def test_a_metric_that_nothing_logs_is_reported(overrides, words):
+    """Names of logged metrics come from the source of task, metrics, losses and callbacks; the nearest is suggested."""
     Path("own_tasks.py").write_text(OWN_TASKS)
     assert notes(*overrides) == [] if words is None else words in note(*overrides)
 
 
 def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
-    """What the source does not tell is said to be unchecked."""
+    """If the task computes names of metrics, whether a metric is logged is reported as unchecked."""
     Path("own_tasks.py").write_text(OWN_TASKS)
-    Path("c.yaml").write_text(GOOD)
     report = examine("c.yaml", ["model.module.type=own_tasks.Computed", "train.checkpoint={monitor: val_x, mode: min}"])
     assert report.faults == []
     (unchecked,) = report.unchecked
@@ -663,8 +651,8 @@ def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
         ("Computed", "train.export=true", None),
     ],
 )
-def test_a_kind_that_no_server_knows_is_told_before_a_training(module, override, wrong):
-    """Of a task that is derived from one of ours and is exported; `kind` means nothing in a LightningModule."""
+def test_a_kind_that_no_server_supports_is_reported(module, override, wrong):
+    """An unknown `kind` is an error if the task derives from one of the package's tasks and is exported."""
     Path("own_tasks.py").write_text("""\
 import pytorch_lightning as pl
 from deeplightning.task.img_classif import ImageClassification
@@ -699,5 +687,5 @@ class Theirs(pl.LightningModule):
         return self
 """)
     found = [one for one in notes(f"model.module.type=own_tasks.{module}", override) if "kind" in one]
-    told = f"own_tasks.{wrong} has the kind 'image_grades', which no server supports; use one of image_classification, "
-    assert [told in one for one in found] == [True] * (wrong is not None), found
+    text = f"own_tasks.{wrong} has the kind 'image_grades', which no server supports; use one of image_classification, "
+    assert [text in one for one in found] == [True] * (wrong is not None), found

@@ -1,4 +1,4 @@
-"""A checkpoint is on the disk whole or not at all, and reading one executes nothing."""
+"""A checkpoint is written completely or not at all, and reading one executes nothing."""
 
 import enum
 import os
@@ -16,11 +16,11 @@ import torch
 from deeplightning.engine import checkpoint_io
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint
-from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.faults import CheckpointError, ConfigError, SetupError
 
 
 class RunsACommand:
-    """What a hostile pickle holds."""
+    """An object whose pickle runs a command when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -43,7 +43,7 @@ def path(tmp_path, checkpoint):
 
 
 def in_a_child(do):
-    """Runs a function in a process of its own; its exit code, negative where a signal ended it."""
+    """Run a function in a forked process; return its exit code, which is negative if a signal ended it."""
     child = os.fork()
     if child == 0:
         try:
@@ -58,7 +58,7 @@ def in_a_child(do):
 
 
 def test_what_is_saved_comes_back(path, checkpoint):
-    """Tensors, numbers and texts are the same, nothing but the file is left, and folders are made."""
+    """Tensors, numbers and texts are loaded as they were saved; saving creates the folder and leaves one file."""
     found = SafeCheckpointIO().load_checkpoint(path, weights_only=False)
     assert torch.equal(found.pop("state_dict")["weight"], checkpoint.pop("state_dict")["weight"])
     assert found == checkpoint
@@ -66,7 +66,7 @@ def test_what_is_saved_comes_back(path, checkpoint):
 
 
 def test_values_of_numpy_come_back_as_plain_ones(tmp_path, checkpoint):
-    """In dicts, lists and tuples, also as keys; those of the user stay as they are."""
+    """NumPy values in dicts, lists and tuples and as keys are saved as plain ones; the user's objects do not change."""
     own = {"best": np.float64(1.5), np.int64(3): [np.arange(3)[::-1], (np.bool_(True),)], "words": np.array(["a"])}
     SafeCheckpointIO().save_checkpoint(checkpoint | {"own": own}, tmp_path / "last.ckpt")
     found = read_checkpoint(tmp_path / "last.ckpt")["own"]
@@ -74,30 +74,23 @@ def test_values_of_numpy_come_back_as_plain_ones(tmp_path, checkpoint):
     assert (type(own["best"]), type(own[3][0])) == (np.float64, np.ndarray)
 
 
-def test_what_is_not_read_again_is_left_out_of_checkpoints(tmp_path, checkpoint, caplog):
-    """At the top and one level below, also what cannot be saved at all; one note names the places, and the values of
-    the user stay."""
+def test_unsafe_entries_are_left_out(tmp_path, checkpoint, caplog):
+    """Entries that could not be saved or loaded again are left out, at the top and one level below; one warning names
+    them, and the user's objects do not change."""
     io, path = SafeCheckpointIO(), tmp_path / "last.ckpt"
     own = {"at": datetime(2026, 1, 1), "kept": [np.float64(1.5)], "call": lambda: None, "self": []}
     own["self"].append(own["self"])
-    given = checkpoint | {
-        "own": own,
-        "day": datetime(2026, 1, 1),
-        "callbacks": {"Mine": {"at": datetime}, "Other": {"n": 1}},
-    }
+    callbacks = {"Mine": {"at": datetime}, "Other": {"n": 1}}
+    given = checkpoint | {"own": own, "day": datetime(2026, 1, 1), "callbacks": callbacks}
     for _ in range(2):
         io.save_checkpoint(given, path)
     found = read_checkpoint(path)
     assert (found["own"], found["callbacks"], "day" in found) == ({"kept": [1.5]}, {"Other": {"n": 1}}, False)
-    assert (own.keys(), given.keys()) == (
-        {"at", "kept", "call", "self"},
-        checkpoint.keys() | {"own", "day", "callbacks"},
-    )
-    (note,) = [each.getMessage() for each in caplog.records]
-    assert (
-        "leave out callbacks['Mine'], own['at'], own['call'], own['self'], day: only plain values can be restored"
-        in note
-    )
+    assert own.keys() == {"at", "kept", "call", "self"}
+    assert given.keys() == checkpoint.keys() | {"own", "day", "callbacks"}
+    (note,) = caplog.messages
+    places = "callbacks['Mine'], own['at'], own['call'], own['self'], day"
+    assert f"leave out {places}: only plain values can be restored" in note
 
 
 class Colour(enum.Enum):
@@ -105,7 +98,7 @@ class Colour(enum.Enum):
 
 
 def test_a_key_that_is_not_read_again_is_left_out_with_its_value(tmp_path, checkpoint):
-    """The checkpoint stays readable, whatever the type of the key."""
+    """The checkpoint can be read, whatever the type of a key."""
     own = {Colour.RED: 1, (1, 2): 2, 3: Colour.RED, "kept": 4}
     SafeCheckpointIO().save_checkpoint(checkpoint | {"own": own}, tmp_path / "last.ckpt")
     assert read_checkpoint(tmp_path / "last.ckpt")["own"] == {(1, 2): 2, "kept": 4}
@@ -114,8 +107,8 @@ def test_a_key_that_is_not_read_again_is_left_out_with_its_value(tmp_path, check
 @pytest.mark.parametrize(
     "left_out", [[5], [[]], [["a"]], [[[], "a"]], [["own", []]], [["own", "a", 1]], [["epoch", None]]]
 )
-def test_places_that_were_tampered_with_are_not_looked_at(left_out, tmp_path, checkpoint):
-    """They change nothing, and no hook is called."""
+def test_a_malformed_list_of_left_out_entries_is_ignored(left_out, tmp_path, checkpoint):
+    """It changes nothing, and no hook of the modules is called."""
     torch.save(checkpoint | {"left_out": left_out}, tmp_path / "last.ckpt")
     io = SafeCheckpointIO()
     io.trainer = SimpleNamespace(lightning_module=object(), datamodule=None)
@@ -123,7 +116,8 @@ def test_places_that_were_tampered_with_are_not_looked_at(left_out, tmp_path, ch
 
 
 def test_what_was_left_out_is_put_back_from_the_modules_as_they_are(tmp_path, checkpoint):
-    """Nothing else changes, nor do places that the modules no longer have; without modules there is nothing to ask."""
+    """Left-out entries get the modules' present values, if the modules still have them; nothing else changes. Without
+    modules the entries are absent."""
     day, io = datetime(2026, 1, 1), SafeCheckpointIO()
 
     class Data:
@@ -148,7 +142,7 @@ def test_what_was_left_out_is_put_back_from_the_modules_as_they_are(tmp_path, ch
 
 
 def test_a_kill_while_saving_leaves_the_old_file_whole(path, checkpoint):
-    """Killed after half of the bytes, the process leaves the checkpoint from before."""
+    """A process that is killed while it writes leaves the previous checkpoint unchanged."""
     before = path.read_bytes()
 
     class KillsWhenPickled:
@@ -164,7 +158,7 @@ def test_a_kill_while_saving_leaves_the_old_file_whole(path, checkpoint):
 
 
 def test_a_full_disk_while_saving_leaves_the_old_file_whole(path, checkpoint, capfd):
-    """A write that fails half-way is told with the path, and leaves the checkpoint from before and nothing else."""
+    """If a write fails, the error has the path, and only the previous checkpoint remains."""
     before = path.read_bytes()
 
     def save():
@@ -179,7 +173,7 @@ def test_a_full_disk_while_saving_leaves_the_old_file_whole(path, checkpoint, ca
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, checkpoint):
-    """Saving below a file is a SetupError with the path."""
+    """Saving below a path that is a file is a SetupError with the path."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match=r"file/last\.ckpt: the checkpoint cannot be written"):
         SafeCheckpointIO().save_checkpoint(checkpoint, tmp_path / "file" / "last.ckpt")
@@ -187,7 +181,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("form", ["torch", "old torch", "pickle", "zip"])
 def test_a_hostile_file_is_refused_and_nothing_of_it_is_executed(form, tmp_path):
-    """A pickle that would run a command, in each form that torch reads."""
+    """A pickle that would run a command is refused in each format that torch reads."""
     mark, path = tmp_path / "executed", tmp_path / "hostile.ckpt"
     hostile = {"state_dict": RunsACommand(mark)}
     if form == "pickle":
@@ -201,22 +195,21 @@ def test_a_hostile_file_is_refused_and_nothing_of_it_is_executed(form, tmp_path)
     with pytest.raises(CheckpointError, match=f"{path}: "):
         read_checkpoint(path)
     assert not mark.exists()
-    pickle.loads(pickle.dumps(hostile))  # would have run it
+    pickle.loads(pickle.dumps(hostile))  # runs the command: the file was hostile
     assert mark.exists()
 
 
 def test_weights_of_another_network_are_refused_with_their_names(path):
-    """Missing, unknown and differently shaped tensors are counted and named."""
-    module = torch.nn.Linear(3, 2)
+    """The error counts and names the tensors that are missing, unknown or of another shape."""
     with pytest.raises(CheckpointError) as caught:
-        load_weights(module, read_checkpoint(path), path)
+        load_weights(torch.nn.Linear(3, 2), read_checkpoint(path), path)
     assert f"{path}: of another network: 2 tensors differ" in str(caught.value)
     assert "bias is missing" in str(caught.value)
     assert "weight is (100, 100), the network expects (2, 3)" in str(caught.value)
 
 
 def test_a_value_that_becomes_unreadable_is_left_out_then(tmp_path, checkpoint):
-    """At the first save it was a plain one."""
+    """An entry that was plain at the first save and is not at the second is left out of the second checkpoint."""
     io, path = SafeCheckpointIO(), tmp_path / "last.ckpt"
     for value in (None, datetime(2026, 1, 1)):
         io.save_checkpoint(checkpoint | {"own": value}, path)
@@ -224,7 +217,7 @@ def test_a_value_that_becomes_unreadable_is_left_out_then(tmp_path, checkpoint):
 
 
 def test_a_large_value_is_tried_once(tmp_path, checkpoint, monkeypatch):
-    """Averaged weights are not pickled twice at each save."""
+    """Whether a large value can be restored is tested at the first save only, a small one at each."""
     tried, real = [], checkpoint_io._is_unsafe
     monkeypatch.setattr(checkpoint_io, "_is_unsafe", lambda *entry: tried.append(entry[0]) or real(*entry))
     io = SafeCheckpointIO()
@@ -232,3 +225,12 @@ def test_a_large_value_is_tried_once(tmp_path, checkpoint, monkeypatch):
         io.save_checkpoint(checkpoint | {"large": torch.zeros(300_000), "small": 1}, tmp_path / "last.ckpt")
     assert (tried.count("large"), tried.count("small")) == (1, 3)
     assert len(read_checkpoint(tmp_path / "last.ckpt")["large"]) == 300_000
+
+
+def test_an_entry_of_the_run_that_a_hook_replaces_is_refused(path, checkpoint):
+    """A hook's `config` would make the checkpoint unreadable, or a resumed run compare the wrong config."""
+    io, config = SafeCheckpointIO(), {"model": {}}
+    io.trainer = SimpleNamespace(own_entries={"config": config})
+    io.save_checkpoint(checkpoint | {"config": config}, path)
+    with pytest.raises(ConfigError, match="sets 'config', which the run sets; use another key"):
+        io.save_checkpoint(checkpoint | {"config": {"model": "resnet18"}}, path)

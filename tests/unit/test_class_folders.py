@@ -1,4 +1,5 @@
-"""Files in a folder for each class, with or without `train`, `val` and `test` above: pictures and signals alike."""
+"""Class folders, with or without `train`, `val` and `test` above them, shown with signals; pictures use the same
+code."""
 
 import shutil
 
@@ -11,7 +12,7 @@ from deeplightning.data.signal_folder import SignalFolder
 
 
 def make(root, *names):
-    """Write files of a signal each, of two channels, of which the second is constant."""
+    """Write files with a signal each of two channels, the second of which is constant."""
     for number, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         np.save(root / name, np.array([[number, number + 1.5, 3], [0.1, 0.1, 0.1]]))
@@ -27,7 +28,7 @@ DIVIDED = [f"{split}/{name}/{n}.npy" for split in ("train", "val") for name in (
 
 
 def test_sets_have_folders_of_their_own(tmp_path):
-    """Files of `val` validate; what is hidden or has another ending does not count."""
+    """Files below `val` validate. Subfolders of a class are read; hidden files and other endings are ignored."""
     make(tmp_path, *DIVIDED, "train/cat/deep/x.npy", "train/.hidden/1.npy", "train/dog/.2.npy")
     (tmp_path / "train" / "dog" / "notes.txt").write_text("")
     module = signals(tmp_path)
@@ -38,7 +39,7 @@ def test_sets_have_folders_of_their_own(tmp_path):
 
 @pytest.mark.parametrize(("train", "val"), [("Train", "valid"), ("training", "Validation"), ("TRAIN", "val")])
 def test_sets_may_have_other_names(tmp_path, train, val):
-    """Their folders are sets, not classes."""
+    """Folders such as `Train` and `valid` are splits, not classes."""
     make(tmp_path, *(name.replace("train", train).replace("val", val) for name in DIVIDED))
     module = signals(tmp_path)
     assert module.class_names == ["cat", "dog"]
@@ -46,13 +47,13 @@ def test_sets_may_have_other_names(tmp_path, train, val):
 
 
 def test_a_class_may_be_called_train(tmp_path):
-    """`train` with files in it is a class beside the others, though it also has folders."""
+    """A folder `train` that contains files is a class, even if it also has subfolders."""
     make(tmp_path, *(f"{name}/{n}.npy" for name in ("train", "car") for n in range(10)), "train/old/1.npy")
     assert signals(tmp_path).class_names == ["car", "train"]
 
 
 def test_an_address_is_refused():
-    """One error says what to do."""
+    """An address as `data.root` is one error, which says what to do."""
     with pytest.raises(DataConfigError, match=r"data\.root: .* is an address\. Copy the data to this machine first"):
         signals("s3://bucket/signals")
 
@@ -67,8 +68,8 @@ def test_an_address_is_refused():
         (lambda root: shutil.rmtree(root), "is not a folder. Set data.root to the one that holds the signals"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path, change, words):
-    """With the path: exit code 3."""
+def test_an_unusable_folder_is_named(tmp_path, change, words):
+    """The error has the path and exit code 3."""
     make(tmp_path / "root", *DIVIDED)
     change(tmp_path / "root")
     with pytest.raises(DataError, match=words) as error:
@@ -77,7 +78,8 @@ def test_what_is_missing_is_named(tmp_path, change, words):
 
 
 def test_other_files_are_counted(tmp_path, caplog):
-    """So that nobody trains on a part of the data without knowing; hidden files do not count."""
+    """A log line counts ignored files by ending, so that nobody trains on a part of the data unknowingly; hidden files
+    are not counted."""
     make(tmp_path, *DIVIDED)
     for name in ("a.npz", "b.npz", "README", ".hidden"):
         (tmp_path / "train" / "cat" / name).touch()
@@ -86,7 +88,7 @@ def test_other_files_are_counted(tmp_path, caplog):
 
 
 def test_mean_and_deviation_of_each_channel(tmp_path):
-    """Of the training signals alone; a channel that never changes has the deviation 1."""
+    """They are computed from the training signals only; a constant channel has the deviation 1."""
     make(tmp_path, *DIVIDED)
     module = signals(tmp_path)
     train = np.stack([np.load(tmp_path / name) for name in DIVIDED if name.startswith("train")])

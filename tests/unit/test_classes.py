@@ -1,4 +1,4 @@
-"""Balanced batches: each class equally often in an epoch; and the weights of classes, counted from any training set."""
+"""Balanced batches contain each class equally often in an epoch; class weights are counted from any training set."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -13,11 +13,11 @@ from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.samplers import PADDING, BalancedBatches, train_sampler
 from deeplightning.run.class_weights import class_counts, class_weights, label_counts, positive_weights
 
-LABELS = np.array([5] * 90 + [2] * 9 + [0] * 2)  # three classes, of which numbers are left out
+LABELS = np.array([5] * 90 + [2] * 9 + [0] * 2)  # three classes, not numbered consecutively
 
 
 def positions(world=1, batch_size=8, epoch=0, **options):
-    """The positions of an epoch, in order: those of all ranks at each step."""
+    """Return the positions of an epoch in order, at each step those of all ranks."""
     made = [BalancedBatches(LABELS, batch_size // world, num_replicas=world, rank=r, **options) for r in range(world)]
     for sampler in made:
         sampler.set_epoch(epoch)
@@ -27,8 +27,8 @@ def positions(world=1, batch_size=8, epoch=0, **options):
 
 
 def test_each_class_has_its_share_of_an_epoch():
-    """As many positions as samples; a rare class repeats each sample as often as the others, or once more, and no
-    sample of a frequent class comes twice. Every epoch has a share of the remainder for another class."""
+    """An epoch has as many positions as samples. Samples of a rare class repeat equally often, up to one; samples of a
+    frequent class do not repeat. The class that gets the remainder differs between epochs."""
     for epoch in range(4):
         found = positions(epoch=epoch)
         assert len(found) == len(LABELS)
@@ -42,8 +42,8 @@ def test_each_class_has_its_share_of_an_epoch():
 
 
 def test_the_order_follows_from_seed_and_epoch():
-    """The same again, another in the next epoch and for another seed; classes are mixed; over two processes what one
-    sees; and a resumed epoch continues behind the batches that are done."""
+    """The order is the same for the same seed and epoch and for any number of processes, and differs otherwise. Classes
+    are mixed, and a resumed epoch continues after the completed batches."""
     first = positions(seed=3)
     assert first == positions(seed=3) == positions(seed=3, world=2)
     assert first not in (positions(seed=3, epoch=1), positions(seed=4))
@@ -54,7 +54,7 @@ def test_the_order_follows_from_seed_and_epoch():
 
 
 class Labelled:
-    """A set without a column of labels, whose batches have `label`."""
+    """A set without a column of labels, with batches that have `label`."""
 
     def __len__(self):
         return len(LABELS)
@@ -64,7 +64,7 @@ class Labelled:
 
 
 class Numbers(Labelled):
-    """One whose targets are numbers."""
+    """A set with numbers as targets."""
 
     def __getitem__(self, rows):
         return {"target": torch.zeros(len(rows))}
@@ -76,7 +76,7 @@ class Endless(IterableDataset):
 
 
 def test_labels_come_from_a_column_or_from_the_samples():
-    """Both give the same order; sets without classes are refused with what to do."""
+    """Both give the same order; a set without classes is refused with a remedy."""
     cfg = SimpleNamespace(seed=1, data=SimpleNamespace(batch_size=4, sampler="balanced"))
     column = type("Column", (), {"labels": torch.from_numpy(LABELS), "__len__": lambda self: len(LABELS)})()
     assert list(train_sampler(cfg, column)) == list(train_sampler(cfg, Labelled()))
@@ -92,7 +92,8 @@ def test_labels_come_from_a_column_or_from_the_samples():
 
 
 def test_classes_are_counted_however_the_data_module_has_them():
-    """Of a set, by its column or its samples; of a plain loader by its batches; of pixels those of a class alone."""
+    """Classes are counted from the samples of a set, the batches of a loader, or the pixels of masks without those that
+    have no class; None if there are no classes."""
     expected = [2, 0, 9, 0, 0, 90]
     of_set = SimpleNamespace(dataset=lambda split: Labelled())
     rows = [{"label": int(label), "index": -1 if n == 0 else n} for n, label in enumerate([5, *LABELS])]
@@ -103,13 +104,12 @@ def test_classes_are_counted_however_the_data_module_has_them():
     assert class_counts(SimpleNamespace(train_dataloader=lambda: masks), 3).tolist() == [1, 5, 0]
     for none in ([{"target": torch.ones(3)}], [{"label": torch.ones(3)}], [(1, 2)], []):
         assert class_counts(SimpleNamespace(train_dataloader=lambda none=none: none)) is None
-    weights = class_weights(np.array([1, 0, 3]))
-    assert weights == [2.0, 0.0, 0.66666667]
+    assert class_weights(np.array([1, 0, 3])) == [2.0, 0.0, 0.66666667]
 
 
 def test_labels_of_several_are_counted_however_the_data_module_has_them():
-    """Of a set, by its column or its samples; of a plain loader by its batches, without rows that fill one up; a single
-    target of 0 and 1 is a label. The weights are those that scikit-learn gives to the two answers of each label."""
+    """Labels are counted from the column of a set or the batches of a loader without its padding rows; a single target
+    of 0 and 1 is a label. The weights equal scikit-learn's for the two values of each label."""
     labels = torch.tensor([[1.0, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 1]])
     column = type("Column", (), {"labels": labels, "__len__": lambda self: 4})()
     rows = [{"target": row, "index": n} for n, row in enumerate(labels)] + [{"target": labels[0], "index": -1}]

@@ -1,33 +1,28 @@
-"""What TAB offers behind `deeplightning VERB`: `deeplightning.cli.group`, through click's own completion."""
+"""Shell completion offers verbs, options, files and runs: `deeplightning.cli.group`, through click's completion."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import contextlib
 
 import pytest
 from click.shell_completion import get_completion_class
+from commands import python
 
 from deeplightning.cli import cli
 from deeplightning.tracking.store import locate
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "_DEEPLIGHTNING_COMPLETE"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory):
     """A working directory with a config."""
-    before = Path.cwd()
     folder = tmp_path_factory.mktemp("place")
     (folder / "c.yaml").write_text("seed: 7\n")
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
+    with contextlib.chdir(folder):
+        yield folder
 
 
 def offered(words: str) -> list[str]:
-    """The lines that bash gets for the last of its words."""
+    """Return the lines that bash gets for the last word."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMP_WORDS", words)
         patch.setenv("COMP_CWORD", str(words.count(" ")))
@@ -37,7 +32,7 @@ def offered(words: str) -> list[str]:
 
 
 def test_files_verbs_and_options_are_offered():
-    """Files by a word for the shell, which knows them itself; verbs and options by click."""
+    """Click offers verbs and options; for files the shell gets the word `file` and completes them itself."""
     assert offered("deeplightning train more/") == ["file,more/"]
     assert offered("deeplightning check c.yaml --config d") == ["file,d"]
     assert offered("deeplightning tra") == ["plain,train"]
@@ -45,7 +40,8 @@ def test_files_verbs_and_options_are_offered():
 
 
 def test_runs_are_offered_by_name(place, monkeypatch):
-    """`last`, and each run's name, the newest first, or its id; a damaged store has `last`, and none is made."""
+    """Offered are `last` and each run by its name, or by its id if the name is not unique or needs quotes. A missing
+    store is not created; a missing or damaged one offers `last`."""
 
     def found(verb, last=""):
         return offered(f"deeplightning {verb} {last}")
@@ -70,12 +66,9 @@ def test_runs_are_offered_by_name(place, monkeypatch):
 
 
 def test_completion_imports_nothing_heavy():
-    """It answers while one waits, so it loads neither torch nor any of the other big libraries."""
+    """Completion loads neither torch nor any other large library, since the user waits for it."""
     variables = {VARIABLE: "bash_complete", "COMP_WORDS": "deeplightning train c", "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "deeplightning"],
-        env={**os.environ, **variables, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = python("-X", "importtime", "-m", "deeplightning", **variables)
     assert "file,c" in done.stdout.splitlines()
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert loaded & {"torch", "pytorch_lightning", "mlflow", "numpy", "torchvision"} == set()

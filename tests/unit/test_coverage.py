@@ -1,4 +1,4 @@
-"""The page of what is shown by which test is whole and as new as its table: `coverage_page`."""
+"""The capability coverage page is complete and agrees with its table: `coverage_page`."""
 
 import re
 from collections import Counter
@@ -9,12 +9,12 @@ PAGE = TESTS / "coverage.md"
 
 
 def test_every_row_has_a_test_that_is_there_or_a_reason():
-    """The tests that a row names exist by file and name; what has none says why; no id stands twice."""
+    """Each row names existing tests or a reason for having none, and no id occurs twice."""
     assert list(faults(read(TABLE.read_text()), functions(TESTS, PLUGINS))) == []
 
 
 def test_no_row_is_left_out():
-    """So many ids has each of the five systems, counted through but for one, and so many combinations there are."""
+    """The ids of each of the five older systems are complete but for one, and so are the combinations."""
     names = [name for row in read(TABLE.read_text()).rows for name in row.ids]
     systems = Counter(re.sub(r"-?\d.*", "", name) for name in names)
     assert systems == {"DL": 93, "ST": 62, "RS": 38, "BO": 33, "UT": 38, "C": 17, "N": 11, "": 22}
@@ -23,5 +23,5 @@ def test_no_row_is_left_out():
 
 
 def test_the_page_is_that_of_the_table():
-    """`.venv/bin/python tests/coverage_page.py tests/coverage.md` renews it."""
+    """The page is up to date; `.venv/bin/python tests/coverage_page.py tests/coverage.md` regenerates it."""
     assert PAGE.read_text() == page(read(TABLE.read_text()))

@@ -1,5 +1,5 @@
-"""`in_memory: auto`: pictures go to the GPU where the first step leaves room for them. The CPU takes the place of the
-GPU, and a test says how much of it is left."""
+"""`in_memory: auto` moves pictures to the GPU if they fit after the first step. The CPU stands in for the GPU, and each
+test sets its free memory."""
 
 import logging
 import pickle
@@ -40,7 +40,7 @@ def test_what_fits_beside_a_step_is_moved(left, moved, words, monkeypatch, caplo
 
 
 def test_a_gpu_that_another_process_has_filled_meanwhile_gets_nothing(monkeypatch):
-    """Half a move is taken back."""
+    """If there is no memory for the second set, the first one is moved back."""
     monkeypatch.setattr(datasets, "free_bytes", lambda device: 1000)
     sets = [made(30), made(10)]
 
@@ -54,8 +54,8 @@ def test_a_gpu_that_another_process_has_filled_meanwhile_gets_nothing(monkeypatc
 
 @pytest.mark.parametrize(("in_memory", "moves"), [("auto", True), (None, False), (True, False)])
 def test_a_data_module_moves_after_the_first_step(in_memory, moves, monkeypatch):
-    """`auto`, which is the default, and nothing else; batches that are on the device already are handed on as they are.
-    The GPU is torch's "meta" device, which has shapes and no values."""
+    """`auto`, the default, moves the sets after the first step, and no other value does; batches that are on the device
+    are not copied. The GPU is torch's "meta" device, which has shapes and no values."""
     meta = torch.device("meta")
     monkeypatch.setattr(ImageData, "_gpu", lambda self: meta)
     monkeypatch.setattr(datasets, "free_bytes", lambda device: 2**40)
@@ -76,7 +76,7 @@ def test_a_data_module_moves_after_the_first_step(in_memory, moves, monkeypatch)
 
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_a_loader_worker_maps_arrays_again(tmp_path, order):
-    """What goes to it has the place of the file and no number of it; of a part of a mapped array, the part."""
+    """A pickled set contains the path of the file, not its numbers; a slice of a mapped array stays a slice."""
     values = np.asarray(np.random.default_rng(0).normal(size=(500, 3, 40)), order=order)
     np.savez(tmp_path / "own.npz", x=values)
     inputs = mapped(tmp_path / "own.npz", "x")
@@ -89,7 +89,8 @@ def test_a_loader_worker_maps_arrays_again(tmp_path, order):
 
 
 def test_a_whole_number_that_is_no_class_takes_no_memory(tmp_path):
-    """Such as a price: each class below it would have a name. Texts of bytes are classes by what they spell."""
+    """A large whole number as a target, such as a price, is refused before each smaller number becomes a class. Bytes
+    are classes by their text."""
     inputs = np.arange(40.0).reshape(20, 2)
     for targets, expected in (
         (["höch".encode(), b"low"], ["höch", "low"]),
@@ -107,7 +108,7 @@ def test_a_whole_number_that_is_no_class_takes_no_memory(tmp_path):
 
 
 def test_a_number_that_is_not_finite_is_a_fault_of_the_data_also_if_it_is_read_late(tmp_path, monkeypatch):
-    """Arrays that do not fit in memory are read batch by batch."""
+    """NaN in an array that is read batch by batch is a data error too."""
     monkeypatch.setattr(loading, "IN_MEMORY_LIMIT", 0)
     inputs, classes = np.arange(40.0).reshape(20, 2), np.array([0, 1] * 10)
     np.savez(tmp_path / "a.npz", x=inputs, y=classes)

@@ -1,4 +1,4 @@
-"""What the mean of a loss divides by, for the losses of torch.nn and for others."""
+"""`denominator` returns what the mean of a loss divides by, for losses of torch.nn and for others."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BITS = torch.tensor(
 
 
 class Counted(nn.Module):
-    """The mean over what is positive."""
+    """The mean over positive values."""
 
     def forward(self, outputs, truth):
         return (outputs - truth)[truth > 0].sum() / self.denominator(outputs, truth).clamp(min=1)
@@ -25,7 +25,7 @@ class Counted(nn.Module):
 
 
 class Twice(nn.CrossEntropyLoss):
-    """Divides by something else than its parent."""
+    """A subclass that divides by another number than its parent."""
 
     def forward(self, outputs, truth):
         return 2 * nn.functional.cross_entropy(outputs, truth, reduction="sum") / len(truth)
@@ -65,26 +65,26 @@ def losses():
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both")
 @pytest.mark.parametrize(("loss", "truth"), [pytest.param(*rest, id=name) for name, *rest in losses()])
 def test_batches_of_any_size_make_the_loss_of_all(loss, truth):
-    """Means of 4, 2 and 1, weighed by what they divide by, are that of all seven."""
+    """The means of batches of 4, 2 and 1, weighted by their denominators, give the mean of all seven samples."""
     drawn = torch.randn(7, 4, *truth.shape[1:], generator=torch.Generator().manual_seed(1))
     outputs = (drawn if truth.dtype == torch.int64 else drawn[..., 0]).double().log_softmax(1)
     if isinstance(loss, nn.BCELoss):
         outputs = outputs.exp()
     loss, truth = loss.double(), truth.double() if truth.is_floating_point() else truth
-    whole = loss(outputs, truth)
+    expected = loss(outputs, truth).item()
     batches = list(zip(outputs.split([4, 2, 1]), truth.split([4, 2, 1]), strict=True))
     counts = [denominator(loss, *batch) for batch in batches]
     values = [mean(loss, *batch, count) for batch, count in zip(batches, counts, strict=True)]
-    assert sum(v * c for v, c in zip(values, counts, strict=True)) / sum(counts) == pytest.approx(
-        whole.item(), abs=1e-12
-    )
+    found = sum(v * c for v, c in zip(values, counts, strict=True)) / sum(counts)
+    assert found == pytest.approx(expected, abs=1e-12)
     assert all(count.dtype == torch.float64 and count.ndim == 0 for count in counts)
     if divides_by_samples(loss, uniform=True) and not (truth < 0).any():
-        assert sum(v * len(t) for v, (_, t) in zip(values, batches, strict=True)) / 7 == pytest.approx(whole.item())
+        assert sum(v * len(t) for v, (_, t) in zip(values, batches, strict=True)) / 7 == pytest.approx(expected)
 
 
-def test_the_usual_losses_take_no_look_at_a_batch():
-    """Without class weights or an ignored class, where the truth of all samples has one shape."""
+def test_usual_losses_divide_by_the_number_of_samples():
+    """A loss without class weights or an ignored class divides by the number of samples if all targets have one
+    shape."""
     usual = (nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss(pos_weight=WEIGHT), nn.MultiMarginLoss())
     assert all(divides_by_samples(loss, uniform=True) for loss in usual)
     others = (nn.CrossEntropyLoss(WEIGHT), nn.CrossEntropyLoss(ignore_index=2), nn.NLLLoss(WEIGHT), Counted())
@@ -95,7 +95,7 @@ def test_the_usual_losses_take_no_look_at_a_batch():
 
 
 def test_a_batch_of_which_nothing_counts_has_a_loss_of_nothing():
-    """Where all classes are ignored or weigh 0, torch gives nan; combined with other batches it is 0, gradients too."""
+    """If all classes are ignored or weigh 0, torch gives NaN; here the loss, its gradient and the denominator are 0."""
     for loss in (nn.CrossEntropyLoss(WEIGHT), nn.CrossEntropyLoss(ignore_index=2), nn.NLLLoss(WEIGHT)):
         outputs, truth = torch.randn(3, 4, requires_grad=True), torch.tensor([2, 2, 2])
         count = denominator(loss, outputs, truth)
@@ -107,7 +107,7 @@ def test_a_batch_of_which_nothing_counts_has_a_loss_of_nothing():
 
 
 def test_many_small_losses_in_half_precision_do_not_overflow():
-    """100,000 pixels with a loss of about 2 each, whose sum float16 cannot hold."""
+    """The mean is right for 100,000 pixels with a loss of about 2 each, whose sum exceeds float16."""
     outputs, truth = torch.zeros(10, 8, 10_000, dtype=torch.float16), torch.zeros(10, 10_000, dtype=torch.int64)
     loss = nn.CrossEntropyLoss()
     assert mean(loss, outputs, truth, denominator(loss, outputs, truth)).item() == pytest.approx(2.0794, abs=1e-3)

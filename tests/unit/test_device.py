@@ -2,12 +2,12 @@
 driver implements NVIDIA's calls."""
 
 import json
-import subprocess
 import sys
 import tomllib
 
 import pytest
-from served import ROOT, Server, picture
+from commands import python
+from served import ROOT, picture
 
 from serve import cuda
 from serve.device import CPU, PACKAGE, Device, DeviceError, choose_devices, is_device_word, onnxruntime_lacks
@@ -19,7 +19,7 @@ TAKEN = {"name": "H100", "fault": "cuDevicePrimaryCtxRetain: device is busy"}
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Return a function that resolves a word on a machine with these GPUs."""
+    """`chosen(word, gpu, …)` resolves a word on a machine with these GPUs."""
 
     def choose(word, *gpus, lacks=lambda: None):
         monkeypatch.setattr("serve.device.has_driver", lambda: True)
@@ -43,9 +43,6 @@ def test_devices_are_named_as_torch_names_them():
     assert all(map(is_device_word, ["auto", "cpu", "cuda", "cuda:0", "cuda:15"]))
     wrong = ["", "gpu", "cuda:", "cuda:-1", "cuda:a", "CUDA", "cuda:0,1", " cpu", "cuda:0 "]
     assert not any(map(is_device_word, wrong))
-
-
-# ---- which devices
 
 
 def test_each_word_means_its_devices(chosen):
@@ -86,10 +83,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_those_that_can(chosen, word, 
     assert words in str(caught.value)
 
 
-# ---- what is installed
-
-
-def test_a_wrong_package_is_told_the_right_one(tmp_path, monkeypatch):
+def test_a_wrong_package_is_an_error_with_a_remedy(tmp_path, monkeypatch):
     """The remedy names what to remove and what to install, for a CPU build and for both packages at once; the extra in
     pyproject.toml has the package with a lower bound."""
     remedy = "uninstall onnxruntime and onnxruntime-gpu, then install 'onnxruntime-gpu[cuda,cudnn]'"
@@ -101,9 +95,6 @@ def test_a_wrong_package_is_told_the_right_one(tmp_path, monkeypatch):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.31.1\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert str(onnxruntime_lacks()).endswith(f"are both installed, and overwrite each other's files: {remedy}")
-
-
-# ---- the driver
 
 
 class FakeDriver:
@@ -156,13 +147,9 @@ def test_the_probe_is_a_process_of_its_own(monkeypatch, tmp_path):
     """The probe prints JSON, also without a driver; if it dies or hangs, that is a reason, not an exception."""
     found = cuda.probe()
     assert isinstance(found, list | str)
-    done = subprocess.run([sys.executable, cuda.__file__], capture_output=True, text=True, check=True)
-    assert isinstance(json.loads(done.stdout), type(found))
+    assert isinstance(json.loads(python(cuda.__file__).stdout), type(found))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     assert "NVIDIA's driver does not answer" in cuda.probe()
-
-
-# ---- providers
 
 
 def test_a_gpu_has_its_providers_in_order():
@@ -179,26 +166,20 @@ def test_a_gpu_has_its_providers_in_order():
     }
 
 
-# ---- the process
-
-
 WITHOUT = onnxruntime_lacks() if cuda.has_driver() else "this machine has no NVIDIA driver"
-"""Why the CPU answers here."""
+"""Why this machine serves on the CPU."""
 
 
 @pytest.mark.skipif(onnxruntime_lacks() is None, reason="onnxruntime-gpu is installed, and may find a GPU")
-def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
+def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, serving):
     """The server answers; one log line has the reason, and /info the device."""
-    server = Server(run_folder.path, tmp_path / "errors", "--device", "auto", "--precision", "fp16")
-    try:
-        assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
-        info = server.ask("GET", "/info")[1]
-        assert (info["device"], info["precision"]) == ("cpu", "fp32")
-        (line,) = [json.loads(line) for line in server.errors.read_text().splitlines()]
-        assert line["event"] == "serving on the CPU"
-        assert line["reason"] == WITHOUT
-    finally:
-        assert server.stop() == 0
+    server = serving(run_folder.path, "--device", "auto", "--precision", "fp16")
+    assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
+    info = server.ask("GET", "/info")[1]
+    assert (info["device"], info["precision"]) == ("cpu", "fp32")
+    (line,) = [json.loads(line) for line in server.errors.read_text().splitlines()]
+    assert (line["event"], line["reason"]) == ("serving on the CPU", WITHOUT)
+    assert server.stop() == 0
 
 
 @pytest.mark.parametrize(
@@ -212,11 +193,9 @@ def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
     ],
 )
 def test_a_device_that_cannot_be_is_refused(run_folder, arguments, words):
-    """Contradictory options end with exit code 2 before the bundle is opened; a GPU that is not there with 3 and the
-    remedy."""
+    """Contradictory options end with exit code 2 before the bundle is opened, a missing GPU with 3 and a remedy."""
     if arguments[0].startswith("cuda") and len(arguments) == 1 and onnxruntime_lacks() is None:
         pytest.skip("onnxruntime-gpu is installed, and may find a GPU")
-    command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = python("-m", "serve", run_folder.path, "--port", "0", "--device", *arguments, cwd=ROOT)
     assert (done.returncode, done.stdout) == (3 if words.startswith("error") else 2, "")
     assert words in done.stderr

@@ -3,12 +3,11 @@
 import ctypes
 import importlib.util
 import itertools
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import python
 
 from deeplightning.config.devices import Gpu, Machine, machine
 
@@ -16,13 +15,10 @@ MIB = 2**20
 
 
 def test_the_count_is_that_of_torch():
-    """In a process that never imports torch, on the machine as it is."""
-    program = (
-        "import sys; from deeplightning.config.devices import machine; "
-        "print(len(machine().visible_gpus()), 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == [str(torch.cuda.device_count()), "False"]
+    """`machine` counts this machine's GPUs as torch does, in a process that never imports torch."""
+    counting = "import sys; from deeplightning.config.devices import machine"
+    program = f"{counting}; print(len(machine().visible_gpus()), 'torch' in sys.modules)"
+    assert python("-c", program).stdout.split() == [str(torch.cuda.device_count()), "False"]
 
 
 UUIDS = ["GPU-a1", "GPU-a2", "GPU-b1", "GPU-c1"]
@@ -31,8 +27,8 @@ WORDS = ["0", "3", "4", "-1", " 2 ", "", "none", "GPU-a1", "GPU-a", "GPU-b", "GP
 
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_cuda_visible_devices_is_read_as_torch_reads_it(count, monkeypatch):
-    """Every list of up to three entries shows the same GPUs to both: indexes and beginnings of ids, up to the first
-    that is not there; none at all where one occurs twice."""
+    """Every list of up to three entries, indexes and prefixes of ids, shows as many GPUs here as in torch: those before
+    the first invalid entry, and none if one occurs twice."""
     monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: count)
     monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", lambda: UUIDS[:count])
     gpus = tuple(map(Gpu, UUIDS[:count]))
@@ -50,8 +46,11 @@ def test_the_order_of_cuda_visible_devices_counts():
     assert Machine(gpus, "MIG-1").visible_gpus() == [Gpu("MIG-1")]
 
 
+CUDA_13 = "cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"
+
+
 class Driver:
-    """NVIDIA's library with two devices."""
+    """A fake of NVIDIA's library with two devices."""
 
     def __init__(self, init=0, **functions):
         self.nvmlInit_v2 = lambda: init
@@ -88,10 +87,10 @@ class Driver:
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """`driver(library, version)` puts a library of NVIDIA's and torch's version file in place."""
+    """`driver(library, version)` installs a fake of NVIDIA's library and of torch's version file."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def put(library, version="cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"):
+    def put(library, version=CUDA_13):
         if version is not None:
             (tmp_path / "version.py").write_text(version)
         spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
@@ -110,40 +109,36 @@ def driver(tmp_path, monkeypatch):
 
 
 def test_the_driver_describes_the_machine(driver):
-    """Id, name and memory of each GPU; the CUDA release of the driver and of torch."""
+    """The driver gives id, name and memory of each GPU, and the CUDA release that it supports."""
     driver(Driver())
     found = machine()
     assert (found.supports, found.built_for) == ((12, 8), (13, 2))
-    first, second = found.gpus
-    assert first == Gpu("GPU-100", "NVIDIA A100", 40 * MIB)
-    assert second.uuid == "GPU-101"
+    assert found.gpus[0] == Gpu("GPU-100", "NVIDIA A100", 40 * MIB)
+    assert [gpu.uuid for gpu in found.gpus] == ["GPU-100", "GPU-101"]
 
 
 @pytest.mark.parametrize(
     ("version", "built", "shown"),
     [
-        ("cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n", (13, 2), 2),
+        (CUDA_13, (13, 2), 2),
         ("cuda = '12.8'\n", (12, 8), 2),
         ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", None, 0),
     ],
     ids=["cuda", "older", "cpu"],
 )
 def test_a_build_without_cuda_sees_none(version, built, shown, driver):
-    """Torch's own version file says what it was built for."""
+    """The CUDA release of the build comes from torch's version file; without one no GPU is visible."""
     driver(Driver(), version)
     found = machine()
     assert (found.built_for, len(found.visible_gpus()), found.is_built) == (built, shown, built is not None)
-
-
-CUDA_13 = "cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"
 
 
 @pytest.mark.parametrize(
     ("libraries", "version"),
     [((), "cuda = None\nhip: Optional[str] = '6.2'\n"), ((), "x = 1\n"), ((), None), (("libcuda.so.1",), CUDA_13)],
 )
-def test_a_build_of_another_kind_is_asked_itself(libraries, version, driver, monkeypatch):
-    """ROCm, a file that says nothing, or CUDA without NVML, as on a Jetson: torch counts."""
+def test_other_builds_count_their_gpus_themselves(libraries, version, driver, monkeypatch):
+    """With ROCm, an unreadable version file, or CUDA without NVML as on a Jetson, torch counts the GPUs."""
     driver(dict.fromkeys(libraries, object()), version)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # torch has counted with it
@@ -151,7 +146,7 @@ def test_a_build_of_another_kind_is_asked_itself(libraries, version, driver, mon
 
 
 def test_a_machine_without_the_driver_has_none(driver):
-    """No library of NVIDIA's: no GPUs, no error; one that does not answer is reported."""
+    """Without NVIDIA's library there are no GPUs and no error; an error of the library is reported."""
     driver({})
     assert machine() == Machine(built_for=(13, 2))
     driver(Driver(init=9))

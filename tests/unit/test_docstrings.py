@@ -1,4 +1,4 @@
-"""Docstrings say what functions do: the first word of each is a verb in the imperative."""
+"""Each docstring of a function begins with a verb in the imperative."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ VERBS = frozenset((ROOT / "tests" / "verbs.txt").read_text().split())
 
 
 def first_words(text: str) -> list[str]:
-    """Return the first word of each docstring of a function, in lower case, but for those of properties."""
+    """Return the first word of each function's docstring in lower case, without properties."""
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     functions = [f for f in functions if not any("property" in ast.unparse(each) for each in f.decorator_list)]
     docstrings = map(ast.get_docstring, functions)
@@ -17,7 +17,7 @@ def first_words(text: str) -> list[str]:
 
 
 def test_docstrings_begin_with_a_verb():
-    """`tests/verbs.txt` has the verbs; a property is read like an attribute, and has a noun phrase."""
+    """`tests/verbs.txt` lists the verbs; a property is read like an attribute, and has a noun phrase."""
     functions = ['def f():\n    """The one."""', '@property\ndef f():\n    """The one."""', "def f(): pass"]
     assert [*map(first_words, functions)] == [["the"], [], []]
     words = {path: set(first_words(path.read_text())) - VERBS for path in sources()}

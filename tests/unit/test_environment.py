@@ -1,4 +1,4 @@
-"""What is recorded about a run's surroundings, with real git repositories."""
+"""The record of a run's environment: command, machine, packages and Git commit, tested with real repositories."""
 
 import json
 import os
@@ -7,27 +7,22 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from tiny import git
 
 from deeplightning.tracking import environment
 from deeplightning.tracking.parent import Parent
-
-
-def git(folder, *arguments):
-    name = ["-c", "user.name=N", "-c", "user.email=n@e"]
-    done = subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 def committed(folder):
     """Make a repository with one commit; return the commit."""
     git(folder, "init", "-q", "-b", "trunk")
     git(folder, "commit", "-q", "--allow-empty", "-m", "first")
-    return git(folder, "rev-parse", "HEAD")
+    return subprocess.check_output(["git", "-C", folder, "rev-parse", "HEAD"], text=True).strip()
 
 
 @pytest.fixture(autouse=True)
 def no_settings(tmp_path, monkeypatch):
-    """No settings of git but those of a repository; the working directory is a new folder."""
+    """Git reads no settings but the repository's; the working directory is a new folder."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
     (tmp_path / "here").mkdir()
@@ -35,7 +30,8 @@ def no_settings(tmp_path, monkeypatch):
 
 
 def test_a_repository_is_its_commit(tmp_path, monkeypatch):
-    """And its branch, unless the head is detached; without a commit its branch alone."""
+    """A repository is recorded by commit and branch; with a detached head without the branch, before the first commit
+    without the commit."""
     commit = committed(".")
     assert environment.describe()["git"] == {"commit": commit, "branch": "trunk"}
     git(".", "checkout", "-q", "--detach")
@@ -46,8 +42,8 @@ def test_a_repository_is_its_commit(tmp_path, monkeypatch):
     assert environment.describe()["git"] == {"commit": None, "branch": "trunk"}
 
 
-def test_a_git_that_hangs_is_left(monkeypatch, tmp_path_factory):
-    """A git that does not answer costs its time limit, no more, and leaves the run without these words."""
+def test_a_git_that_hangs_is_given_up(monkeypatch, tmp_path_factory):
+    """A Git that does not answer within the time limit leaves the record without a commit."""
     committed(".")
     folder = tmp_path_factory.mktemp("bin")
     (folder / "git").write_text("#!/bin/sh\nexec sleep 60\n")
@@ -58,8 +54,8 @@ def test_a_git_that_hangs_is_left(monkeypatch, tmp_path_factory):
 
 
 def test_outside_a_repository_the_code_names_its_own(tmp_path, monkeypatch):
-    """A run started elsewhere still tells which version of Deep Lightning it ran, if that comes from a repository.
-    Without one, or without git, there is still a description."""
+    """A run that starts outside a repository records the commit of Deep Lightning itself, if that is a clone. Without
+    one, or without Git, the rest is recorded."""
     clone = tmp_path / "clone"
     (clone / "a" / "b").mkdir(parents=True)
     commit = committed(clone)
@@ -72,7 +68,7 @@ def test_outside_a_repository_the_code_names_its_own(tmp_path, monkeypatch):
 
 
 def test_a_description_names_what_a_run_depends_on(tmp_path, monkeypatch):
-    """Plain JSON with command, machine and package versions, and nothing out of the environment's variables."""
+    """The record is plain JSON with command, machine and package versions, and no environment variables."""
     monkeypatch.setenv("MY_API_KEY", "hunter2-in-a-variable")
     monkeypatch.setattr(sys, "argv", ["train", "a b.yaml", "logger.params.key=hunter2"])
     found = environment.describe(lambda text: text.replace("hunter2", "***"))
@@ -88,14 +84,15 @@ def test_a_description_names_what_a_run_depends_on(tmp_path, monkeypatch):
 
 
 def test_a_deleted_working_directory_is_survived(tmp_path):
-    """Describing a process whose folder is gone raises nothing."""
+    """If the working directory was deleted, the record has no directory and nothing is raised."""
     (tmp_path / "here").rmdir()
     assert environment.describe()["directory"] is None
     os.chdir(tmp_path)
 
 
 def test_a_run_of_a_group_under_mlflow_run_keeps_its_store_where_none_is_named(monkeypatch):
-    """The runs below a joined run get its address only if there is one: else they find the same store by default."""
+    """Child runs get the parent's tracking address only if one is set; otherwise the default leads to the same
+    store."""
     logger = SimpleNamespace(type="deeplightning.tracking.MLflowLogger", params={})
     monkeypatch.setenv("MLFLOW_RUN_ID", "a" * 32)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -1,4 +1,4 @@
-"""Who set each value of a config: `deeplightning.config.explain`."""
+"""`explain` shows where each value of a config was set: `deeplightning.config.explain`."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ _base_: ground.yaml
 seed: 2
 data:
   batch_size: 16
-  dataset: *no
+  dataset: named
 model:
   optimizer:
     params:
@@ -46,7 +46,7 @@ model:
   ~scheduler: null
   loss:
     params: {label_smoothing: 0.1}
-""".replace("*no", "named"),
+""",
     "other.yaml": """\
 train:
   num_epochs: 2
@@ -78,7 +78,7 @@ OVERRIDES = [
 
 @pytest.fixture
 def layered(tmp_path, monkeypatch):
-    """A composition of four files and three overrides."""
+    """The report of a config of four files and three overrides."""
     monkeypatch.chdir(tmp_path)
     for name, text in LAYERS.items():
         Path(name).write_text(text)
@@ -88,7 +88,7 @@ def layered(tmp_path, monkeypatch):
 
 
 def edited(place: str, overrides: list[str]) -> list[str]:
-    """Puts another value at the place that was named, in its file or among the overrides."""
+    """Replace the value at a position in its file, or in an override; return the overrides."""
     if place.startswith("override "):
         text = place.removeprefix("override ")
         changed = re.sub(r"(=|type: |interval: )[^\[{}\],]+", r"\1edited", text)
@@ -97,7 +97,7 @@ def edited(place: str, overrides: list[str]) -> list[str]:
     name, row, column = place.rsplit(":", 2)
     lines = Path(name).read_text().splitlines(keepends=True)
     text, start = lines[int(row) - 1], int(column) - 1
-    # At the place stands a key and its value, or an item of a list.
+    # At the position is a key and its value, or an item of a list.
     found = re.compile(r"""((?:"\w+"|\w+):\s*)?(?:&\w+ )?("[^"]*"|[^,{}\[\]\n]+)""").match(text, start)
     assert found, (place, text)
     lines[int(row) - 1] = text[: found.start(2)] + "edited" + text[found.end(2) :]
@@ -106,7 +106,8 @@ def edited(place: str, overrides: list[str]) -> list[str]:
 
 
 def test_editing_the_place_that_is_named_changes_the_value(layered):
-    """Of every leaf that a file or an override sets, in all four layers, through references too."""
+    """The position that is shown for a leaf is right: editing it changes the value, in each of four files and in
+    overrides, through references too."""
     before = {path: entry.value for path, entry in leaves(layered.source.root)}
     places = {path: origin(layered, path).partition(", from ")[0] for path in before}
     assert {place.partition(":")[0] for place in places.values() if "override" not in place} == set(LAYERS)
@@ -114,16 +115,16 @@ def test_editing_the_place_that_is_named_changes_the_value(layered):
     for path, place in places.items():
         for name, text in LAYERS.items():
             Path(name).write_text(text)
-        overrides = edited(place, OVERRIDES)
-        tree = plain(read("top.yaml", overrides).root)
+        tree = plain(read("top.yaml", edited(place, OVERRIDES)).root)
         for name in path:
             tree = tree[name]
         assert tree != before[path], f"{path} at {place}"
         assert "edited" in str(tree)
 
 
-def test_the_whole_is_the_config_with_a_place_beside_each_value(layered, tmp_path):
-    """It loads to the same config, and each leaf is told by file, line and column, override, or `default`."""
+def test_the_whole_is_the_config_with_a_place_beside_each_value(layered):
+    """The output loads as the same config; each value is annotated with file, line and column, an override, or
+    `default`."""
     text = explain(layered)
     rows = text.splitlines()
     assert "seed: 3                                                   # top.yaml:2:1" in rows
@@ -160,40 +161,10 @@ model.scheduler: null
   default     null
   set by      default
 """,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("key", ABOUT)
-def test_one_key_is_told_with_all_there_is_to_know(key, layered):
-    """Value, type, meaning, default, and who set it."""
-    told = explain(layered, key)
-    torch = Path(importlib.util.find_spec("torch").origin).parent
-    (spelled,) = re.findall(r" lr: (.*?) = ", (torch / "optim/sgd.py").read_text())[:1]  # releases of torch differ
-    expected = re.escape(ABOUT[key].replace("FLOAT", spelled)).replace("…", ".*")
-    assert re.fullmatch(expected, told), told
-
-
-def test_a_section_is_told_leaf_by_leaf(layered):
-    """As in the whole."""
-    assert explain(layered, "model.optimizer.params").splitlines() == [
-        "lr: 0.3                                                   # override model.optimizer.params.lr=0.3",
-        "momentum: 0.8                                             # top.yaml:8:24",
-        "weight_decay: 0.3                                         "
-        "# middle.yaml:10:7, from ${model.optimizer.params.lr}",
-    ]
-
-
-def test_a_section_that_is_overridden_as_a_whole_sets_what_is_in_it(layered):
-    """The place of its values is the override."""
-    report = examine("top.yaml", ["model.optimizer={type: torch.optim.Adam, params: {lr: 0.5}}"])
-    assert explain(report, "model.optimizer.params.lr").splitlines()[-1].startswith("  set by      override model.opt")
-
-
-UNSET = {
     "train.gradient_clip.value": """\
 train.gradient_clip.value: not set
   type        a number, at least 0
-  meaning     .*
+  meaning     …
   default     none, it must be given
   set by      nothing; the default applies
 """,
@@ -206,19 +177,38 @@ model.optimizer.params.dampening: not set
 """,
     "train.callbacks.0.params.duration": """\
 train.callbacks.0.params.duration: not set
-  type        .*
+  type        …
   default     null
   taken by    pytorch_lightning.callbacks.Timer
   set by      nothing; the default applies
 """,
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("key", UNSET)
-def test_a_key_that_could_be_set_has_its_documentation_and_default(key, layered):
-    """In a section that is null, and of a class that takes it."""
-    told = explain(layered, key)
-    assert re.fullmatch(UNSET[key], told), told
+@pytest.mark.parametrize("key", ABOUT)
+def test_one_key_is_explained_in_full(key, layered):
+    """For one key, `explain` shows value, type, meaning, default, and where it was set. An unset key, also of a section
+    that is null or of a class's params, has its documentation and default."""
+    text = explain(layered, key)
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    (spelled,) = re.findall(r" lr: (.*?) = ", (torch / "optim/sgd.py").read_text())[:1]  # releases of torch differ
+    expected = re.escape(ABOUT[key].replace("FLOAT", spelled)).replace("…", ".*")
+    assert re.fullmatch(expected, text), text
+
+
+def test_a_section_is_explained_key_by_key(layered):
+    """A section has one annotated line per value, as in the complete config."""
+    assert [re.split(" +# ", row) for row in explain(layered, "model.optimizer.params").splitlines()] == [
+        ["lr: 0.3", "override model.optimizer.params.lr=0.3"],
+        ["momentum: 0.8", "top.yaml:8:24"],
+        ["weight_decay: 0.3", "middle.yaml:10:7, from ${model.optimizer.params.lr}"],
+    ]
+
+
+def test_a_section_that_is_overridden_as_a_whole_sets_what_is_in_it(layered):
+    """If an override sets a section, `explain` names it for each value of the section."""
+    report = examine("top.yaml", ["model.optimizer={type: torch.optim.Adam, params: {lr: 0.5}}"])
+    assert explain(report, "model.optimizer.params.lr").splitlines()[-1].startswith("  set by      override model.opt")
 
 
 @pytest.mark.parametrize(
@@ -232,14 +222,14 @@ def test_a_key_that_could_be_set_has_its_documentation_and_default(key, layered)
         ("..", "there is no key ``."),
     ],
 )
-def test_a_key_that_is_not_there_is_told_with_the_nearest(key, words, layered):
-    """As everywhere: what is there, and what was meant."""
+def test_an_unknown_key_is_an_error_with_a_suggestion(key, words, layered):
+    """The error lists the known keys and suggests the nearest."""
     with pytest.raises(ConfigError, match=re.escape(words)):
         explain(layered, key)
 
 
-def test_what_the_machine_changed_is_told(tmp_path, monkeypatch, layered):
-    """The effective value, the reason, and who asked for another."""
+def test_a_value_that_the_machine_changed_is_explained(layered):
+    """`explain` shows where the value was set, the effective value, and the reason for the change."""
     report = examine("top.yaml", ["engine.backend=horovod"])
     assert explain(report, "engine.backend").splitlines()[-1] == (
         "  set by      override engine.backend=horovod; then ddp → null (there is one process and no GPU)"
@@ -247,7 +237,7 @@ def test_what_the_machine_changed_is_told(tmp_path, monkeypatch, layered):
 
 
 def test_what_came_from_the_environment_is_shown_as_it_was_written(layered, monkeypatch):
-    """The value does not give a variable's text away."""
+    """`explain` shows the reference to a variable, not the variable's value."""
     monkeypatch.setenv("SOME_TOKEN", "s3cr3t-token")
     report = examine("top.yaml", ["data.root=${oc.env:SOME_TOKEN}", "data.dataset=${data.root}", "data.dataset=named"])
     for key in ("", "data", "data.root", "data.dataset"):
@@ -256,16 +246,15 @@ def test_what_came_from_the_environment_is_shown_as_it_was_written(layered, monk
 
 @pytest.mark.parametrize("text", ["two\nlines", "#no comment", "a: b", "\x1b[31m", "- x", "ünï", "", "{", "'\"", "1e3"])
 def test_every_value_is_one_line_of_yaml(text):
-    """Whatever a text holds."""
+    """Any text is printed as one line of YAML without control characters."""
     written = line({"key": text})
-    assert "\n" not in written
-    assert "\x1b" not in written
+    assert {"\n", "\x1b"}.isdisjoint(written)
     assert yaml.safe_load(line(text)) == text
     assert yaml.safe_load(written) == {"key": text}
 
 
-def test_colours_are_for_terminals(layered, tmp_path):
-    """On a terminal the text is coloured, elsewhere it is plain."""
+def test_colours_are_for_terminals():
+    """On a terminal the text is coloured."""
     leader, follower = os.openpty()
     child = os.fork()
     if child == 0:
@@ -281,7 +270,7 @@ def test_colours_are_for_terminals(layered, tmp_path):
 
 
 def test_a_secret_in_an_override_is_not_shown(layered):
-    """Neither beside the value in the whole config nor about the key."""
+    """A secret from an override is shown neither in the complete config nor for its key."""
     key, secret = "data.module.params.db_password", "q9w8e7r6t5y4"
     report = examine("top.yaml", [*OVERRIDES, f"{key}={secret}"])
     assert secret not in explain(report) + explain(report, key)

@@ -1,4 +1,4 @@
-"""A call on a file that fails ends a run with a note that has the path, or costs the run nothing and is reported."""
+"""A failing disk ends a run with one error that has the path, or is only reported where the run can continue."""
 
 import errno
 import logging
@@ -22,13 +22,13 @@ from deeplightning.tracking.store import locate
 
 @pytest.fixture
 def fails(monkeypatch):
-    """`fails(number, name, owner)` has a function, of `os` by default, fail each time."""
+    """`fails(number, name, owner)` makes a function, of `os` by default, fail at each call."""
 
     def failing(number, name, owner=os):
         real = getattr(owner, name)
 
         def fail(*arguments, **options):
-            if name == "close":  # it is closed even so
+            if name == "close":  # a failed close(2) closes too
                 real(*arguments)
             raise OSError(number, os.strerror(number))
 
@@ -38,7 +38,7 @@ def fails(monkeypatch):
 
 
 def test_a_claim_that_cannot_be_closed_has_ended(tmp_path, fails, monkeypatch):
-    """On Linux the descriptor is gone whatever close(2) returns."""
+    """A claim ends even if close(2) fails: Linux closes the descriptor in any case."""
     claim = Claim(locate(str(tmp_path / "mlruns")), "a" * 32, tmp_path / "metrics.jsonl")
     fails(errno.EIO, "close")
     claim.close()
@@ -48,10 +48,11 @@ def test_a_claim_that_cannot_be_closed_has_ended(tmp_path, fails, monkeypatch):
 
 
 def test_a_line_that_is_written_in_parts_is_whole(tmp_path, monkeypatch):
-    """A disk that is nearly full takes a part; what a full one has cut is no part of the next line."""
+    """A line that a nearly full disk takes in parts is complete; a line cut off by a full disk does not damage the next
+    one."""
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    with monkeypatch.context() as few:
-        few.setattr(os, "write", lambda descriptor, data, write=os.write: write(descriptor, data[:3]))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, data, write=os.write: write(descriptor, data[:3]))
         metrics.append({"tags": {"first": "1"}})
     calls = []
 
@@ -61,8 +62,8 @@ def test_a_line_that_is_written_in_parts_is_whole(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "full")
         return write(descriptor, data[:5])
 
-    with monkeypatch.context() as now:
-        now.setattr(os, "write", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="full"):
             metrics.append({"tags": {"lost": "x"}})
     metrics.append({"tags": {"second": "2"}})
@@ -72,7 +73,7 @@ def test_a_line_that_is_written_in_parts_is_whole(tmp_path, monkeypatch):
 
 
 def test_a_log_file_that_takes_no_line_is_reported_once(tmp_path, caplog, capsys, fails, monkeypatch):
-    """No traceback is shown in the middle of a run's output."""
+    """A log file that cannot be written is one warning, without a traceback in the run's output."""
     handler = _RankFile(tmp_path / "rank_0.log")
     record = logging.LogRecord("deeplightning", logging.INFO, __file__, 1, "a line", None, None)
     fails(errno.ENOSPC, "flush", handler)
@@ -80,23 +81,23 @@ def test_a_log_file_that_takes_no_line_is_reported_once(tmp_path, caplog, capsys
     handler.emit(record)
     monkeypatch.undo()
     handler.close()
-    (told,) = [line for line in caplog.messages if "rank_0.log" in line]
-    assert "not written completely: No space left on device" in told
+    (warning,) = [line for line in caplog.messages if "rank_0.log" in line]
+    assert "not written completely: No space left on device" in warning
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ESTALE, errno.EINTR])
 def test_a_disk_that_fails_ends_a_command_with_the_path(tmp_path, capsys, number):
-    """Exit code 3, one note and no traceback, wherever the call was."""
+    """The command exits with code 3 and one error, which has the path, without a traceback."""
     assert report(OSError(number, os.strerror(number), str(tmp_path / "best.json"))) == 3
-    told = capsys.readouterr().err
-    assert len([line for line in told.splitlines() if line.startswith("error: ")]) == 1
-    assert str(tmp_path / "best.json") in told
-    assert "Traceback" not in told
+    err = capsys.readouterr().err
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+    assert str(tmp_path / "best.json") in err
+    assert "Traceback" not in err
 
 
 def test_a_small_file_that_cannot_be_written_is_named(tmp_path, fails):
-    """A write that fails knows no name of its file."""
+    """The error of a failed write has the path, which the system's error lacks, and the former file is kept."""
     path = tmp_path / "best.json"
     path.write_text("before")
     fails(errno.EDQUOT, "fsync")
@@ -106,7 +107,7 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path, fails):
 
 
 def test_what_fails_while_it_is_written_leaves_the_former_file(tmp_path):
-    """Whoever writes a file piece by piece may fail between two."""
+    """If writing a file in several parts fails, the former file is kept."""
     path = tmp_path / "predictions.csv"
     path.write_text("before")
     with pytest.raises(TypeError, match="bytes-like"), whole(path) as file:
@@ -118,7 +119,8 @@ def test_what_fails_while_it_is_written_leaves_the_former_file(tmp_path):
 
 
 def test_the_name_of_a_checkpoint_is_synced(tmp_path, monkeypatch):
-    """What was announced as saved is there after a loss of power: file, then name, then its folder and those above."""
+    """A saved checkpoint survives a loss of power: the file is synced, renamed, then its folder and the parents are
+    synced."""
     done, names = [], {}
     real_sync, real_replace, real_open = os.fsync, os.rename, os.open
 
@@ -136,7 +138,8 @@ def test_the_name_of_a_checkpoint_is_synced(tmp_path, monkeypatch):
 
 
 def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
-    """A resumed run chooses a new best checkpoint, warns, and does not overwrite the former one (call 195, ESTALE)."""
+    """A resumed run chooses a new best checkpoint, warns, and does not overwrite the unreadable one (call 195,
+    ESTALE)."""
     folder = RunFolder(tmp_path)
     folder.best.write_bytes(b"nothing that can be read")
     callback = SimpleNamespace(state_key="x", settings=SimpleNamespace(monitor="val_acc", save_top_k=2))
@@ -149,7 +152,7 @@ def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
 
 
 def test_code_that_cannot_be_written_is_named(tmp_path, caplog, fails):
-    """Each file that a run leaves at its end is written or named (call 891, EINTR at a close)."""
+    """A file that a run cannot write at its end is named in a warning (call 891, EINTR at a close)."""
     fails(errno.EINTR, "collect", provenance)
     origin = provenance.Provenance(SimpleNamespace(secrets=None, data=SimpleNamespace(root=None)), RunFolder(tmp_path))
     origin._code = object()
@@ -158,7 +161,8 @@ def test_code_that_cannot_be_written_is_named(tmp_path, caplog, fails):
 
 
 def test_the_former_code_of_a_run_is_kept_whole_or_not_at_all(tmp_path, fails, monkeypatch):
-    """Where the disk was full at the start of a resumed run, its end keeps the former code (call 178, ENOSPC)."""
+    """If the disk is full when a resumed run keeps the former code, that code stays unchanged, and a later attempt
+    keeps it (call 178, ENOSPC)."""
     folder = RunFolder(tmp_path)
     folder.code.write_bytes(b"former")
     origin = provenance.Provenance(SimpleNamespace(secrets=None, data=SimpleNamespace(root=None)), folder)
@@ -174,7 +178,7 @@ def test_the_former_code_of_a_run_is_kept_whole_or_not_at_all(tmp_path, fails, m
 
 
 def test_a_config_on_a_failing_disk_is_no_wrong_config(tmp_path, fails, monkeypatch):
-    """It ends with exit code 3 (call 1, EIO)."""
+    """A config that cannot be read is an error of the system, exit code 3 (call 1, EIO)."""
     config = tmp_path / "c.yaml"
     config.write_text("seed: 1\n")
     content = SimpleNamespace(open=config.open)
@@ -184,13 +188,13 @@ def test_a_config_on_a_failing_disk_is_no_wrong_config(tmp_path, fails, monkeypa
         source.read(config, [])
 
 
-def test_a_folder_is_given_free_where_the_disk_fails(tmp_path, monkeypatch, fails):
-    """A run that has written everything does not end with an error for it (call 626 of a resumed run, EIO)."""
-    hold = RunFolder(tmp_path).lock()
-    assert hold is not None
+def test_a_lock_is_released_even_if_the_disk_fails(tmp_path, monkeypatch, fails):
+    """A failure to close the lock file is no error, and the folder can be locked again (call 626 of a resumed run,
+    EIO)."""
+    lock = RunFolder(tmp_path).lock()
     assert RunFolder(tmp_path).lock() is None
     fails(errno.EIO, "close")
-    hold.release()
+    lock.release()
     monkeypatch.undo()
     again = RunFolder(tmp_path).lock()
     assert again is not None

@@ -1,4 +1,4 @@
-"""Pictures: one style for light and dark, the same text each time, names from outside as plain text."""
+"""Figures have one style for light and dark, are reproducible, and show names as plain text."""
 
 import xml.etree.ElementTree as ET
 
@@ -12,14 +12,8 @@ from torchmetrics.functional.classification import binary_calibration_error
 from deeplightning.figures import class_plots, curves, measures
 from deeplightning.figures.style import GRID, INK, PAPER, drawn, label, save, style, to_svg
 
-HOSTILE = [
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
-    "$\\frac{1}{0}$",
-    "a\x00\x1b[31mb",
-    "日本語",
-    "\ud800x",
-]
+HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\frac{1}{0}$", "a\x00\x1b[31mb"]
+HOSTILE += ["日本語", "\ud800x"]
 
 
 def texts(svg: str) -> list[str]:
@@ -35,7 +29,8 @@ def matrix(names: list[str], per_class: int = 20, seed: int = 0):
 
 
 def test_a_picture_follows_light_and_dark():
-    """Ink, lines and paper are variables with two values; a second drawing gives the same text."""
+    """The colours of ink, lines and paper are CSS variables with a light and a dark value; drawing again gives the same
+    SVG."""
     drawing = class_plots.confusion_matrix(matrix(list("abc")), list("abc"), "test")
     one, other = (to_svg(drawn(drawing), drawing.alt) for _ in range(2))
     assert one == other
@@ -57,15 +52,15 @@ def test_names_are_plain_text():
     ):
         svg = to_svg(drawn(drawing), drawing.alt)
         tags = {element.tag.partition("}")[2] for element in ET.fromstring(svg).iter()}
-        assert "script" not in tags
-        assert "img" not in tags
+        assert {"script", "img"}.isdisjoint(tags)
         assert "\x1b" not in svg
     assert any("frac" in text for text in texts(to_svg(drawn(class_plots.confusion_matrix(counts, HOSTILE, "test")))))
 
 
 @pytest.mark.parametrize(("number", "cells"), [(10, True), (20, True), (100, False)])
 def test_a_confusion_matrix_says_what_it_is(number, cells):
-    """Metric and samples in the title, both axes named, each class at both of them; of few classes counts too."""
+    """The title has accuracy and number of samples, both axes have a name and the classes; with few classes each cell
+    has its count."""
     names = [f"class {n}" for n in range(number)]
     counts = matrix(names)
     shown = texts(to_svg(drawn(class_plots.confusion_matrix(counts, names, "test"))))
@@ -78,23 +73,24 @@ def test_a_confusion_matrix_says_what_it_is(number, cells):
 
 
 def test_a_matrix_of_many_classes_has_no_names():
-    """It is no larger than one of 120 classes, however many there are."""
-    many, most = (np.eye(number, dtype=int) for number in (121, 1000))
-    sizes = [
-        drawn(class_plots.confusion_matrix(each, [str(n) for n in range(len(each))], "test")) for each in (many, most)
+    """From 121 classes on, a matrix has no names of classes, and its size does not grow."""
+    matrices = [
+        class_plots.confusion_matrix(np.eye(number, dtype=int), [str(n) for n in range(number)], "test")
+        for number in (121, 1000)
     ]
-    assert len({tuple(made.get_size_inches()) for made in sizes}) == 1
-    assert "120" not in texts(to_svg(sizes[0]))
+    many, most = map(drawn, matrices)
+    assert tuple(many.get_size_inches()) == tuple(most.get_size_inches())
+    assert "120" not in texts(to_svg(many))
 
 
 def test_a_share_is_at_each_count_of_few_classes():
-    """Of its row, in percent."""
+    """A cell of a matrix of few classes also shows its share of the row, in percent."""
     shown = texts(to_svg(drawn(class_plots.confusion_matrix(np.array([[3, 1], [0, 8]]), ["a", "b"], "test"))))
     assert {"75%", "25%"} <= set(shown)
 
 
 def test_mistakes_are_framed():
-    """One red frame for each wrong answer, with true and predicted class and its probability."""
+    """Each wrong prediction has a red frame; each sample shows its predicted class and probability."""
     image = np.zeros((8, 8), np.uint8)
     samples = [class_plots.Sample(image, *class_plots.answer("cat", "dog", 0.9), n > 1) for n in range(5)]
     svg = to_svg(drawn(class_plots.sheet(samples, "Samples", "")))
@@ -103,7 +99,8 @@ def test_mistakes_are_framed():
 
 
 def test_charts_put_together_what_belongs_together():
-    """Training and validation in one chart; loss, metrics, rates in this order; none of one point or of a test."""
+    """A chart shows a metric of training and validation; the order is loss, metrics, rates. Metrics of the test and
+    series of one point have no chart."""
     points = [(0, 1.0), (1, 0.5)]
     names = ("lr", "val_acc", "train_loss", "train_loss_epoch", "val_loss", "epoch", "test_acc", "train_acc", "own")
     series = {name: [*points, (2, 0.1)] if name == "train_loss" else points for name in names}
@@ -119,7 +116,7 @@ def test_charts_put_together_what_belongs_together():
 
 
 def test_the_best_validation_is_marked():
-    """The last one before the steps of the best checkpoint are done: a series counts from 0."""
+    """The mark is at the last validation before the step of the best checkpoint; a series counts steps from 0."""
     series = {"val_acc": [(4, 0.5), (9, 0.9), (14, 0.8)]}
     figure = drawn(curves.curve(curves.charts(series)[0], 10))
     marks = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_label() == "best"]
@@ -127,7 +124,7 @@ def test_the_best_validation_is_marked():
 
 
 def test_pictures_leave_matplotlib_as_it_was(tmp_path):
-    """Settings of the process hold afterwards, also when drawing fails."""
+    """Drawing does not change Matplotlib's settings of the process, even if it fails."""
     before = dict(matplotlib.rcParams)
     (chart,) = curves.charts({"lr": [(0, 1.0), (1, 2.0)]})
     save(curves.curve(chart), tmp_path / "a b")
@@ -139,7 +136,7 @@ def test_pictures_leave_matplotlib_as_it_was(tmp_path):
 
 
 def test_a_long_name_keeps_its_ends():
-    """Names that differ at the end stay different."""
+    """A shortened name keeps its start and end, so names that differ at the end stay different."""
     one, other = (label(f"a rather long name of a class, number {n}") for n in range(2))
     assert one != other
     assert len(one) == 24
@@ -147,7 +144,7 @@ def test_a_long_name_keeps_its_ends():
 
 @pytest.mark.parametrize("classes", [2, 3, 17])
 def test_precision_recall_and_f1_are_those_of_scikit_learn(classes):
-    """Of each class, with one that is never answered and one that no sample has."""
+    """They agree for each class, also for one that is never predicted and one without samples."""
     random = np.random.default_rng(classes)
     labels, predicted = random.integers(0, classes, (2, 200))
     predicted[predicted == 0] = 1
@@ -161,19 +158,17 @@ def test_precision_recall_and_f1_are_those_of_scikit_learn(classes):
 
 
 def test_the_calibration_error_is_that_of_torchmetrics():
-    """Fifteen bins of equal width, probabilities of 0 and 1 among them."""
+    """It has fifteen bins of equal width, and includes probabilities of 0 and 1."""
     random = np.random.default_rng(1)
     probability = np.append(random.random(500), [0.0, 1.0, 1.0])
     is_right = random.random(503) < probability**2
     found = measures.reliability(probability, is_right)
-    # torchmetrics turns a binary probability to that of the likelier class only where asked to; here it is as given.
     expected = binary_calibration_error(torch.tensor(probability), torch.tensor(is_right).int(), n_bins=15, norm="l1")
     assert found.error == pytest.approx(float(expected), abs=1e-6)
     assert found.samples.sum() == 503
-    perfect = measures.reliability(np.ones(4), np.ones(4, bool))
-    assert perfect.error == 0
+    assert measures.reliability(np.ones(4), np.ones(4, bool)).error == 0
 
 
 def test_the_most_confused_classes_come_first():
-    """True and answered class, and how often."""
+    """Each pair of true and predicted class has its count."""
     assert measures.most_confused(np.array([0, 0, 1, 0]), np.array([1, 0, 1, 1])) == [(0, 1, 2)]

@@ -1,5 +1,5 @@
-"""`engine.fused`: which optimizers take their step in one kernel. Parameters of a GPU are made up by torch
-(`FakeTensorMode`), where there is none."""
+"""`engine.fused` decides which optimizers use a fused kernel. Without a GPU, torch's `FakeTensorMode` provides its
+parameters."""
 
 from types import SimpleNamespace
 
@@ -13,9 +13,9 @@ from deeplightning.config.schema import Optimizer
 from deeplightning.task.networks import MisfitError
 from deeplightning.task.optimize import optimizers
 
-# torch 2.8 makes tensors of a fake GPU only where a real one is.
 pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.8.") and not torch.cuda.is_available(), reason="torch 2.8 has no fake GPU"
+    torch.__version__.startswith("2.8.") and not torch.cuda.is_available(),
+    reason="torch 2.8 has tensors of a fake GPU only on a machine with a GPU",
 )
 
 
@@ -24,7 +24,7 @@ def trainer(scaler=None, strategy=None):
 
 
 def made(kind="torch.optim.SGD", params=None, device="cuda", fused="auto", network=None, on=None, groups=()):
-    """What an optimizer of a network on a device says of `fused`."""
+    """Return the default `fused` of an optimizer that is built for a network on a device."""
     target = Optimizer(type=kind, params={"lr": 0.1, **(params or {})}, groups=list(groups))
     model = SimpleNamespace(optimizer=target, scheduler=None)
     with FakeTensorMode():
@@ -35,21 +35,22 @@ def made(kind="torch.optim.SGD", params=None, device="cuda", fused="auto", netwo
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_on_a_gpu_a_step_is_one_kernel(kind):
-    """Where torch has it; on a CPU it is torch's choice, as ever, and false is so on a GPU."""
+    """On a GPU the fused kernel is used if torch has one; on a CPU, or with `fused: false`, torch's default applies."""
     assert made(f"torch.optim.{kind}") is True
     assert made(f"torch.optim.{kind}", device="cpu") in (None, False)
     assert made(f"torch.optim.{kind}", fused=False) in (None, False)
 
 
 @pytest.mark.parametrize("params", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
-def test_what_the_params_say_counts(params):
-    """Of the kernel, in any way."""
+def test_params_of_the_optimizer_take_precedence(params):
+    """Params that choose another implementation override `engine.fused`."""
     assert made(params=params) in (None, False)
     assert made(params=params, fused=True) in (None, False)
 
 
-def test_auto_leaves_alone_what_cannot():
-    """An optimizer without such a kernel, sparse gradients, complex numbers, a gradient scaler, DeepSpeed."""
+def test_auto_skips_what_has_no_fused_kernel():
+    """`auto` does not fuse an optimizer without such a kernel, or with sparse gradients, complex parameters, a gradient
+    scaler or DeepSpeed."""
     assert made("torch.optim.Rprop") is None
     assert made(network=lambda: nn.Embedding(3, 2, sparse=True)) in (None, False)
     assert made(network=lambda: nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])) in (None, False)
@@ -59,18 +60,17 @@ def test_auto_leaves_alone_what_cannot():
 
 
 def test_true_is_for_a_cpu_too_and_refused_where_there_is_no_kernel():
-    """By the keys of both."""
+    """`fused: true` also fuses on a CPU; if that is impossible, the error names both keys."""
     assert made(fused=True, device="cpu") is True
-    with pytest.raises(
-        MisfitError, match=r"engine.fused is true, and model.optimizer is .*Rprop: it has no fused kernel"
-    ):
+    both = r"engine.fused is true, and model.optimizer is .*Rprop: it has no fused kernel"
+    with pytest.raises(MisfitError, match=both):
         made("torch.optim.Rprop", fused=True)
     with pytest.raises(MisfitError, match="it has sparse gradients or complex parameters"):
         made(fused=True, network=lambda: nn.Embedding(3, 2, sparse=True))
 
 
 def test_a_checkpoint_does_not_bring_the_kernel_of_another_device():
-    """A run that resumes on a CPU what was trained on a GPU, or the other way round, keeps its own choice."""
+    """A run that resumes a checkpoint of another device keeps its own choice of the kernel."""
     target = Optimizer(type="torch.optim.Adam", params={"lr": 0.1})
     model, network = SimpleNamespace(optimizer=target, scheduler=None), nn.Linear(2, 2)
     states = {}

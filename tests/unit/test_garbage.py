@@ -1,4 +1,4 @@
-"""Delaying and freezing the garbage collector in commands."""
+"""Commands postpone garbage collection until training starts, and freeze imported objects."""
 
 import gc
 import sys
@@ -31,7 +31,9 @@ class Circle:
         Circle.freed += 1
 
 
-def test_between_the_start_of_a_command_and_its_training_garbage_waits():
+def test_garbage_collection_is_postponed_until_training_starts():
+    """`postpone` raises the collector's thresholds, and `resume` restores them; without `postpone`, `resume` does
+    nothing."""
     thresholds = gc.get_threshold()
     garbage.postpone()
     assert gc.isenabled()  # a search runs for days
@@ -46,7 +48,7 @@ def test_between_the_start_of_a_command_and_its_training_garbage_waits():
 
 
 def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected(monkeypatch):
-    """Nothing is frozen where bindings report leaks: a report would follow the last line of the command."""
+    """Nothing is frozen if Triton is imported, whose bindings would report leaks after the command's last line."""
     held = gc.get_freeze_count()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "triton._C.libtriton", ModuleType("libtriton"))

@@ -1,4 +1,4 @@
-"""What `engine.gpus` asks for is compared with the machine before a run starts: exit code 3, with the remedy.
+"""`engine.gpus` is checked against the machine before a run starts: exit code 3 and a remedy if they do not match.
 
 No GPU is needed: each test describes the machine, as the driver would (see test_devices.py).
 """
@@ -29,7 +29,7 @@ SOME = {"supports": (13, 0), "built_for": (13, 0)}
 
 @pytest.fixture
 def on(tiny, place, monkeypatch):
-    """`on(machine, override, …)` is the config as it runs on a described machine."""
+    """`on(machine, override, …)` is the effective config on the described machine."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def load(machine, *overrides):
@@ -53,7 +53,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refusal(on):
-    """The same of what is refused with exit code 3, at `engine.gpus`."""
+    """`refusal(machine, override, …)` is the message of the SetupError at `engine.gpus`."""
 
     def refuse(machine, *overrides):
         with pytest.raises(SetupError) as caught:
@@ -69,7 +69,7 @@ def machine_of(*all_of, **about):
     return Machine(gpus=all_of, **SOME | about)
 
 
-# ---- how many there are
+# ---- the number of GPUs
 
 
 REMEDIES = "`engine.gpus=null` runs on the CPU, `engine.gpus=auto` uses available GPUs"
@@ -77,7 +77,7 @@ SHOWN = "asks for GPU indexes 2, 3; CUDA_VISIBLE_DEVICES=2,3 shows 2 of this mac
 
 
 @pytest.mark.parametrize(
-    ("number", "visible", "asked", "told"),
+    ("number", "visible", "asked", "start"),
     [
         (1, None, "[1]", "asks for GPU index 1; this machine has 1, counted from 0;"),
         (1, None, "2", "asks for 2 GPUs; this machine has 1;"),
@@ -89,15 +89,15 @@ SHOWN = "asks for GPU indexes 2, 3; CUDA_VISIBLE_DEVICES=2,3 shows 2 of this mac
         (4, "2,3", "3", "asks for 3 GPUs; CUDA_VISIBLE_DEVICES=2,3 shows 2 of this machine's 4;"),
     ],
 )
-def test_an_index_is_not_mistaken_for_a_number(number, visible, asked, told, refusal):
-    """The message names the indexes that are missing and those that are there, and both remedies."""
+def test_an_index_is_not_mistaken_for_a_number(number, visible, asked, start, refusal):
+    """The message names the missing indexes, the number of GPUs, and both remedies."""
     message = refusal(machine_of(*[ONE, TWO, THREE, FOUR][:number], visible=visible), f"engine.gpus={asked}")
-    assert message.startswith(told)
+    assert message.startswith(start)
     assert message.endswith(REMEDIES) or visible
 
 
-def test_what_is_there_is_taken(on):
-    """A number, a list in its own order, and `auto`, with a notice."""
+def test_available_gpus_are_used(on):
+    """`engine.gpus` is a number, a list whose order is kept, or `auto`, which gives a notice."""
     machine = machine_of(ONE, TWO)
     assert trainer_arguments(on(machine, "engine.gpus=2"))["devices"] == 2
     assert trainer_arguments(on(machine, "engine.gpus=[1, 0]"))["devices"] == [1, 0]
@@ -111,7 +111,7 @@ def test_what_is_there_is_taken(on):
 
 @pytest.mark.parametrize("value", ["", "-1", "none", "7"])
 def test_a_variable_that_hides_all_gpus_is_named(value, refusal, on):
-    """Where a GPU is asked for it is a contradiction; `auto` runs on the CPU and says why."""
+    """If a GPU is requested, the variable is an error; `auto` runs on the CPU and gives the reason."""
     machine = machine_of(ONE, TWO, visible=value)
     message = refusal(machine, "engine.gpus=1")
     assert f"CUDA_VISIBLE_DEVICES={value} shows none of this machine's 2" in message
@@ -122,7 +122,7 @@ def test_a_variable_that_hides_all_gpus_is_named(value, refusal, on):
 
 @pytest.mark.parametrize("asked", ["[0, 0]", "[GPU-1]"])
 def test_what_no_machine_has_is_a_fault_of_the_config(asked, on):
-    """Exit code 2: an index twice; and an id, which CUDA_VISIBLE_DEVICES takes."""
+    """A repeated index, or an id, which only CUDA_VISIBLE_DEVICES takes, is an error of the config."""
     with pytest.raises(ConfigError, match=r"engine\.gpus"):
         on(machine_of(ONE), f"engine.gpus={asked}")
 
@@ -131,7 +131,7 @@ def test_what_no_machine_has_is_a_fault_of_the_config(asked, on):
 
 
 def test_a_driver_older_than_the_build_of_torch_is_refused(refusal, on):
-    """Both versions, and another build; within a major release any driver will do."""
+    """The error has both versions and a remedy; within a major release any driver works."""
     message = refusal(machine_of(ONE, supports=(12, 6), built_for=(13, 2)), "engine.gpus=auto")
     assert message.startswith("the driver supports CUDA 12.6 at most, and this torch is built for CUDA 13.2; update")
     assert "`TORCH_BACKEND=auto bash env.sh` installs a build that fits" in message
@@ -139,45 +139,45 @@ def test_a_driver_older_than_the_build_of_torch_is_refused(refusal, on):
 
 
 @pytest.mark.parametrize(
-    ("machine", "told"),
+    ("machine", "reason"),
     [
         (machine_of(ONE, is_built=False, built_for=None), "this torch is built without CUDA"),
         (Machine(trouble="the NVIDIA driver is not loaded"), "has none: the NVIDIA driver is not loaded"),
     ],
 )
-def test_a_build_without_cuda_is_told_from_a_machine_without_gpus(machine, told, refusal, on):
-    """Likewise a driver that does not answer; `auto` runs on the CPU, and says which it is."""
-    assert re.match(f"asks for 1 GPU; (this machine )?{told};", refusal(machine, "engine.gpus=1"))
-    assert told.removeprefix("this torch is ") in on(machine, "engine.gpus=auto").notices[0].text
+def test_a_build_without_cuda_is_distinguished_from_a_machine_without_gpus(machine, reason, refusal, on):
+    """The error says whether torch's build or the driver is the reason; `auto` runs on the CPU with the same reason."""
+    assert re.match(f"asks for 1 GPU; (this machine )?{reason};", refusal(machine, "engine.gpus=1"))
+    assert reason.removeprefix("this torch is ") in on(machine, "engine.gpus=auto").notices[0].text
 
 
-# ---- while a run starts
+# ---- errors at run time
 
 
 @pytest.mark.parametrize("words", gpus.UNUSABLE)
 def test_a_gpu_that_cuda_refuses_ends_with_exit_code_3(words, capsys):
-    """An error at run time that is the machine's: its first line and the remedy, without a traceback."""
+    """A CUDA error that the machine causes is printed as its first line and a remedy, without a traceback."""
     assert report(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported")) == 3
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: CUDA error: {words}: `nvidia-smi` shows the GPUs")
-    assert told.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: CUDA error: {words}: `nvidia-smi` shows the GPUs")
+    assert err.count("\n") == 1
 
 
 def test_an_error_of_the_code_on_a_gpu_stays_one(capsys):
-    """An illegal access is no fault of the machine, and keeps its traceback."""
+    """An illegal memory access is an error of the code: exit code 1, with its traceback."""
     assert report(RuntimeError("CUDA error: an illegal memory access was encountered")) == 1
     assert gpus.unusable(ValueError("invalid device ordinal")) is None
     assert "Traceback" not in capsys.readouterr().out
 
 
 def test_a_lack_of_memory_ends_with_exit_code_5(capsys):
-    """The device's own figures, and three keys that help."""
+    """The error has torch's figures and keys that reduce memory."""
     words = "CUDA out of memory. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free."
     assert report(torch.OutOfMemoryError(words)) == 5
-    told = capsys.readouterr().err
-    assert "the device has no memory left: CUDA out of memory." in told
-    assert "of which 1.25 GiB is free. A smaller data.batch_size helps" in told
-    assert "engine.precision=bf16" in told
+    err = capsys.readouterr().err
+    assert "the device has no memory left: CUDA out of memory." in err
+    assert "of which 1.25 GiB is free. A smaller data.batch_size helps" in err
+    assert "engine.precision=bf16" in err
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_lack_of_memory_ends_with_exit_code_5(capsys):
     ],
 )
 def test_a_lack_of_the_machines_memory_is_no_fault_of_the_config(words, capsys):
-    """Torch and oneDNN raise RuntimeError, also where a network is tried out with the data."""
+    """A RuntimeError of torch or oneDNN about memory exits with code 5, also while a network is tried with the data."""
 
     class Large(torch.nn.Module):
         def forward(self, images):
@@ -202,7 +202,8 @@ def test_a_lack_of_the_machines_memory_is_no_fault_of_the_config(words, capsys):
 
 
 def test_what_is_no_lack_of_memory_keeps_its_traceback(capsys):
-    """What oneDNN does not support, and an error of code that handles a lack of memory."""
+    """An operation that oneDNN does not support, or an error of code that handles a MemoryError, is reported as
+    such."""
     error = RuntimeError("could not create a primitive descriptor for a convolution forward propagation primitive")
     assert not lacks_memory(error)
     assert lacks_memory(MemoryError())
@@ -215,7 +216,7 @@ def test_what_is_no_lack_of_memory_keeps_its_traceback(capsys):
 @pytest.mark.run
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 def test_cuda_and_torch_still_say_these_words():
-    """In the libraries that are installed: each text that an answer is found by."""
+    """The installed libraries contain each text by which an error is recognised."""
     folder = Path(torch.__file__).parent
     files = [folder / "lib" / f"lib{name}.so" for name in ("torch_python", "torch_cuda", "c10_cuda")]
     files += folder.parent.glob("nvidia/**/libcudart.so*")

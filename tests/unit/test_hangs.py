@@ -1,15 +1,14 @@
-"""A test that hangs ends with the process that runs it."""
+"""A test that hangs ends together with the process that runs it."""
 
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from served import gone, wait_until
 
 TESTS = Path(__file__).parents[1]
-
 
 HANGS = """
 import os, threading, time
@@ -19,7 +18,7 @@ def waits():
     time.sleep(1000)
 
 def test_fails():
-    hangs.LIMIT_SECONDS = 1  # of the next test, and not in the worker that takes the place of this one
+    hangs.LIMIT_SECONDS = 1  # for the next test, not in the worker that replaces this one
     assert False
 
 def test_hangs():
@@ -35,7 +34,7 @@ def test_hangs():
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_test_that_hangs_ends_its_process_with_the_stacks_of_all_threads(tmp_path, processes):
-    """Of a worker of xdist too, where the others continue; what the test has forked ends as well."""
+    """So does a worker of xdist, while the others continue, and a process that the test has forked."""
     (tmp_path / "test_one.py").write_text(HANGS)
     (tmp_path / "test_other.py").write_text("def test_passes(): pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -47,17 +46,5 @@ def test_a_test_that_hangs_ends_its_process_with_the_stacks_of_all_threads(tmp_p
     assert " in waits\n" in done.stderr
     assert " in test_hangs\n" in done.stderr
     assert ("1 passed" in done.stdout) == (processes == 1)
-    assert _ends(int((tmp_path / "child").read_text()))
-
-
-def _ends(process: int) -> bool:
-    """Return whether a process ends within a minute; it has the signal already."""
-    for _ in range(600):
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state in ("Z", "X"):
-            return True
-        time.sleep(0.1)
-    return False
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: gone(child), 60)  # it has received the signal already

@@ -1,8 +1,7 @@
-"""Bundles, checkpoints and journals that were tampered with, one kind a line in `tests/hostile/*.jsonl`: each is
-refused in one sentence with exit code 4, soon, and nothing of it is executed."""
+"""Tampered bundles, checkpoints and claims of unsent metrics, one kind a line in `tests/hostile/*.jsonl`, are refused
+soon, in one sentence and with exit code 4, and nothing in them is executed."""
 
 import base64
-import io
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ import pytest
 import torch
 from hangs import limited
 from onnx import helper
-from served import colour_run
 
 from deeplightning.config import own_runs
 from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint
@@ -39,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def corpus(name: str) -> list[Any]:
-    """The lines of a corpus as parameters (recipe, answer)."""
+    """Return the lines of a corpus as parameters (recipe, answer)."""
     lines = [json.loads(line) for line in (HOSTILE / name).read_text().splitlines()]
     return [pytest.param(line["recipe"], line["answer"], id=line["name"]) for line in lines]
 
@@ -48,14 +46,14 @@ BUNDLES, CHECKPOINTS, UNSENT = (corpus(f"{name}.jsonl") for name in ("bundles", 
 
 
 def test_the_corpora_are_large_and_name_each_kind_once():
-    """As many kinds as were promised."""
+    """Each corpus has at least its promised number of kinds, each with a name of its own."""
     for kinds, least in ((BUNDLES, 100), (CHECKPOINTS, 60), (UNSENT, 20)):
         assert len({kind.id for kind in kinds}) == len(kinds) >= least
 
 
 def at(tree: Any, path: str) -> tuple[Any, Any]:
-    """Where a dotted path leads: what holds it, and its key there; %2E and %2F are a dot and a slash in a key, #1 a
-    number as a key."""
+    """Return the container that a dotted path leads to, and the key there; %2E and %2F are a dot and a slash in a key,
+    #1 is a number as a key."""
     parts = path.split(".") if not path.startswith("files...") else ["files", path[6:]]
     *way, last = (part.replace("%2E", ".").replace("%2F", "/") for part in parts)
 
@@ -70,13 +68,8 @@ def at(tree: Any, path: str) -> tuple[Any, Any]:
 # Bundles
 
 
-@pytest.fixture(scope="module")
-def right_bundle(tmp_path_factory):
-    return colour_run(tmp_path_factory.mktemp("runs") / "a run").bundle
-
-
 def graph(kind: str, value: Any = None) -> bytes:
-    """A model with the inputs and outputs of the right one, which computes something else."""
+    """Return a model with the inputs and outputs of the right one that computes something else."""
     inputs = [helper.make_tensor_value_info("images", 2, ["batch", 3, 8, 8])]
     name = value if kind == "output" else "probabilities"
     outputs = [helper.make_tensor_value_info(name, 1, None if kind == "pixels" else ["batch", 3])]
@@ -94,7 +87,7 @@ def graph(kind: str, value: Any = None) -> bytes:
         nodes.append(helper.make_node("Softmax", ["logits"], ["right"], axis=1))
         nodes.append(helper.make_node("Mul", ["right", "other"], ["less"]))
         last = helper.make_node("Add", ["less", "other"], [name])
-    elif kind == "vast":  # the size depends on the input, so that it is not known before the first answer
+    elif kind == "vast":  # the size depends on the input, so that it is unknown before the first answer
         constants += [helper.make_tensor("size", 7, [1], [value]), helper.make_tensor("none", 7, [1], [0])]
         nodes += [
             helper.make_node("Shape", ["images"], ["shape"]),
@@ -106,7 +99,7 @@ def graph(kind: str, value: Any = None) -> bytes:
             helper.make_node("Softmax", ["logits"], ["right"], axis=1),
         ]
         last = helper.make_node("Add", ["right", "zero"], [name])
-    elif kind == "endless":  # a loop that nothing ends; not in the corpus, since only the server has a limit of time
+    elif kind == "endless":  # a loop without an end; not in the corpus, since only the server has a time limit
         kinds = [("round", 7, []), ("go", 9, []), ("carried", 1, None)]
         body = helper.make_graph(
             [helper.make_node("Identity", ["go"], ["still"]), helper.make_node("Identity", ["carried"], ["next"])],
@@ -135,7 +128,7 @@ def graph(kind: str, value: Any = None) -> bytes:
     elif kind in ("operator", "domain"):
         operator, domain = (value, "") if kind == "operator" else ("Softmax", value)
         last = helper.make_node(operator, ["logits"], [name], domain=domain)
-    elif kind == "outside":  # reads a weight from a file that is none of the bundle's, to leak it
+    elif kind == "outside":  # reads a weight from a file outside the bundle, to leak it
         weight = helper.make_tensor("weight", 1, [1], bytes(4), raw=True)
         weight.ClearField("raw_data")
         weight.data_location = 1
@@ -151,16 +144,16 @@ def graph(kind: str, value: Any = None) -> bytes:
     return onnx.helper.make_model(made, opset_imports=opsets, ir_version=10).SerializeToString()
 
 
-def copied(right_bundle: Path, place: Path) -> Path:
-    """A copy of the bundle, beside a copy of its model and four bytes that a graph may try to read."""
-    folder = Path(shutil.copytree(right_bundle, place / "bundle"))
+def copied(bundle: Path, place: Path) -> Path:
+    """Copy a bundle, and put a copy of its model beside it, and four bytes that a graph may try to read."""
+    folder = Path(shutil.copytree(bundle, place / "bundle"))
     shutil.copy(folder / "model.onnx", place)
     (place / "secret").write_bytes(np.ones(1, np.float32).tobytes())
     return folder
 
 
 def tamper_with_bundle(folder: Path, recipe: list[Any]) -> None:
-    """Does to a bundle what the recipe says; then the files' digests are those of the files, and the card is sealed."""
+    """Change a bundle by a recipe, then make the digests of files and card match."""
     file = folder / "bundle.json"
     card = json.loads(file.read_text())
     on_disk = []
@@ -169,13 +162,10 @@ def tamper_with_bundle(folder: Path, recipe: list[Any]) -> None:
             on_disk.append((word, values))
         elif word in ("file", "cut", "graph"):
             name = "model.onnx" if word == "graph" else values[0]
-            data = (
-                values[1].encode()
-                if word == "file"
-                else graph(*values)
-                if word == "graph"
-                else (folder / name).read_bytes()[: (folder / name).stat().st_size // 2]
-            )
+            if word == "cut":
+                data = (folder / name).read_bytes()[: (folder / name).stat().st_size // 2]
+            else:
+                data = values[1].encode() if word == "file" else graph(*values)
             (folder / name).write_bytes(data)
             card["files"][name] = sha256(data).hexdigest()
         elif word in ("answers", "shift"):
@@ -185,19 +175,19 @@ def tamper_with_bundle(folder: Path, recipe: list[Any]) -> None:
         elif word == "setkey":
             card[values[0]][values[1]] = values[2]
         else:
-            place, key = at(card, values[0])
+            container, key = at(card, values[0])
             if word == "set":
-                place[key] = values[1]
+                container[key] = values[1]
             elif word == "delete":
-                del place[key]
+                del container[key]
             elif word == "reverse":
-                place[key].reverse()
+                container[key].reverse()
             elif word == "upper":
-                place[key] = place[key].upper()
+                container[key] = container[key].upper()
             elif word == "repeat":
-                place[key] = values[1] * values[2]
+                container[key] = values[1] * values[2]
             elif word == "range":
-                place[key] = [str(number) for number in range(values[1])]
+                container[key] = [str(number) for number in range(values[1])]
             else:
                 raise AssertionError(word)
     file.write_text(json.dumps({**card, "digest": card_digest(card)}))
@@ -212,9 +202,10 @@ def tamper_with_bundle(folder: Path, recipe: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "answer"), BUNDLES)
-def test_a_bundle_that_was_tampered_with_is_refused(right_bundle, tmp_path, capfd, recipe, answer):
-    """However it was sealed again: one sentence that names the folder and the fault, exit code 4, nothing else said."""
-    folder = copied(right_bundle, tmp_path)
+def test_a_bundle_that_was_tampered_with_is_refused(run_folder, tmp_path, capfd, recipe, answer):
+    """Even with matching digests, it is refused in one sentence with folder and reason, and exit code 4; nothing is
+    printed."""
+    folder = copied(run_folder.bundle, tmp_path)
     tamper_with_bundle(folder, recipe)
 
     def is_refused():
@@ -230,18 +221,18 @@ def test_a_bundle_that_was_tampered_with_is_refused(right_bundle, tmp_path, capf
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_golden_digest_covers_what_the_answers_mean(right_bundle):
-    """Everything on the card but its digests and the models that may join later."""
-    card = json.loads((right_bundle / "bundle.json").read_text())
+def test_the_golden_digest_covers_what_the_answers_mean(run_folder):
+    """The golden digest covers everything on the card but the digests and the models that may be added later."""
+    card = json.loads(run_folder.bundle_card.read_text())
     assert card["golden"]["digest"] == golden_digest(card)
     for key in ("task", "labels", "input", "run"):
         assert golden_digest({**card, key: "other"}) != golden_digest(card)
-    joined = {**card, "files": {**card["files"], "model.fp16.onnx": "0"}}
-    assert golden_digest(joined) == golden_digest(card)
+    with_another = {**card, "files": {**card["files"], "model.fp16.onnx": "0"}}
+    assert golden_digest(with_another) == golden_digest(card)
 
 
-def test_a_home_that_is_unknown_is_told(monkeypatch):
-    """`~nobody` is a folder that is not there, not a fault of ours."""
+def test_an_unknown_home_is_a_missing_folder():
+    """`~nobody` is a folder that does not exist, not an internal error."""
     with pytest.raises(BundleError, match="There is no folder '~no-such-user/run'"):
         Bundle.open("~no-such-user/run")
 
@@ -250,10 +241,10 @@ def test_a_home_that_is_unknown_is_told(monkeypatch):
 
 
 def value_of(value: Any) -> Any:
-    """A recipe's value; {"tensor": "zeros(2)"} is torch's."""
+    """Return a value of a recipe; {"tensor": "zeros(2)"} is torch's."""
     if isinstance(value, dict) and value.keys() == {"tensor"}:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # sparse and quantized tensors are to go
+            warnings.simplefilter("ignore")  # sparse and quantized tensors are deprecated
             return eval(f"torch.{value['tensor']}", {"torch": torch})
     return value
 
@@ -289,7 +280,7 @@ def archived(path: Path, parts: dict[str, bytes], compress: int = zipfile.ZIP_ST
 
 
 class Again:
-    """Deflates a chunk once, however often it is written."""
+    """A compressor that deflates a chunk once, however often it is written."""
 
     def __init__(self, chunk: bytes):
         deflate = zlib.compressobj(wbits=-15)
@@ -334,33 +325,39 @@ def tamper_with_archive(path: Path, kind: str) -> None:
         torch.save(right_checkpoint(), path, _use_new_zipfile_serialization=False)
 
 
+def save_in_pieces(path: Path, content: dict[str, Any], shares: list[dict[str, Any]]) -> Path:
+    """Save a checkpoint with its shards; return their folder."""
+    torch.save(content, path)
+    folder = path.with_suffix(".pieces")
+    for rank, share in enumerate(shares):
+        folder.mkdir(exist_ok=True)
+        torch.save(share, folder / f"{TOKEN}-{rank}.pt")
+    return folder
+
+
 def tamper_with_checkpoint(path: Path, recipe: list[Any]) -> None:
-    """Writes a checkpoint, and its pieces where the recipe asks for them, changed as the recipe says."""
+    """Write a checkpoint, with shards if the recipe has them, changed by the recipe."""
     content, shares = right_checkpoint(), []
     after = []
     for word, *values in recipe:
         if word == "pieces":
             content, shares = in_pieces()
         elif word == "set":
-            place, key = at(content, values[0])
-            place[key] = value_of(values[1])
+            container, key = at(content, values[0])
+            container[key] = value_of(values[1])
         elif word == "delete":
-            place, key = at(content, values[0])
-            del place[key]
+            container, key = at(content, values[0])
+            del container[key]
         elif word == "numbered":
             content[values[0]] = dict(enumerate(content[values[0]].values()))
         elif word == "piece" and values[1] not in ("", "gone", "bytes"):
-            place, key = at(shares[values[0]], values[1])
-            place[key] = value_of(values[2])
+            container, key = at(shares[values[0]], values[1])
+            container[key] = value_of(values[2])
         elif word == "cycle":
             content["loops"]["itself"] = content["loops"]
         else:
             after.append((word, values))
-    torch.save(content, path)
-    folder = path.with_suffix(".pieces")
-    for rank, share in enumerate(shares):
-        folder.mkdir(exist_ok=True)
-        torch.save(share, folder / f"{TOKEN}-{rank}.pt")
+    folder = save_in_pieces(path, content, shares)
     for word, values in after:
         if word == "piece":
             rank, kind, given = values
@@ -372,10 +369,8 @@ def tamper_with_checkpoint(path: Path, recipe: list[Any]) -> None:
             else:
                 torch.save({}, file)
         elif word == "nested":
-            text = b"}(" + b"\x8c\x0astate_dict}\x8c\x06piecesNu."  # its pieces are refused before
             deep = b"]" * values[0] + b"a" * (values[0] - 1)
-            text = b"\x80\x02}(X\x0a\0\0\0state_dict}X\x04\0\0\0deep" + deep + b"u."
-            tampered_pickle(path, text)
+            tampered_pickle(path, b"\x80\x02}(X\x0a\0\0\0state_dict}X\x04\0\0\0deep" + deep + b"u.")
         elif word == "bytes":
             path.write_bytes(values[0].encode())
         elif word == "cut":
@@ -389,7 +384,7 @@ def tamper_with_checkpoint(path: Path, recipe: list[Any]) -> None:
             {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(path.name)}[word]()
         elif word == "archive":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch.jit is to go
+                warnings.simplefilter("ignore")  # torch.jit is deprecated
                 tamper_with_archive(path, values[0])
         elif word == "content":
             torch.save(value_of(values[0]), path)
@@ -399,13 +394,13 @@ def tamper_with_checkpoint(path: Path, recipe: list[Any]) -> None:
 
 
 def tampered_pickle(path: Path, data: bytes) -> None:
-    """A checkpoint of these opcodes, with right checksums."""
+    """Write a checkpoint with these opcodes and correct checksums."""
     archived(path, {"data.pkl": data, "byteorder": b"little", "version": b"3\n"})
 
 
 @pytest.mark.parametrize(("recipe", "answer"), CHECKPOINTS)
 def test_a_checkpoint_that_was_tampered_with_is_refused(tmp_path, capfd, monkeypatch, recipe, answer):
-    """One sentence that names the file and the fault, exit code 4; soon, and nothing of it is executed."""
+    """It is refused soon, in one sentence with file and reason, and exit code 4; nothing in it is executed."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "last.ckpt"
     tamper_with_checkpoint(path, recipe)
@@ -427,7 +422,7 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(tmp_path, capfd, monkeyp
 
 
 def test_the_checkpoints_that_the_corpus_changes_are_right(tmp_path):
-    """In one file, and in pieces; also where values are shared, as in checkpoints of before."""
+    """Unchanged, the checkpoints of the corpus can be read, in one file and in shards."""
     path = tmp_path / "last.ckpt"
     for recipe in ([], [["pieces"]]):
         tamper_with_checkpoint(path, recipe)
@@ -437,17 +432,14 @@ def test_the_checkpoints_that_the_corpus_changes_are_right(tmp_path):
 
 
 def test_values_in_many_places_are_put_together_once(tmp_path):
-    """Lists of lists of … that unfold to 10**30 values take no time, and stay shared."""
+    """Nested lists that share their items and would unfold to 10**30 values are read at once, and stay shared."""
     path = tmp_path / "last.ckpt"
     content, shares = in_pieces()
     shared: list[Any] = [1]
     for _ in range(30):
         shared = [shared] * 10
     content["loops"]["shared"] = shared
-    torch.save(content, path)
-    path.with_suffix(".pieces").mkdir()
-    for rank, share in enumerate(shares):
-        torch.save(share, path.with_suffix(".pieces") / f"{TOKEN}-{rank}.pt")
+    save_in_pieces(path, content, shares)
 
     def stay_shared():
         found = read_checkpoint(path)["loops"]["shared"]
@@ -456,7 +448,7 @@ def test_values_in_many_places_are_put_together_once(tmp_path):
     limited(SECONDS, stay_shared)
 
 
-# What runs have left unsent
+# Claims of unsent metrics
 
 
 def finished_run(folder: Path) -> str:
@@ -466,8 +458,8 @@ def finished_run(folder: Path) -> str:
     return logger.run_id
 
 
-def left(store: Path, name: str, metrics: Path, run: Any) -> Path:
-    """The claim of a process of this machine that has ended."""
+def write_claim(store: Path, name: str, metrics: Path, run: Any) -> Path:
+    """Write the claim of a process of this machine that has ended; return its path."""
     folder = folder_of(locate(store))
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.deadbeef.unsent"
@@ -479,29 +471,31 @@ def left(store: Path, name: str, metrics: Path, run: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A store for many runs: making one takes a second."""
+    """A store for all runs, since creating one takes a second."""
     return tmp_path_factory.mktemp("unsent") / "mlruns"
 
 
 @pytest.mark.parametrize(("recipe", "answer"), UNSENT)
-def test_what_is_left_from_elsewhere_leaves_a_finished_run_finished(store, tmp_path, recipe, answer):
-    """`runs --sync` and the next run on the store say one line of it, or none; the run stays as it is."""
+def test_a_tampered_claim_does_not_change_a_finished_run(store, tmp_path, recipe, answer):
+    """`runs --sync` and the next run on the store report a tampered claim in one line or ignore it; the finished run
+    does not change."""
     run_id = finished_run(store)
     (metrics,) = store.glob(f"*/{run_id}/artifacts/metrics.jsonl")
     head: Any = run_id
-    said = io.BytesIO()
+    appended = b""
     kind = "file"
     for line in recipe:
         if not isinstance(line, dict) or not {"raw", "head", "kind"} & line.keys():
-            said.write(json.dumps(line).encode() + b"\n")
+            appended += json.dumps(line).encode() + b"\n"
         elif "raw" in line:
-            said.write(line["raw"].encode("latin-1") * line["times"] + b"\n")
+            appended += line["raw"].encode("latin-1") * line["times"] + b"\n"
         else:
             head, kind = line.get("head", head), line.get("kind", kind)
-    metrics.write_bytes(metrics.read_bytes() + said.getvalue())
-    path = left(store, run_id, metrics, head)
-    if kind != "file":
-        content = path.read_bytes()
+    metrics.write_bytes(metrics.read_bytes() + appended)
+    path = write_claim(store, run_id, metrics, head)
+    if kind == "writable":
+        path.chmod(0o666)
+    elif kind != "file":
         path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
@@ -510,34 +504,31 @@ def test_what_is_left_from_elsewhere_leaves_a_finished_run_finished(store, tmp_p
     elif kind == "link":
         (tmp_path / "elsewhere").write_text("precious")
         path.symlink_to(tmp_path / "elsewhere")
-    elif kind == "writable":
-        path.write_bytes(content)
-        path.chmod(0o666)
     elif kind == "sparse":
         path.touch(mode=0o600)
         os.truncate(path, 10**12)
 
-    def says_one_line():
-        told = list(send_leftovers(locate(store), silent=SILENT_SECONDS))
-        assert [answer in line for line in told] == [True] * bool(answer)
-        assert all("\n" not in line and "Traceback" not in line for line in told)
+    def is_one_line():
+        reported = list(send_leftovers(locate(store), silent=SILENT_SECONDS))
+        assert [answer in line for line in reported] == [True] * bool(answer)
+        assert all("\n" not in line and "Traceback" not in line for line in reported)
 
-    limited(SECONDS, says_one_line)
+    limited(SECONDS, is_one_line)
     found = open_reader(locate(store)).run(run_id)
     assert (found.status, found.tags.get("failure")) == ("FINISHED", None)
     if kind == "link":
         assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
-def test_a_claim_is_on_the_run_alone_that_it_is_named_after(store, tmp_path):
-    """One that names another run is refused, and kept for a person to see; so is a file outside the store."""
+def test_a_claim_may_name_only_its_own_run(store, tmp_path):
+    """A claim that names another run, or a file outside the store, is refused, and kept for inspection."""
     one, other = finished_run(store), finished_run(store)
     (metrics,) = store.glob(f"*/{one}/artifacts/metrics.jsonl")
     metrics.write_text('{"step":9,"time":1,"values":{"x":9.0}}\n{"tags":{"pwned":"yes"}}\n')
     outside = tmp_path / "metrics.jsonl"
     outside.write_bytes(metrics.read_bytes())
     for run, file in ((other, metrics), (one, outside)):
-        path = left(store, one, file, run)
+        path = write_claim(store, one, file, run)
         (line,) = send_leftovers(locate(store), silent=SILENT_SECONDS)
         assert "refused" in line
         assert path.with_suffix(".refused").is_file()
@@ -549,7 +540,8 @@ def test_a_claim_is_on_the_run_alone_that_it_is_named_after(store, tmp_path):
 
 
 def test_a_claim_beside_a_store_sends_files_of_own_runs_only(store, tmp_path, monkeypatch):
-    """It may have come with the store, and the store may send files to its maker's server."""
+    """A claim may have been copied with a store that uploads to another person's server, so only files of this user's
+    runs are sent."""
     sent = []
     monkeypatch.setattr(Client, "upload", lambda self, run_id, path, folder: sent.append(path))
     monkeypatch.setattr(own_runs, "_noted", set())
@@ -558,15 +550,14 @@ def test_a_claim_beside_a_store_sends_files_of_own_runs_only(store, tmp_path, mo
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.config.write_text("seed: 1\n")
-    weights = folder.path / "last.ckpt"
+    weights, link = folder.path / "last.ckpt", folder.path / "link"
     weights.write_text("weights")
-    link = folder.path / "link"
     link.symlink_to("/etc/hostname")
     for source, own in ((weights, False), (weights, True), (link, True), (Path("/etc/hostname"), True)):
         if own:
             own_runs.note_own(folder.config)
         with metrics.open("a") as file:
             file.write(json.dumps({"artifact": [str(source), None]}) + "\n")
-        left(store, run_id, metrics, run_id)
+        write_claim(store, run_id, metrics, run_id)
         assert list(send_leftovers(locate(store), silent=SILENT_SECONDS)) == [f"{run_id}  1 point sent"]  # which exists
     assert set(sent) == {weights}

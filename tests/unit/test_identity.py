@@ -1,4 +1,4 @@
-"""Ranks of a process under every launcher that may start it."""
+"""A process finds its ranks under every launcher."""
 
 import os
 import socket
@@ -29,12 +29,12 @@ TORCHRUN = variables_of(
 )
 ALONE = TORCHRUN | variables_of("RANK=1 WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1")
 RANK = variables_of("RANK=3 WORLD_SIZE=4")
-OPEN_MPI = variables_of(  # as Open MPI 4.1 has it
+OPEN_MPI = variables_of(  # of Open MPI 4.1
     "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
     "PMIX_NAMESPACE=245235713 PMIX_RANK=1"
 )
 ONE_ON_EACH = variables_of("OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1")
-# As MPICH 5.0 has it; Intel MPI has the same.
+# Of MPICH 5.0 and Intel MPI.
 HYDRA = variables_of("PMI_RANK=1 PMI_SIZE=2 PMI_FD=11 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
 TASK = variables_of(
     "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_NUM_TASKS=4 "
@@ -49,51 +49,41 @@ STEP = variables_of(
     "SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[03-04]"
 )
 ADDRESS = variables_of("MASTER_ADDR=one MASTER_PORT=2000")
-
-
+SECOND = (1, 2), (1, 2), (0, 1)  # of two processes on this machine
 HERE, EACH, TWO = ((3, 4), (3, 4), (0, 1)), ((3, 4), (0, 1), (3, 4)), ((3, 4), (1, 2), (1, 2))
-"""Ranks of the last but one of four: all on this machine, each on its own, two on each of two."""
+"""Ranks of the last of four processes: all on this machine, one on each of four machines, two on each of two."""
 PLACES = {
     "torchrun on two machines": (TORCHRUN, "torchrun", TWO),
-    "torchrun that Slurm has started": (TORCHRUN | STEP, "torchrun", TWO),
+    "torchrun started by Slurm": (TORCHRUN | STEP, "torchrun", TWO),
     "four processes on this machine": (RANK, "RANK", HERE),
-    "four that meet on this machine": (RANK | {"MASTER_ADDR": "localhost"}, "RANK", HERE),
-    "Kubernetes: a machine for each": (RANK | ADDRESS, "RANK", EACH),
+    "four with a rendezvous on this machine": (RANK | {"MASTER_ADDR": "localhost"}, "RANK", HERE),
+    "Kubernetes: a pod for each": (RANK | ADDRESS, "RANK", EACH),
     "two on each machine": (RANK | ADDRESS | {"LOCAL_WORLD_SIZE": "2"}, "RANK", TWO),
     "DeepSpeed's launcher": (RANK | variables_of("LOCAL_RANK=1 LOCAL_SIZE=2"), "RANK", TWO),
-    "a script that mpirun starts, with numbers of its own": (
-        OPEN_MPI | ADDRESS | variables_of("RANK=1 WORLD_SIZE=4"),
-        *("RANK", ((1, 4), (1, 2), (0, 2))),
-    ),
-    "a script that srun starts": (RANK | STEP, "RANK", TWO),
-    "Lightning's second process": (
-        variables_of("LOCAL_RANK=1 WORLD_SIZE=2 NODE_RANK=0"),
-        *("LOCAL_RANK", ((1, 2), (1, 2), (0, 1))),
-    ),
-    "Lightning's second process on a second machine": (
-        variables_of("LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 NODE_RANK=1"),
-        *("LOCAL_RANK", TWO),
-    ),
-    "Open MPI": (OPEN_MPI, "MPI", ((1, 2), (1, 2), (0, 1))),
-    "Open MPI on two machines, also Kubernetes' MPI operator": (
-        OPEN_MPI | ONE_ON_EACH | ADDRESS,
-        *("MPI", ((1, 2), (0, 1), (1, 2))),
-    ),
-    "Open MPI that deals processes out over two machines": (
-        OPEN_MPI | ADDRESS | variables_of("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0"),
-        *("MPI", ((1, 4), (0, 2), (1, 2))),
-    ),
-    "Open MPI inside a job of Slurm": (STEP | OPEN_MPI, "MPI", ((1, 2), (1, 2), (0, 1))),
-    "MPICH and Intel MPI": (HYDRA, "MPI", ((1, 2), (1, 2), (0, 1))),
-    "MPICH inside a job of Slurm": (STEP | HYDRA, "MPI", ((1, 2), (1, 2), (0, 1))),
+    "a script under mpirun with its own ranks":
+        (OPEN_MPI | ADDRESS | variables_of("RANK=1 WORLD_SIZE=4"), "RANK", ((1, 4), (1, 2), (0, 2))),
+    "a script under srun": (RANK | STEP, "RANK", TWO),
+    "Lightning's second process":
+        (variables_of("LOCAL_RANK=1 WORLD_SIZE=2 NODE_RANK=0"), "LOCAL_RANK", SECOND),
+    "Lightning's second process on a second machine":
+        (variables_of("LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 NODE_RANK=1"), "LOCAL_RANK", TWO),
+    "Open MPI": (OPEN_MPI, "MPI", SECOND),
+    "Open MPI on two machines, also Kubernetes' MPI operator":
+        (OPEN_MPI | ONE_ON_EACH | ADDRESS, "MPI", ((1, 2), (0, 1), (1, 2))),
+    "Open MPI with ranks alternating between two machines":
+        (OPEN_MPI | ADDRESS | variables_of("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0"),
+         "MPI", ((1, 4), (0, 2), (1, 2))),
+    "Open MPI inside a job of Slurm": (STEP | OPEN_MPI, "MPI", SECOND),
+    "MPICH and Intel MPI": (HYDRA, "MPI", SECOND),
+    "MPICH inside a job of Slurm": (STEP | HYDRA, "MPI", SECOND),
     "srun --mpi=pmi2": (STEP | variables_of("PMI_RANK=3 PMI_SIZE=4"), "Slurm", TWO),
     "a task of Slurm": (STEP, "Slurm", TWO),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("variables", "by", "found"), PLACES.values(), ids=PLACES)
 def test_whoever_starts_a_process_its_numbers_are_right(variables, by, found):
-    """World, rank, local rank and node under torchrun, Kubernetes, Lightning, MPI and Slurm, also nested."""
+    """World, rank, local rank and node are right under torchrun, Kubernetes, Lightning, MPI and Slurm, also nested."""
     here = identity(variables)
     assert (here.by, numbers(here)) == (by, found)
 
@@ -105,13 +95,13 @@ def without(variables, *names):
 @pytest.mark.parametrize(
     "variables",
     [
-        *({}, {"MASTER_ADDR": "one", "NODE_RANK": "1"}),  # by hand, on several machines
+        *({}, {"MASTER_ADDR": "one", "NODE_RANK": "1"}),  # started by hand, on several machines
         *(without(TASK, "SLURM_STEP_ID"), without(TASK, "SLURM_STEP_ID", "SLURM_PROCID")),  # a batch script, salloc
         TASK | {"SLURM_STEP_ID": "4294967290"},  # a step that Slurm reserves
     ],
 )
-def test_a_process_that_nobody_has_numbered_has_no_place(variables):
-    """Neither several machines started by hand nor a batch script or a shell of Slurm define ranks."""
+def test_a_process_without_a_launcher_has_no_ranks(variables):
+    """Neither a start by hand, on several machines too, nor a batch script or a shell of Slurm defines ranks."""
     assert identity(variables) is None
 
 
@@ -138,7 +128,7 @@ def test_a_process_that_nobody_has_numbered_has_no_place(variables):
     ],
 )
 def test_a_variable_that_is_missing_or_wrong_is_named(variables, note):
-    """Exit code 3; the message has the variable, and its value or what else is set."""
+    """The error has exit code 3, the variable, and its value or the reason why it is needed."""
     with pytest.raises(SetupError) as raised:
         identity(variables)
     assert note in str(raised.value)
@@ -156,7 +146,8 @@ def test_a_variable_that_is_missing_or_wrong_is_named(variables, note):
     ],
 )
 def test_the_number_is_rank_else_slurms_else_nought(variables, rank, monkeypatch):
-    """Also if other variables are missing or wrong; `identity` prefers RANK as well."""
+    """The rank is RANK, else SLURM_PROCID, else that of MPI, else 0, even if other variables are missing or wrong;
+    `identity` prefers RANK as well."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert own_rank() == rank
@@ -200,14 +191,11 @@ def test_a_launch_is_known_again_after_a_restart(variables, launch, may_resume):
 
 
 @pytest.mark.parametrize("variables", [TASK, OLD_TASK], ids=["new names", "old names"])
-def test_a_task_knows_its_place(variables):
+def test_a_task_of_slurm_knows_its_ranks(variables):
     """Slurm's variables, old and new, define rank, world, local rank, nodes and the address of rank 0."""
     found = identity(variables)
-    assert found is not None
-    assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == ("Slurm", 3, 4, 1, 2)
-    assert (found.node, found.nodes, found.address, found.launch) == (1, 2, "n03", "slurm-7.0")
-    assert found.is_binding
-    assert not found.may_resume
+    assert (found.by, numbers(found)) == ("Slurm", TWO)
+    assert (found.address, found.launch, found.is_binding, found.may_resume) == ("n03", "slurm-7.0", True, False)
     assert identity(variables | {"SLURM_RESTART_COUNT": "1"}).may_resume
 
 
@@ -236,7 +224,7 @@ def test_short_forms_are_spread():
 
 
 def test_a_restarted_launch_leaves_a_run_alone_that_a_process_uses(tmp_path, monkeypatch):
-    """Its run has no checkpoint yet: the launch restarts it, but not while another process has its lock."""
+    """A restarted launch resumes its run, which has no checkpoint yet, but not while another process has the lock."""
     folder = RunFolder(tmp_path / "0" / "run" / "artifacts")
     folder.path.mkdir(parents=True)
     folder.environment.write_text('{"launch": "slurm-7.0"}')

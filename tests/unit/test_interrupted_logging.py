@@ -1,4 +1,4 @@
-"""A signal whose handler raises leaves no lock of `logging` taken, wherever it arrives."""
+"""A signal handler that raises an exception never leaves a lock of `logging` held."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from deeplightning.process import streams
 
 
 class Lock:
-    """The lock of a log handler; SIGTERM arrives when it is taken for the first time, before the `try` that follows."""
+    """A log handler's lock that sends SIGTERM when it is first acquired, before the caller enters its `try`."""
 
     def __init__(self):
         self.lock, self.is_sent = threading.RLock(), False
@@ -33,7 +33,7 @@ class Lock:
 
 
 class Blocked(logging.FileHandler):
-    """Writes a record of the main thread, and then hangs."""
+    """A log handler that hangs after it has written a record of the main thread."""
 
     def emit(self, record):
         super().emit(record)
@@ -47,13 +47,13 @@ def log_and_sleep(log):
 
 
 @pytest.mark.parametrize("kind", [logging.FileHandler, Blocked])
-@pytest.mark.parametrize("hear", [streams.prepare, lambda: Signals(ProcessHooks())._install()], ids=["command", "run"])
-def test_another_thread_can_log_after_an_interrupt_inside_logging(hear, kind, tmp_path):
-    """The exception is raised once the main thread has left `logging`; or after a second, where it does not."""
+@pytest.mark.parametrize("setup", [streams.prepare, lambda: Signals(ProcessHooks())._install()], ids=["command", "run"])
+def test_another_thread_can_log_after_an_interrupt_inside_logging(setup, kind, tmp_path):
+    """The exception is raised when the main thread leaves `logging`, or after one second if it does not."""
 
     def is_interrupted():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        hear()
+        setup()
         handler, log = kind(tmp_path / "log"), logging.Logger("interrupted")
         handler.lock = Lock()
         log.addHandler(handler)

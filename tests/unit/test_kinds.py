@@ -1,28 +1,16 @@
-"""What a config names is of the kind that its section needs, before it is called; a fault names its own key."""
+"""A target must be of the kind that its section needs. It is checked before it is called, and the error has its key."""
 
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from checks import GOOD
 
 from deeplightning.config import strategy
 from deeplightning.config.examine import examine, load_config
 from deeplightning.faults import ConfigError
 from deeplightning.run.assemble import init_module
-
-CONFIG = """\
-seed: 7
-data:
-  module: {type: deeplightning.data.digits.Digits, params: {limit: 150}}
-  batch_size: 16
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.05}}
-  loss: {type: torch.nn.CrossEntropyLoss}
-train: {num_epochs: 1}
-"""
 
 OWN = """\
 import functools
@@ -56,11 +44,11 @@ partial = functools.partial(Loss)
 def own(here):
     """A working directory with own code and a config."""
     Path("own_kinds.py").write_text(OWN)
-    Path("c.yaml").write_text(CONFIG)
+    Path("c.yaml").write_text(GOOD)
     return here
 
 
-# what it is, the section, and what `check` and `train` say of it
+# target: its section, and the error of `check` and `train`
 WRONG = {
     "os.system": ("loss", "`os.system` is in Python's `os`, which does not provide a loss (torch.nn.Module)"),
     "torch.os.system": ("loss", "`posix.system` is in Python's `posix`, which does not provide a loss"),
@@ -74,8 +62,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_part_of_its_section_is_refused_before_it_is_called(own, name):
-    """Classes are judged by their bases; the standard library makes no part at all."""
+def test_a_target_of_the_wrong_kind_is_refused_before_it_is_called(own, name):
+    """A class is judged by its base classes. No section accepts a target from the standard library."""
     section, words = WRONG[name]
     for importing in (False, True):
         report = examine("c.yaml", [f"model.{section}.type={name}"], importing=importing)
@@ -85,7 +73,7 @@ def test_what_makes_no_part_of_its_section_is_refused_before_it_is_called(own, n
 
 
 def test_a_command_inside_params_is_not_called(own):
-    """Values of params come from the few modules of the standard library that make plain values."""
+    """Inside params, only the modules of the standard library that make plain values are allowed."""
     command = "{type: os.system, params: {command: touch called}}"
     (fault,) = examine("c.yaml", [f"model.network.params.num_classes={command}"]).faults
     assert "`os.system` is in Python's `os`, which does not provide a part of a run" in fault.message
@@ -95,28 +83,28 @@ def test_a_command_inside_params_is_not_called(own):
     assert examine("c.yaml", [f"train.callbacks=[{timer}]"]).faults == []
     cfg = load_config("c.yaml")
     cfg.model.loss.type, cfg.model.loss.params = "os.system", {"command": "touch called"}  # past `check`
-    with pytest.raises(ConfigError, match=r"c\.yaml:9:10: model.loss: `os.system` is in Python's `os`"):
+    with pytest.raises(ConfigError, match=r"c\.yaml:8:10: model.loss: `os.system` is in Python's `os`"):
         init_module(cfg, "model")
     assert not Path("called").exists()
 
 
 @pytest.mark.parametrize("name", ["own_kinds.loss", "own_kinds.hidden", "own_kinds.Loss", "own_kinds.Loss.made"])
 def test_what_may_make_a_loss_passes(own, name):
-    """A class of the kind; any function, whose result is judged when it is called."""
+    """A class of the right kind passes, and so does any function: its result is judged when it is called."""
     for importing in (False, True):
         report = examine("c.yaml", [f"model.loss.type={name}"], importing=importing)
         assert (report.faults, report.unchecked) == ([], [])
 
 
 def test_what_cannot_be_read_is_called_unchecked(own):
-    """Neither right nor wrong: `check` names it beside its result."""
+    """`check` lists a target whose kind cannot be read from the source as unchecked, not as an error."""
     report = examine("c.yaml", ["model.loss.type=own_kinds.partial"])
     assert report.faults == []
     assert [(f.key, "own_kinds" in f.message) for f in report.unchecked] == [("model.loss.type", True)]
 
 
 def test_what_comes_back_is_judged_at_its_own_key(own):
-    """What only the call shows is a fault of the loss, at its line, and not of the task."""
+    """A function that returns the wrong kind is an error of the loss, at its line, and not of the task."""
     with pytest.raises(ConfigError) as caught:
         init_module(load_config("c.yaml", ["model.loss.type=own_kinds.hidden"]), "model")
     assert str(caught.value) == (
@@ -126,15 +114,15 @@ def test_what_comes_back_is_judged_at_its_own_key(own):
 
 
 def test_a_file_of_the_users_is_not_taken_for_the_standard_library(own, monkeypatch):
-    """A name such as `this` may be the user's own file."""
+    """A user's file with the name of a standard module, such as `this`, may provide a loss."""
     Path("this.py").write_text(OWN)
     monkeypatch.delitem(sys.modules, "this", raising=False)
     monkeypatch.syspath_prepend(os.fspath(own))
     assert examine("c.yaml", ["model.loss.type=this.loss"]).faults == []
 
 
-def test_what_processes_exchange_tensors_by_is_one_of_torchs_words(own):
-    """A word that torch does not have is refused by `check`, and not by a traceback of the run."""
+def test_a_process_group_backend_is_one_of_those_of_torch(own):
+    """`check` refuses a backend that torch does not have, so that the run does not fail with a traceback."""
     from torch.distributed import Backend
 
     assert set(strategy.GROUPS) == set(Backend.backend_list) - {"undefined", "fake"}

@@ -1,12 +1,12 @@
-"""The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
+"""Import rules, so that a network can be deleted, and the server started, without the rest.
 
-`LAYERS` lists the folders of the core from the top to the bottom: a file imports files of its own folder, and of those
-that come later in the list. Nothing imports the entry points. `serve` stands on `image_spec`, `text_spec`,
-`table_spec`, `array_spec`, `kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers
-inside an MLflow model, and `predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`,
-`task`, `model`) are named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in
-`config.part_config`, `batches`, `figures`, the modules `…_spec`, `kinds`, `transfer` and `words`. A plug-in imports
-the core, but neither an entry point of it nor another plug-in; the core imports and names no module of a plug-in.
+`LAYERS` lists the folders of the core from top to bottom: a file imports files of its own folder and of folders later
+in the list. Nothing imports the entry points. `serve` imports only `image_spec`, `text_spec`, `table_spec`,
+`array_spec`, `kinds`, `runfolder` and `words`; only `api`, `torch_server`, the MLflow model and `predict RUN FILE`,
+whose answers are those of the endpoint, import `serve`. The parts (`data`, `task`, `model`) are named in YAML and
+imported by no module; of the core they import only `config.target.build`, the types in `config.part_config`,
+`batches`, `figures`, the modules `…_spec`, `kinds`, `transfer` and `words`. A plug-in imports the core, but neither an
+entry point nor another plug-in; the core imports and names no module of a plug-in.
 """
 
 import ast
@@ -24,7 +24,7 @@ from deeplightning.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = {"deeplightning", "__main__", "api", "torch_server"}
-"""What a user imports or starts: it may use everything, and only another one imports it."""
+"""What a user imports or starts: an entry point may import everything, and only entry points import it."""
 LAYERS = [
     *("cli", "sweep", "reproduce", "dry_run", "run", "report", "callbacks", "export", "launch", "tracking"),
     *("engine", "config", "signatures", "process", "private", "figures"),
@@ -34,7 +34,7 @@ BASE = {
     *("text_spec", "transfer", "unified", "version", "words"),
 }
 """Files that any folder of the core may import, and that import only each other."""
-STAND_ON_SERVE = {
+IMPORT_SERVE = {
     *("deeplightning.api", "deeplightning.torch_server", "deeplightning.tracking.pyfunc"),
     *("deeplightning.run.inputs", "deeplightning.run.predict"),
 }
@@ -53,13 +53,13 @@ def name_of(file: Path) -> str:
 
 @cache
 def nodes_of(file: Path) -> list[ast.AST]:
-    """All nodes of a file's syntax tree, parsed once."""
+    """Return all nodes of a file's syntax tree, which is parsed once."""
     return [*ast.walk(ast.parse(file.read_text()))]
 
 
 @cache
 def imported_by(file: Path) -> set[str]:
-    """Every dotted name that a file imports, anywhere in it: `a.b.c` for `import a.b.c` and for `from a.b import c`."""
+    """Return each dotted name that a file imports anywhere: `a.b.c` for `import a.b.c` and for `from a.b import c`."""
     names: set[str] = set()
     package = name_of(file).split(".") + ([""] if file.name == "__init__.py" else [])
     for node in nodes_of(file):
@@ -72,20 +72,20 @@ def imported_by(file: Path) -> set[str]:
     return names
 
 
-def room(name: str) -> str:
+def layer(name: str) -> str:
     """`config` of `deeplightning.config.schema`; `serve` and `deeplightning` of themselves."""
     first, *rest = name.split(".")
     return rest[0] if first == "deeplightning" and rest else first
 
 
 def allowed(importer: str, imported: str) -> bool:
-    """Whether one module of ours may import one name of ours."""
-    here, there = room(importer), room(imported)
+    """Return whether a module of the product may import a name of the product."""
+    here, there = layer(importer), layer(imported)
     if here == there:
         return True
     if here in PARTS:
         return any(f"{imported}.".startswith(f"deeplightning.{name}.") for name in OPEN_TO_PARTS)
-    if importer in STAND_ON_SERVE and there == "serve":
+    if importer in IMPORT_SERVE and there == "serve":
         return True
     if here == "serve":
         return there in {"array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec", "words"}
@@ -95,14 +95,14 @@ def allowed(importer: str, imported: str) -> bool:
 
 
 def test_imports_only_go_down():
-    """No module of ours imports one that stands above it, and the core imports no part."""
+    """No module imports a higher layer, and the core imports no part."""
     pairs = [(name_of(file), name) for file in FILES for name in imported_by(file)]
     ours = [pair for pair in pairs if pair[1].split(".")[0] in {"deeplightning", "serve"}]
     assert [f"{importer} imports {imported}" for importer, imported in ours if not allowed(importer, imported)] == []
 
 
 def test_no_imports_go_in_a_circle():
-    """No file imports another, at its top or inside a function, that imports it back, directly or through others."""
+    """No file imports itself through others, whether at its top or inside a function."""
     files = {name_of(file): file for file in FILES}
 
     def file_of(name: str) -> str:
@@ -132,39 +132,38 @@ def test_the_table_of_plugins_has_their_entry_points():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = {}
     for folder in ROOT.glob("plugins/*"):
-        theirs = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        name = theirs["name"].removeprefix("deeplightning-")
-        groups = theirs["entry-points"].items()
-        found[name] = sorted(
-            {f"{entry}{':' * group.endswith('.schema')}" for group, added in groups for entry in added}
-        )
-        assert theirs["name"] == folder.name
-        assert theirs["version"] == __version__
-        own, *others = theirs["dependencies"]
-        assert own == f"deeplightning=={__version__}"
+        plugin = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        name = plugin["name"].removeprefix("deeplightning-")
+        groups = plugin["entry-points"].items()
+        entries = {f"{entry}{':' * group.endswith('.schema')}" for group, added in groups for entry in added}
+        found[name] = sorted(entries)
+        assert plugin["name"] == folder.name
+        assert plugin["version"] == __version__
+        core, *others = plugin["dependencies"]
+        assert core == f"deeplightning=={__version__}"
         assert {*others} <= {*project["dependencies"], *project["optional-dependencies"]["dev"]}  # so the lock has them
         assert project["optional-dependencies"][name] == [folder.name]
         assert [path.name for path in (folder / "tests").glob("test_*.py")]
         assert [*folder.glob("deeplightning_*/docs/*.md")]
-    last = {plugin: [name.rpartition(".")[2] for name in names] for plugin, names in PLUGINS.items()}
-    assert found == {plugin: sorted(names) for plugin, names in last.items()}
+    attributes = {plugin: [name.rpartition(".")[2] for name in names] for plugin, names in PLUGINS.items()}
+    assert found == {plugin: sorted(names) for plugin, names in attributes.items()}
 
 
 def test_every_module_has_its_place():
-    """A file that stands in no layer would escape the rule above."""
+    """A file in no layer would escape the rules above."""
     known = {"serve", *ENTRIES, *LAYERS, *PARTS, *BASE}
-    assert [name_of(file) for file in FILES if room(name_of(file)) not in known] == []
+    assert [name_of(file) for file in FILES if layer(name_of(file)) not in known] == []
 
 
 def test_no_base_name_occurs_twice():
-    """A file's name says its job, so two files of the core's package do not share one."""
+    """A file name states its purpose, so no two files of the core share one."""
     names = Counter(path.name for path in (ROOT / "deeplightning").rglob("*.py") if path.name != "__init__.py")
     assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_only_one_place_imports_by_name():
-    """`importlib.import_module` stands in config/target.py and nowhere else, and nothing calls `__import__`; but for
-    what own_code.py does for the imports of a user's own files."""
+    """Only config/target.py calls `importlib.import_module`, and nothing calls `__import__`, except own_code.py for the
+    imports of a user's own files."""
     users = {
         name_of(file)
         for file in FILES
@@ -175,9 +174,9 @@ def test_only_one_place_imports_by_name():
 
 
 def test_light_modules_stay_light():
-    """Importing all of a light room loads none of the heavy libraries, directly or through others."""
-    rooms, heavy = {"config", "image_spec", "text_spec", "runfolder", "serve"}, {"torch", "pytorch_lightning", "mlflow"}
-    names = [n for n in map(name_of, FILES) if room(n) in rooms and not n.endswith("__main__")]
+    """Importing every module of a light layer loads no heavy library, directly or through others."""
+    light, heavy = {"config", "image_spec", "text_spec", "runfolder", "serve"}, {"torch", "pytorch_lightning", "mlflow"}
+    names = [n for n in map(name_of, FILES) if layer(n) in light and not n.endswith("__main__")]
     program = f"import sys, {', '.join(names)}; print(*sorted({heavy!r} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

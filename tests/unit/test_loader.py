@@ -1,4 +1,4 @@
-"""The loader of sets in memory gives what torch's would, batch by batch."""
+"""The loader of in-memory datasets yields the same batches as torch's DataLoader."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SIZE = 21
 CPU = torch.device("cpu")  # stands for any device, since there may be no other
 
 
-def made(rows: bool = False) -> InMemory:
+def small_dataset(rows: bool = False) -> InMemory:
     pixels = torch.arange(SIZE * 6, dtype=torch.uint8).reshape(SIZE, 1, 2, 3)
     labels = torch.arange(SIZE) % 4
     return InMemory({"image": pixels}, {"label": labels}, torch.arange(SIZE).flip(0) if rows else None)
@@ -32,12 +32,12 @@ def same(one, other) -> bool:
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize(("shuffle", "world", "batch_size"), [(True, 1, 4), (False, 2, 4), (True, 2, 5), (False, 4, 5)])
 def test_the_batches_are_those_of_torch(rows, shuffle, world, batch_size):
-    """In each epoch, resumed in the middle, with the padding of a rank that has none left; and len() is the same."""
+    """Batches and len() are the same in each epoch, after resuming inside one, and for a rank that needs padding."""
     for rank in range(world):
         options = {"num_replicas": world, "rank": rank, "shuffle": shuffle, "seed": 3}
         samplers = [BatchIndices(range(SIZE), batch_size, **options) for _ in range(2)]
-        ours = InMemoryLoader(made(rows), batch_size=None, sampler=samplers[0])
-        theirs = DataLoader(made(rows), batch_size=None, sampler=samplers[1])
+        ours = InMemoryLoader(small_dataset(rows), batch_size=None, sampler=samplers[0])
+        theirs = DataLoader(small_dataset(rows), batch_size=None, sampler=samplers[1])
         assert len(ours) == len(theirs)
         for epoch, start in ((0, 0), (1, 1), (2, 0)):
             for sampler in samplers:
@@ -46,27 +46,27 @@ def test_the_batches_are_those_of_torch(rows, shuffle, world, batch_size):
             assert same(ours, theirs)
         last = list(ours)[-1]
         if last["index"].tolist() == [-1]:
-            assert torch.equal(last["image"][0], made(rows).images[SIZE - 1])
+            assert torch.equal(last["image"][0], small_dataset(rows).images[SIZE - 1])
 
 
 @pytest.mark.parametrize("device", [None, CPU])
 def test_the_order_is_fixed_when_an_iteration_begins(device):
-    """Another epoch that is set meanwhile is that of the next iteration; a run may have no batches."""
+    """`set_epoch` during an iteration affects the next one only; an empty list of batches yields nothing."""
     sampler = BatchIndices(range(SIZE), 4, shuffle=True)
-    loader = InMemoryLoader(made(), batch_size=None, sampler=sampler)
-    whole, loader.device = list(loader), device
+    loader = InMemoryLoader(small_dataset(), batch_size=None, sampler=sampler)
+    expected, loader.device = list(loader), device
     under_way = iter(loader)
     first = [next(under_way)] if device is None else []
     sampler.set_epoch(5)
-    assert same(whole, [*first, *under_way])
-    assert not same(whole, loader)
-    assert list(made().batches([], CPU)) == []
+    assert same(expected, [*first, *under_way])
+    assert not same(expected, loader)
+    assert list(small_dataset().batches([], CPU)) == []
 
 
 @pytest.mark.parametrize("device", [None, CPU])
 def test_batches_do_not_share_memory(device):
-    """What a task writes into one is in no other, nor in the set or the order."""
-    loader = InMemoryLoader(made(), batch_size=None, sampler=BatchIndices(range(SIZE), 4))
+    """A task that writes into a batch changes no other batch, nor the dataset or its order."""
+    loader = InMemoryLoader(small_dataset(), batch_size=None, sampler=BatchIndices(range(SIZE), 4))
     wanted, loader.device = list(loader), device
     for _ in range(2):
         batches = []
@@ -79,22 +79,22 @@ def test_batches_do_not_share_memory(device):
             loader.dataset.move(device)
 
 
-def test_anything_else_is_left_to_torch():
-    """Another set or another sampler."""
+def test_other_datasets_and_samplers_are_left_to_torch():
+    """With another dataset or sampler the loader behaves like torch's."""
     sampler = SequentialSampler(range(4))
     assert next(iter(InMemoryLoader(torch.arange(4), batch_size=2, sampler=sampler))).tolist() == [0, 1]
-    batches = InMemoryLoader(made(), batch_size=None, sampler=[[3, 1], [2, 0]])
+    batches = InMemoryLoader(small_dataset(), batch_size=None, sampler=[[3, 1], [2, 0]])
     assert [batch["index"].tolist() for batch in batches] == [[3, 1], [2, 0]]
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["gathered on the CPU", "picked on the device"])
 @pytest.mark.parametrize("rows", [False, True])
 def test_batches_for_a_device_are_those_of_the_cpu(rows, moved):
-    """In each epoch, resumed in the middle, with the padding of a rank that has none left; a set that moves while an
-    epoch is under way changes none of its batches."""
+    """They are the same in each epoch, after resuming inside one, and for a rank that needs padding; moving the dataset
+    during an epoch changes none of its batches."""
     for rank, world in ((0, 1), (1, 2), (3, 4)):
         sampler = BatchIndices(range(SIZE), 5, num_replicas=world, rank=rank, shuffle=True, seed=3)
-        there, here = (InMemoryLoader(made(rows), batch_size=None, sampler=sampler) for _ in range(2))
+        there, here = (InMemoryLoader(small_dataset(rows), batch_size=None, sampler=sampler) for _ in range(2))
         there.device = CPU
         for epoch, start in ((0, 0), (1, 1), (2, 0)):
             sampler.set_epoch(epoch)
@@ -108,11 +108,11 @@ def test_batches_for_a_device_are_those_of_the_cpu(rows, moved):
 
 
 def test_pictures_move_in_parts(monkeypatch):
-    """A set that is larger than one part, in the order of its samples, as mapped pictures are; `size` is what it takes
-    there."""
+    """A dataset larger than one part is moved in the order of its samples, even if its rows are mapped in another
+    order; `size` is its number of bytes on the device."""
     monkeypatch.setattr(datasets_module, "_COPY_BYTES", 4 * 6)
     for rows in (False, True):
-        dataset = made(rows)
+        dataset = small_dataset(rows)
         dataset.move(CPU)
         assert torch.equal(dataset.on_device["image"], dataset.images)
         assert dataset.size == SIZE * 6
@@ -120,8 +120,8 @@ def test_pictures_move_in_parts(monkeypatch):
 
 
 def test_masks_move_with_their_pictures():
-    """Batches of pictures with masks are the same from the device."""
-    pixels, masks = made().images, torch.arange(SIZE * 6, dtype=torch.uint8).reshape(SIZE, 2, 3)
+    """Batches of pictures with masks are the same before and after moving to the device."""
+    pixels, masks = small_dataset().images, torch.arange(SIZE * 6, dtype=torch.uint8).reshape(SIZE, 2, 3)
     dataset = InMemory({"image": pixels, "mask": masks}, {})
     assert dataset.size == 2 * SIZE * 6
     positions = [np.array([3, 1]), np.array([-1])]

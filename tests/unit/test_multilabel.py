@@ -1,5 +1,5 @@
-"""Several labels for one sample: thresholds and metrics are those that a search and scikit-learn find, and a file of
-labels that cannot be used is one note with its line."""
+"""Several labels per sample: thresholds match an exhaustive search, metrics match scikit-learn, and an unusable label
+file is one error with its line."""
 
 import json
 from types import SimpleNamespace
@@ -19,31 +19,31 @@ from deeplightning.task.supervised import Supervised
 from serve.answers import encoder
 
 
-def some(seed=0, samples=200, labels=5):
-    """Probabilities, of which some are equal, and labels that they tell something of."""
+def scores_and_truth(seed=0, samples=200, labels=5):
+    """Return probabilities, some of them equal, and labels that correlate with them."""
     random = np.random.default_rng(seed)
     scores = np.round(random.random((samples, labels)), 2).astype(np.float32)
     return scores, (scores + random.normal(0, 0.3, scores.shape) > 0.7).astype(np.int64)
 
 
 def test_thresholds_have_the_best_f1_of_all():
-    """For each label no threshold does better, and it lies between two probabilities; of a label without samples it is
-    0.5."""
-    scores, truth = some()
+    """For each label, no other threshold has a higher F1; the threshold is between two probabilities, and 0.5 for a
+    label without samples."""
+    scores, truth = scores_and_truth()
     truth[:, 3] = 0
     truth[:, 4] = 1
     found = best_thresholds(scores, truth)
     assert found[3] == 0.5
     for label in (0, 1, 2, 4):
-        mine = f1_score(truth[:, label], scores[:, label] >= found[label])
+        ours = f1_score(truth[:, label], scores[:, label] >= found[label])
         tried = [f1_score(truth[:, label], scores[:, label] >= at) for at in np.unique(scores[:, label])]
-        assert mine == max(tried)
+        assert ours == max(tried)
         assert label == 4 or np.abs(scores[:, label] - found[label]).min() > 0.004
     assert best_thresholds(np.array([[0.9], [0.1]]), np.array([[1], [0]])) == [0.5]
 
 
 def test_one_sample_of_one_label_is_enough_for_a_threshold(monkeypatch):
-    """torchmetrics gives the single probability without its dimensions."""
+    """torchmetrics returns a single probability without its dimensions."""
     found = []
     monkeypatch.setattr(Supervised, "on_validation_epoch_end", lambda task: found.append(task.thresholds))
     model = SimpleNamespace(network="one", optimizer=None, scheduler=None, loss={}, metrics={})
@@ -55,8 +55,8 @@ def test_one_sample_of_one_label_is_enough_for_a_threshold(monkeypatch):
 
 
 def test_metrics_are_those_of_scikit_learn():
-    """Over batches of any size; a label that no sample has is left out of the mean average precision."""
-    scores, truth = some(1)
+    """Batches may have any size. Mean average precision excludes labels that no sample has."""
+    scores, truth = scores_and_truth(1)
     truth[:, 2] = 0
     precision, f1 = MeanAveragePrecision(), F1()
     f1.thresholds = [0.2, 0.4, 0.6, 0.8, 0.5]
@@ -73,17 +73,17 @@ def test_metrics_are_those_of_scikit_learn():
 
 
 def test_an_answer_has_the_labels_above_their_thresholds():
-    """Most probable first, with the probabilities of all; where none fits, an empty list."""
+    """Labels are sorted by probability, and `predictions` has all of them; without a match the list is empty."""
     encode = encoder("image_multilabel", ["a", 'b"', "c"], {"thresholds": [0.5, 0.9, 0.25]})
     kind, body = encode([np.array([0.5, 0.6, 0.7], np.float32)], 5, "")
-    said = json.loads(body)
-    assert (kind, said["labels"]) == ("application/json", ["c", "a"])
-    assert [(one["class"], one["label"], one["threshold"]) for one in said["predictions"]] == [
+    answer = json.loads(body)
+    assert (kind, answer["labels"]) == ("application/json", ["c", "a"])
+    assert [(one["class"], one["label"], one["threshold"]) for one in answer["predictions"]] == [
         (2, "c", 0.25),
         (1, 'b"', 0.9),
         (0, "a", 0.5),
     ]
-    assert np.float32(said["predictions"][1]["probability"]) == np.float32(0.6)
+    assert np.float32(answer["predictions"][1]["probability"]) == np.float32(0.6)
     several = json.loads(encode([np.zeros(3, np.float32)] * 2, 5, "")[1])["predictions"]
     assert [one["labels"] for one in several] == [[], []]
 
@@ -93,7 +93,7 @@ def test_an_answer_has_the_labels_above_their_thresholds():
 
 @pytest.fixture
 def root(tmp_path):
-    """Forty pictures without labels."""
+    """A folder of forty pictures without labels."""
     for number in range(40):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
     return tmp_path
@@ -106,11 +106,13 @@ def sets(root, **params):
 
 
 def test_labels_become_columns_of_0_and_1(root):
-    """From CSV or JSON lines, alike; a rare label gets into each set; a batch has pictures and labels."""
+    """CSV and JSON lines, whose unused keys may be null, as pandas writes them, give the same batches; each split gets
+    samples of a rare label."""
     own = {n: ["even"] * (n % 2 == 0) + ["fifth"] * (n % 10 == 5) for n in range(40)}
     lines = [f"{n}.png,{' | '.join(labels)}" for n, labels in own.items()]
     (root / "labels.csv").write_text("\n".join(["file,labels", *lines, ""]))
-    (root / "more.jsonl").write_text("".join(json.dumps({"file": f"{n}.png", "labels": own[n]}) + "\n\n" for n in own))
+    rows = [{"file": f"{n}.png", "labels": own[n], "author": None} for n in own]
+    (root / "more.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
     data, found = sets(root)
     assert data.class_names == ["even", "fifth"]
     assert [len(dataset) for dataset in found.values()] == [32, 4, 4]
@@ -129,7 +131,7 @@ def test_labels_become_columns_of_0_and_1(root):
 
 
 def test_a_column_names_the_sets(root):
-    """Other names of columns, another separator, a folder of pictures and the split are as the config says."""
+    """The config may name the columns, the separator, the folder of pictures and the split column."""
     (root / "pictures").mkdir()
     for path in root.glob("*.png"):
         path.rename(root / "pictures" / path.name)
@@ -161,7 +163,7 @@ def test_a_column_names_the_sets(root):
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_note(root, name, text, words):
-    """With the file, the line and what to do; exit code 3."""
+    """The error has the file, the line and the remedy."""
     if text is not None:
         (root / name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(DataError, match=words) as caught:
@@ -170,11 +172,10 @@ def test_a_file_that_cannot_be_used_is_one_note(root, name, text, words):
 
 
 def test_a_label_that_is_none_of_the_classes(root):
-    """It is refused with its line and the nearest class."""
+    """The error has its line and the nearest class."""
     (root / "labels.csv").write_text("file,labels\n1.png,dgo\n")
-    with pytest.raises(
-        DataError, match=r"line 2: 'dgo' is not in .*class_names. Do you mean dog\? There are: cat, dog"
-    ):
+    words = r"line 2: 'dgo' is not in .*class_names. Do you mean dog\? There are: cat, dog"
+    with pytest.raises(DataError, match=words):
         sets(root, class_names=["cat", "dog"])
 
 
@@ -188,26 +189,19 @@ def test_a_label_that_is_none_of_the_classes(root):
     ],
 )
 def test_impossible_params(root, params, words):
-    """They are a fault of the config, exit code 2."""
+    """An impossible param is a config error."""
     with pytest.raises(DataConfigError, match=words):
         LabelledImages(data_config(root, seed=7), **params)
 
 
 def test_the_worst_predictions_have_the_most_wrong_labels():
-    """A missing label and a wrong label each count once; a sample without labels has none that could be missing."""
+    """Each missing and each extra label counts once; a sample without labels has no missing ones."""
     pairs = {1: ("", "a"), 2: ("a|b", "a|c"), 3: ("a|b", "a|b"), 4: ("a|b|c", "")}
     rows = [{"index": n, "labels": true, "predicted_labels": found} for n, (true, found) in pairs.items()]
     assert [row["index"] for row in worst_rows(rows, ["a", "b", "c"])] == [4, 2, 1]
 
 
 def test_a_mask_without_pixels_that_count_is_no_mistake():
-    """Its accuracy is not a number, by which nothing can be sorted."""
+    """Its accuracy is NaN, which cannot be sorted."""
     rows = [{"index": n, "iou": a, "acc": a} for n, a in enumerate([0.9, float("nan"), 0.1, 0.5])]
     assert [row["index"] for row in worst_rows(rows, [])] == [2, 3, 0]
-
-
-def test_a_key_that_is_not_used_may_be_null(root):
-    """As pandas writes a missing value into JSON lines."""
-    lines = [{"file": f"{n}.png", "labels": ["a"] * (n % 2), "author": None} for n in range(40)]
-    (root / "labels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert sets(root, labels="labels.jsonl")[0].class_names == ["a"]

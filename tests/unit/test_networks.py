@@ -1,4 +1,4 @@
-"""The networks that we bring, and those of the examples: what they take and give, and what they refuse."""
+"""The built-in networks and those of the examples: their inputs, their outputs, and the arguments that they refuse."""
 
 import math
 
@@ -20,12 +20,12 @@ from deeplightning.model.vit import ViT
 
 DCGAN = module_of("dcgan/dcgan.py")
 DiscreteVAE = module_of("vqvae/discrete_vae.py").DiscreteVAE
-OF_TOKENS = {"image_size": 8, "num_channels": 3, "num_tokens": 5, "codebook_dim": 4, "num_layers": 1, "width": 6}
-OF_PATCHES = {"num_classes": 10, "width": 24, "depth": 2, "heads": 2}
+VAE_PARAMS = {"image_size": 8, "num_channels": 3, "num_tokens": 5, "codebook_dim": 4, "num_layers": 1, "width": 6}
+VIT_PARAMS = {"num_classes": 10, "width": 24, "depth": 2, "heads": 2}
 
 
 @pytest.mark.parametrize(
-    ("make", "params", "given", "answers"),
+    ("make", "params", "inputs", "outputs"),
     [
         (SimpleCNN, {"num_classes": 10, "num_channels": 1, "image_size": 28}, (5, 1, 28, 28), (5, 10)),
         (SimpleCNN, {"num_classes": 10, "num_channels": 1, "image_size": 8}, (5, 1, 8, 8), (5, 10)),
@@ -38,11 +38,11 @@ OF_PATCHES = {"num_classes": 10, "width": 24, "depth": 2, "heads": 2}
         (UNet, {"num_classes": 5}, (2, 3, 8, 8), (2, 5, 8, 8)),
     ],
 )
-def test_each_parameter_of_a_network_learns(make, params, given, answers):
+def test_each_parameter_of_a_network_learns(make, params, inputs, outputs):
     """Images become a logit per class, or per class and pixel, and every parameter gets a gradient."""
     network = make(**params)
-    logits = network(torch.rand(given))
-    assert logits.shape == answers
+    logits = network(torch.rand(inputs))
+    assert logits.shape == outputs
     logits.square().sum().backward()
     assert all(parameter.grad is not None for parameter in network.parameters())
     if make is SimpleCNN:
@@ -50,8 +50,8 @@ def test_each_parameter_of_a_network_learns(make, params, given, answers):
 
 
 def test_the_sizes_of_networks():
-    """Ten classes of 28x28 grey images take a SimpleCNN of 28,938 parameters; four of three channels a U-Net of half a
-    million, and the paper's width and depth 31 million."""
+    """A SimpleCNN for ten classes of 28x28 grey images has 28,938 parameters, a U-Net for four classes half a million,
+    and one of the paper's width and depth 31 million."""
     with torch.device("meta"):
         networks = SimpleCNN(10, 1), UNet(4), UNet(2, 1, width=64, depth=4)
     sizes = [sum(parameter.numel() for parameter in network.parameters()) for network in networks]
@@ -68,8 +68,8 @@ def test_the_sizes_of_networks():
     ],
 )
 def test_patches(params, shape, patches):
-    """DL-69: 28x28 pixels in patches of 7 are 16; each has a position, and a picture becomes a logit per class."""
-    network = ViT(**OF_PATCHES | params)
+    """DL-69: 28x28 pixels make 16 patches of 7x7; each has a position, and a picture becomes a logit per class."""
+    network = ViT(**VIT_PARAMS | params)
     assert network.num_patches == patches
     assert network.positions.shape == (1, patches + 1, 24)
     logits = network(torch.rand(shape))
@@ -126,7 +126,7 @@ RIGHT = {
     ViT: {"num_classes": 10},
     TextTransformer: {"num_classes": 3, "vocabulary_size": 50, "width": 16, "num_heads": 2},
     TableNet: {"num_numbers": 2, "num_outputs": 1},
-    DiscreteVAE: OF_TOKENS,
+    DiscreteVAE: VAE_PARAMS,
     DCGAN.Generator: {"num_channels": 1},
     DCGAN.Discriminator: {"num_channels": 1},
 }
@@ -134,7 +134,7 @@ RIGHT = {
 
 @pytest.mark.parametrize(("make", "params", "words"), IMPOSSIBLE)
 def test_impossible_arguments(make, params, words):
-    """Each impossible argument is a ValueError in words, with the numbers, and with those that would do."""
+    """An impossible argument is a ValueError with its value and the allowed ones."""
     with pytest.raises(ValueError, match=words):
         make(**RIGHT[make] | params)
 
@@ -146,20 +146,20 @@ def test_impossible_arguments(make, params, words):
         (UNet, {}, (1, 3, 20, 16), r"pictures of 20x16 pixels cannot be halved 3 times: .* such as 16x16"),
         (UNet, {}, (1, 3, 2, 2), "such as 8x8"),
         (
-            *(ViT, OF_PATCHES | {"num_channels": 1, "image_size": 8, "patch_size": 4}, (1, 1, 16, 8)),
+            *(ViT, VIT_PARAMS | {"num_channels": 1, "image_size": 8, "patch_size": 4}, (1, 1, 16, 8)),
             r"images are 16x8, .* made for 8x8: give it image_size: \[16, 8\]",
         ),
         (DiscreteVAE, {}, (1, 3, 16, 16), r"\(3, 16, 16\), but this DiscreteVAE was made for \(3, 8, 8\)"),
     ],
 )
 def test_pictures_of_another_size(make, params, given, words):
-    """The error gives both sizes and the remedy; a network without a declared size reports the first such picture."""
+    """The error has both sizes and the remedy; without a declared size the first unsuitable picture is reported."""
     with pytest.raises(ValueError, match=words):
         make(**RIGHT[make] | params)(torch.zeros(given))
 
 
 def test_pixels_of_a_unet_see_their_surroundings():
-    """A pixel's answer depends on pixels that are far away, and on near ones at full size."""
+    """The logits of a pixel depend on distant pixels, and on the pixel itself."""
     torch.manual_seed(0)
     network, images = UNet(2, depth=3, width=4).eval(), torch.rand(1, 3, 32, 32, requires_grad=True)
     network(images)[0, 0, 16, 16].backward()
@@ -169,7 +169,7 @@ def test_pixels_of_a_unet_see_their_surroundings():
 
 
 def test_attention_is_torchs():
-    """The numbers of torch's own MultiheadAttention with the same weights."""
+    """torch's MultiheadAttention with the same weights gives the same numbers."""
     torch.manual_seed(0)
     ours, theirs = Attention(12, 3), torch.nn.MultiheadAttention(12, 3, batch_first=True)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_attention_is_torchs():
 
 
 def test_a_vit_becomes_a_bundle(tmp_path):
-    """Its ONNX form answers like torch for batches of any size."""
+    """ONNX Runtime gives the same answers as torch for batches of any size."""
     network = Pixels(ViT(3, width=16, depth=2, heads=2, image_size=(6, 5), patch_size=(3, 5)), nn.Softmax(1))
     task, folder = exported(tmp_path, "image_classification", network)
     session = onnxruntime.InferenceSession(str(folder.bundle_model))
@@ -198,20 +198,20 @@ def test_a_vit_becomes_a_bundle(tmp_path):
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (16, 3), (28, 1), (32, 3), (64, 1), (12, 2)])
 def test_noise_becomes_pictures_and_pictures_numbers(size, channels):
-    """Pictures of the size that is asked for, from -1 to 1; one number for each; all of both networks learns."""
+    """Pictures have the configured size, values from -1 to 1 and one score each; every parameter gets a gradient."""
     generator = DCGAN.Generator(size, channels, latent_size=5, width=2)
     discriminator = DCGAN.Discriminator(size, channels, width=2)
-    made = generator(torch.randn(4, generator.latent_size))
-    assert made.shape == (4, channels, size, size)
-    assert made.abs().max() <= 1
-    answers = discriminator(made)
+    pictures = generator(torch.randn(4, generator.latent_size))
+    assert pictures.shape == (4, channels, size, size)
+    assert pictures.abs().max() <= 1
+    answers = discriminator(pictures)
     assert answers.shape == (4,)
     answers.sum().backward()
     assert all(parameter.grad is not None for parameter in (*generator.parameters(), *discriminator.parameters()))
 
 
 def test_weights_are_drawn_as_the_paper_says():
-    """From N(0, 0.02), and the scales of batch norm from N(1, 0.02)."""
+    """Weights are drawn from N(0, 0.02), and the scales of batch norm from N(1, 0.02)."""
     torch.manual_seed(0)
     generator = DCGAN.Generator(32, 3, latent_size=64, width=32)
     assert generator.project.weight.std().item() == pytest.approx(0.02, rel=0.02)
@@ -222,9 +222,9 @@ def test_weights_are_drawn_as_the_paper_says():
 
 @pytest.mark.parametrize(("size", "layers", "side"), [(8, 1, 4), (8, 3, 1), (16, 2, 4), (32, 2, 8)])
 def test_pictures_come_back_through_a_grid_of_tokens(size, layers, side):
-    """A picture comes back as large as it was, from tokens on a grid whose side is halved by each layer; all of the
-    network learns."""
-    network = DiscreteVAE(**OF_TOKENS | {"image_size": size, "num_layers": layers})
+    """A reconstruction has the size of its picture, each layer halves the side of the token grid, and every parameter
+    gets a gradient."""
+    network = DiscreteVAE(**VAE_PARAMS | {"image_size": size, "num_layers": layers})
     images = torch.randn(2, 3, size, size)
     outputs = network(images)
     assert outputs["reconstruction"].shape == images.shape
@@ -234,8 +234,8 @@ def test_pictures_come_back_through_a_grid_of_tokens(size, layers, side):
 
 
 def test_evaluation_takes_the_likeliest_token():
-    """In evaluation nothing is drawn: the answer is what the decoder makes of the likeliest tokens, each time."""
-    network = DiscreteVAE(**OF_TOKENS).eval()
+    """Evaluation is deterministic: the decoder gets the likeliest tokens."""
+    network = DiscreteVAE(**VAE_PARAMS).eval()
     images = torch.randn(3, 3, 8, 8)
     with torch.no_grad():
         outputs = network(images)
@@ -248,8 +248,8 @@ def test_evaluation_takes_the_likeliest_token():
 
 
 def test_draws_follow_from_torchs_generator():
-    """In training the same seed gives the same draw, another seed another one."""
-    network, images = DiscreteVAE(**OF_TOKENS), torch.randn(2, 3, 8, 8)
+    """In training the same seed gives the same draw, and another seed another one."""
+    network, images = DiscreteVAE(**VAE_PARAMS), torch.randn(2, 3, 8, 8)
 
     def drawn(seed):
         torch.manual_seed(seed)
@@ -259,10 +259,10 @@ def test_draws_follow_from_torchs_generator():
     assert not torch.equal(drawn(1), drawn(2))
 
 
-def chosen(**settings):
-    """What the codebook is given in training, (B, K, h, w)."""
-    network, seen = DiscreteVAE(**OF_TOKENS | settings), []
-    network.codebook.register_forward_hook(lambda module, given, output: seen.append(given[0]))
+def codebook_input(**settings):
+    """Return the input of the codebook in training, (B, K, h, w)."""
+    network, seen = DiscreteVAE(**VAE_PARAMS | settings), []
+    network.codebook.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
     torch.manual_seed(0)
     network(torch.randn(4, 3, 8, 8))["reconstruction"].sum().backward()
     assert network.encoder[0].weight.grad.abs().sum() > 0  # gradients pass, however the token was chosen
@@ -270,47 +270,38 @@ def chosen(**settings):
 
 
 def test_temperature_and_straight_through():
-    """Straight through, each place has one token; else a mixture, which is the nearer to one the colder it is."""
-    hard, cold, warm = chosen(straight_through=True), chosen(temperature=0.05), chosen(temperature=5.0)
+    """With `straight_through` each position has one token; otherwise a mixture, which is closer to one token at a lower
+    temperature."""
+    hard = codebook_input(straight_through=True)
+    cold, warm = codebook_input(temperature=0.05), codebook_input(temperature=5.0)
     torch.testing.assert_close(hard, torch.nn.functional.one_hot(hard.argmax(1), 5).permute(0, 3, 1, 2).float())
     assert warm.max(1).values.mean() < 0.5 < 0.9 < cold.max(1).values.mean() < 1
 
 
-losses = module_of("vqvae/vae_losses.py")
-DiscreteVAELoss = losses.DiscreteVAELoss
-ReconstructionError, UniformDivergence = losses.ReconstructionError, losses.UniformDivergence
-
-
-@pytest.fixture
-def outputs():
-    torch.manual_seed(0)
-    return {"reconstruction": torch.randn(3, 2, 4, 4), "logits": 3 * torch.randn(3, 7, 2, 2, requires_grad=True)}
-
-
+LOSSES = module_of("vqvae/vae_losses.py")
 TRUTH = torch.linspace(-2, 2, 96).view(3, 2, 4, 4)
 
 
 def divergence(logits):
-    """Mean over pictures and places, by torch."""
+    """Return the mean over pictures and positions, computed by torch.distributions."""
     q = Categorical(logits=logits.permute(0, 2, 3, 1))
     return kl_divergence(q, Categorical(logits=torch.zeros_like(q.logits))).mean()
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.25])
-def test_the_loss_is_error_plus_weighted_divergence(weight, outputs):
-    """error + kl_weight * KL(q || uniform), both means; for either kind of error."""
-    squared = (outputs["reconstruction"] - TRUTH).square().mean()
-    expected = squared + weight * divergence(outputs["logits"])
-    torch.testing.assert_close(DiscreteVAELoss(weight)(outputs, TRUTH), expected)
-    difference = (outputs["reconstruction"] - TRUTH).abs()
+def test_the_loss_is_error_plus_weighted_divergence(weight):
+    """The loss is error + kl_weight * KL(q || uniform), both as means, for either kind of error."""
+    torch.manual_seed(0)
+    outputs = {"reconstruction": torch.randn(3, 2, 4, 4), "logits": 3 * torch.randn(3, 7, 2, 2, requires_grad=True)}
+    weighted, difference = weight * divergence(outputs["logits"]), (outputs["reconstruction"] - TRUTH).abs()
+    torch.testing.assert_close(LOSSES.DiscreteVAELoss(weight)(outputs, TRUTH), difference.square().mean() + weighted)
     smooth = torch.where(difference < 1, difference**2 / 2, difference - 0.5).mean()
-    expected = smooth + weight * divergence(outputs["logits"])
-    torch.testing.assert_close(DiscreteVAELoss(weight, "smooth_l1")(outputs, TRUTH), expected)
+    torch.testing.assert_close(LOSSES.DiscreteVAELoss(weight, "smooth_l1")(outputs, TRUTH), smooth + weighted)
 
 
 def test_divergence_runs_from_0_to_the_logarithm_of_the_tokens():
-    """0 where all tokens are as likely, ln K where one is sure; no number is infinite."""
-    sure = torch.zeros(1, 8, 1, 1)
-    sure[:, 3] = 1e4
-    assert UniformDivergence()({"logits": torch.zeros(2, 8, 3, 3)}, TRUTH).item() == pytest.approx(0, abs=1e-6)
-    assert UniformDivergence()({"logits": sure}, TRUTH).item() == pytest.approx(math.log(8))
+    """The divergence is 0 if all tokens are equally likely, and ln K, not infinite, if one is certain."""
+    certain = torch.zeros(1, 8, 1, 1)
+    certain[:, 3] = 1e4
+    assert LOSSES.UniformDivergence()({"logits": torch.zeros(2, 8, 3, 3)}, TRUTH).item() == pytest.approx(0, abs=1e-6)
+    assert LOSSES.UniformDivergence()({"logits": certain}, TRUTH).item() == pytest.approx(math.log(8))

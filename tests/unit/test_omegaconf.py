@@ -1,15 +1,15 @@
-"""`${…}` means what it means in OmegaConf, and its functions read a config as own code gets it."""
+"""`${…}` has the same meaning as in OmegaConf, and OmegaConf's functions read a config that is passed to own code."""
 
 import copy
 import dataclasses
 import json
 import pickle
-import subprocess
 import sys
 from collections.abc import Mapping
 
 import pytest
 from checks import load
+from commands import python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -22,7 +22,7 @@ from deeplightning.config.target import build
 from deeplightning.config.tree import plain
 from deeplightning.faults import ConfigError
 
-# ---- the meaning
+# ---- meaning
 
 ATOM = st.sampled_from(["a", "b", "d.x", ".x", "..a", "c.l[0]", "c[l].1", "c.x", "e"])
 ARGUMENT = st.sampled_from(
@@ -50,10 +50,10 @@ REFERENCE = st.recursive(
 @settings(max_examples=100, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck])
 @given(texts=st.lists(REFERENCE, min_size=4, max_size=4))
 def test_a_reference_means_what_it_means_in_omegaconf(texts, tmp_path):
-    """What OmegaConf gives a value, we give too; what it gives none, has a note.
+    """A value that OmegaConf resolves resolves to the same here; one that it refuses is an error.
 
-    Left out: a mapping that becomes a part of a text, whose references OmegaConf leaves as they are, and a default of
-    `oc.env` that reads like a number, which stays as it is written here (`1.10`).
+    Not covered: a mapping inside a text, whose references OmegaConf does not resolve, and a default of `oc.env` that
+    reads like a number, which stays as written here (`1.10`).
     """
     a, b, x, y = texts
     config = {"a": a, "b": b, "c": {"x": x, "l": [y, 7]}, "d": {"x": 1, "z": 2.5}, "e": "x"}
@@ -81,11 +81,10 @@ def test_a_reference_means_what_it_means_in_omegaconf(texts, tmp_path):
 
 
 def test_a_section_behind_a_reference_is_resolved_whole(tmp_path):
-    """Keys lead through references to sections, also several; one that would hold itself is reported."""
+    """A key may pass through several references to sections; a section that contains itself is an error."""
     path = tmp_path / "c.yaml"
-    path.write_text(
-        "a: {x: 1, y: '${.x}'}\nb: ${a}\nc: ${b}\nd: ${c.y}\nk: ${oc.dict.keys:c}\nv: ${oc.dict.values:a}\n"
-    )
+    keys = "k: ${oc.dict.keys:c}\nv: ${oc.dict.values:a}\n"
+    path.write_text("a: {x: 1, y: '${.x}'}\nb: ${a}\nc: ${b}\nd: ${c.y}\n" + keys)
     found = plain(read(path).root)
     assert (found["c"], found["d"], found["k"], found["v"]) == ({"x": 1, "y": 1}, 1, ["x", "y"], [1, 1])
     path.write_text("a: ${b}\nb: {c: '${a}', d: 1}\n")
@@ -93,33 +92,29 @@ def test_a_section_behind_a_reference_is_resolved_whole(tmp_path):
 
 
 def test_omegaconf_is_imported_only_where_a_config_has_a_reference(tmp_path):
-    """A config without one costs what it did."""
+    """A config without references does not pay for the import."""
     (tmp_path / "plain.yaml").write_text("a: 1\n")
     (tmp_path / "with.yaml").write_text("a: 1\nb: ${a}\n")
-    code = (
-        "import sys; from deeplightning.config.source import read; read(sys.argv[1]); print('omegaconf' in sys.modules)"
-    )
-    for name, imported in (("plain", "False"), ("with", "True")):
-        command = [sys.executable, "-c", code, str(tmp_path / f"{name}.yaml")]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == imported
+    code = "import sys; from deeplightning.config.source import read; read(sys.argv[1]); print(sys.modules.keys())"
+    for name, imported in (("plain", False), ("with", True)):
+        modules = python("-c", code, tmp_path / f"{name}.yaml").stdout
+        assert ("deeplightning.config.source" in modules, "'omegaconf'" in modules) == (True, imported)
 
 
-# ---- a config as own code gets it
+# ---- a config in own code
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    """A config as a task gets it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "some_parts.py").write_text("def anything(cfg=None, *args, **kwargs): ...\n")
-    (tmp_path / "c.yaml").write_text(SMALL)
+def config(here):
+    """A config as a task receives it."""
+    (here / "some_parts.py").write_text("def anything(cfg=None, *args, **kwargs): ...\n")
+    (here / "c.yaml").write_text(SMALL)
     overrides = ["data.root='\\${x} and ???'", "data.dataset='\\???'", "model.network={type: some_parts.anything}"]
     return load("c.yaml", [*overrides, "model.network.params={num_classes: 42, size: [1, 2]}"])
 
 
 def test_a_section_is_read_as_an_attribute_or_a_key(config):
-    """Also with a default, and as a whole."""
+    """A section is an attribute and a key, `get` takes a default, and a config can be iterated over like a mapping."""
     assert config.model.network.params == {"num_classes": 42, "size": [1, 2]}
     assert config["model"]["network"] is config.model.network
     assert (config.get("seed"), config.get("sed"), config.get("sed", 5)) == (42, None, 5)
@@ -134,23 +129,23 @@ def test_a_section_is_read_as_an_attribute_or_a_key(config):
 
 
 def test_functions_of_omegaconf_read_a_copy(config):
-    """`is_config`, `to_container` with and without `resolve`, `to_yaml`, `select`. The copy has attributes in
-    params too, and is merged and changed; the config that it was made of stays as it is."""
-    made = OmegaConf.create(config.public())
-    assert OmegaConf.is_config(made)
-    assert OmegaConf.to_container(made, resolve=True) == config.to_dict()
-    assert OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(made)), resolve=True) == config.to_dict()
-    assert OmegaConf.select(made, "model.optimizer.params.lr") == 0.1
-    assert OmegaConf.select(made, "model.no.such", default=5) == 5
-    assert made.model.network.params.num_classes == 42
-    merged = OmegaConf.merge(made, {"seed": 1})
+    """`is_config`, `to_container`, `to_yaml` and `select` work. The copy has attributes in params too, and merging and
+    changing it does not change the config."""
+    created = OmegaConf.create(config.public())
+    assert OmegaConf.is_config(created)
+    assert OmegaConf.to_container(created, resolve=True) == config.to_dict()
+    assert OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(created)), resolve=True) == config.to_dict()
+    assert OmegaConf.select(created, "model.optimizer.params.lr") == 0.1
+    assert OmegaConf.select(created, "model.no.such", default=5) == 5
+    assert created.model.network.params.num_classes == 42
+    merged = OmegaConf.merge(created, {"seed": 1})
     merged.model.network.params.num_classes = 3
     assert (merged.seed, config.seed, config.model.network.params["num_classes"]) == (1, 42, 42)
-    assert made.data.root == "${x} and ???"
+    assert created.data.root == "${x} and ???"
 
 
 def test_a_config_is_copied_compared_and_pickled_as_before(config):
-    """Also once OmegaConf is imported: a section is no mapping of Python's, and a target keeps its key and place."""
+    """Importing OmegaConf does not change this: a section is not a Mapping, and a target keeps its key and place."""
     assert "omegaconf" in sys.modules
     assert copy.deepcopy(config) == dataclasses.replace(config) == pickle.loads(pickle.dumps(config)) == config
     assert isinstance(config.model.network, schema.Target)

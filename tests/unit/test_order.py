@@ -2,21 +2,23 @@
 
 from pathlib import Path
 
+from pytorch_lightning import Callback
+
+from deeplightning import load_config
+from deeplightning.callbacks import TRIAL, run_callbacks
+
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 
 
 def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp_path):
-    """Weights first, an open run and a seed before the config's callbacks, their judges after, signals last."""
-    from deeplightning import load_config
-    from deeplightning.callbacks import TRIAL, run_callbacks
-
+    """Weights, run and seed come before the config's callbacks, checkpoints after them, and signals last."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(TRIAL, "{}")
-    asked = ["model.init_from=x.ckpt", "train.callbacks=[{type: deeplightning.callbacks.watch.Watchdog}]"]
-    asked += ["train.early_stop={metric: val_loss, patience: 2}", "logger.histograms=2", "logger.gradient_norm=true"]
-    asked += ["train.gradient_clip={value: 0.1, algorithm: agc}", "model.scheduler.warmup=0.1"]
-    asked += ["train.val_every_n_epoch=0.5", f"logger.params.tracking_uri={tmp_path}"]
-    order = [type(callback).__name__ for callback in run_callbacks(load_config(BASE, asked))]
+    overrides = ["model.init_from=x.ckpt", "train.callbacks=[{type: deeplightning.callbacks.watch.Watchdog}]"]
+    overrides += ["train.early_stop={metric: val_loss, patience: 2}", "logger.histograms=2"]
+    overrides += ["logger.gradient_norm=true", "train.gradient_clip={value: 0.1, algorithm: agc}"]
+    overrides += ["model.scheduler.warmup=0.1", "train.val_every_n_epoch=0.5", f"logger.params.tracking_uri={tmp_path}"]
+    order = [type(callback).__name__ for callback in run_callbacks(load_config(BASE, overrides))]
     assert order[:6] == ["StartWeights", "Record", "Seeds", "StreamEnds", "Warmup", "LogSteps"]
     assert order.index("SampleWeights") < order.index("GradientNorm") < order.index("AdaptiveClip")
     ours = order[: order.index("Watchdog")]
@@ -25,16 +27,10 @@ def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp
 
 
 def test_hooks_that_do_nothing_are_not_called_in_each_step(monkeypatch, tmp_path):
-    """Lightning passes over a hook that is None: callbacks of ours have those alone that they define; a user's have
-    all."""
-    from pytorch_lightning import Callback
-
-    from deeplightning import load_config
-    from deeplightning.callbacks import run_callbacks
-
+    """Lightning skips a hook that is None. Built-in callbacks have only the hooks they define, a user's have all."""
     monkeypatch.chdir(tmp_path)
-    asked = ["train.callbacks=[{type: Timer}]", f"logger.params.tracking_uri={tmp_path}"]
-    for callback in run_callbacks(load_config(BASE, asked)):
+    overrides = ["train.callbacks=[{type: Timer}]", f"logger.params.tracking_uri={tmp_path}"]
+    for callback in run_callbacks(load_config(BASE, overrides)):
         for name in ("on_train_batch_end", "on_validation_batch_start", "on_before_backward"):
             is_defined = getattr(type(callback), name) is not getattr(Callback, name)
             is_ours = type(callback).__module__.startswith("deeplightning.")

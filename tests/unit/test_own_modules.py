@@ -1,5 +1,5 @@
-"""A LightningModule and a LightningDataModule as Lightning's manual writes them: what `check` and `build` make of their
-params, by their source and by the imported class."""
+"""A LightningModule and a LightningDataModule written as in Lightning's manual: `check` and `build` read their params,
+from the source and from the imported class."""
 
 import functools
 from pathlib import Path
@@ -128,18 +128,18 @@ train: {num_epochs: 1}
 
 @pytest.fixture(autouse=True)
 def here(here):
-    """A working directory with the user's modules, for each test."""
+    """A working directory with the user's modules."""
     Path("own_module.py").write_text(OWN)
     return here
 
 
 def faults(*overrides: str, text: str = PLAIN) -> list[str]:
-    """Return what is wrong with a config, the same by its source and when all of it is imported."""
+    """Return the errors of a config, which are the same without imports and with them."""
     Path("c.yaml").write_text(text)
-    read, found = examine("c.yaml", list(overrides)), examine("c.yaml", list(overrides), importing=True)
-    assert read.faults == found.faults
-    assert read.unchecked == []
-    return [str(fault).removeprefix(f"override {(*overrides, '')[0]}: ") for fault in found.faults]
+    static, live = examine("c.yaml", list(overrides)), examine("c.yaml", list(overrides), importing=True)
+    assert static.faults == live.faults
+    assert static.unchecked == []
+    return [str(fault).removeprefix(f"override {(*overrides, '')[0]}: ") for fault in live.faults]
 
 
 def config(*overrides: str) -> Config:
@@ -159,8 +159,8 @@ def config(*overrides: str) -> Config:
         ("OnlyPosition", "{width: 3}", ("cfg", 3)),
     ],
 )
-def test_only_a_first_parameter_that_asks_for_it_gets_the_config(name, params, given):
-    """By its name `cfg`, or by its annotation; all else comes from params."""
+def test_only_a_first_parameter_named_cfg_or_annotated_gets_the_config(name, params, given):
+    """The first parameter gets the config if it is named `cfg` or annotated as Config; all others come from params."""
     override = f"model.module={{type: own_module.{name}, params: {params}}}"
     needs = ["model.optimizer=null"] if given[0] == "cfg" else []
     assert faults(override, *needs) == []
@@ -251,8 +251,8 @@ class MixedData(Passing, Data): ...
         ("RegisteredNamed", ("cfg", 3)),
     ],
 )
-def test_a_constructor_that_takes_anything_gets_the_config_only_where_it_hands_it_to_a_name(name, given):
-    """A mixin, a metaclass and a decorator show `*args, **kwargs`: the params are keyword arguments, as for others."""
+def test_a_constructor_that_takes_anything_gets_the_config_only_if_it_passes_it_to_cfg(name, given):
+    """Mixins, metaclasses and decorators have `*args, **kwargs`; params are still passed as keyword arguments."""
     Path("takes_anything.py").write_text(TAKES_ANYTHING)
     section = "data" if name == "MixedData" else "model"
     override = f"{section}.module={{type: takes_anything.{name}, params: {{width: 3}}}}"
@@ -263,7 +263,7 @@ def test_a_constructor_that_takes_anything_gets_the_config_only_where_it_hands_i
     assert build(getattr(cfg, section).module, cfg).given == tuple(cfg if value == "cfg" else value for value in given)
 
 
-NOTES = {
+ERRORS = {
     "model.module={type: own_module.Plain, params: {widht: 3}}": (
         "own_module.Plain has no param `widht`. Did you mean width?"
     ),
@@ -292,17 +292,17 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize("override", NOTES)
-def test_what_a_module_cannot_be_given_is_one_note(override):
-    """Misspelt, missing, of another type, at any depth; and what no param can give. Whether a module takes the config,
-    and so needs an optimizer or a batch size, is known once its name is right."""
-    (note,) = faults(override)
-    assert NOTES[override] in note
+@pytest.mark.parametrize("override", ERRORS)
+def test_a_wrong_param_or_target_is_one_error(override):
+    """A misspelled, missing or mistyped param at any depth, or a target that does not exist, is one error. A misspelled
+    module adds no error about a missing optimizer or batch size."""
+    (error,) = faults(override)
+    assert ERRORS[override] in error
 
 
 def test_nested_targets_become_objects_and_callables():
-    """An optimizer is a callable with its params bound; so is what a parameter takes that is called to make
-    it. A class whose instances are not what the callable returns is made once, as an activation is."""
+    """For a parameter that takes a factory, such as an optimizer, a target becomes a callable with its params bound.
+    For one that takes a function, such as an activation, a class is instantiated once."""
     nested = (
         "{type: own_module.Nested, params: {net: {type: own_module.Net}, "
         "optimizer: {type: torch.optim.SGD, params: {lr: 0.5}}, "
@@ -343,12 +343,12 @@ def test_nested_targets_become_objects_and_callables():
     ],
 )
 def test_a_mapping_that_a_module_may_build_by_itself_is_passed_as_it_is(param, value, is_fault):
-    """As with `hydra.utils.instantiate` in its code. A param that is for an object needs `type` and `params`."""
+    """A module may call `hydra.utils.instantiate`. A param annotated with an object needs `type` and `params`."""
     override = f"model.module={{type: own_module.Builds, params: {{{param}: {value}}}}}"
-    notes = faults(override)
-    told = [notice.text for notice in examine("c.yaml", [override]).notices]
-    assert any("unknown key. Here it is called" in note for note in notes) == bool(notes) == is_fault
-    assert sum("the mapping is passed as it is" in text for text in told) == (not is_fault)
+    errors = faults(override)
+    notices = [notice.text for notice in examine("c.yaml", [override]).notices]
+    assert any("unknown key. Here it is called" in error for error in errors) == bool(errors) == is_fault
+    assert sum("the mapping is passed as it is" in text for text in notices) == (not is_fault)
     if not is_fault:
         cfg = config(override)
         params = cfg.model.module.params
@@ -366,14 +366,14 @@ def test_a_mapping_that_a_module_may_build_by_itself_is_passed_as_it_is(param, v
     ],
 )
 def test_a_value_that_nothing_reads_is_a_fault_that_names_the_params(key, value, words):
-    """The user believes that it has an effect."""
+    """It would have no effect, so the error has the params that would."""
     (found,) = faults(f"{key}={value}")
     assert found.startswith(f"{key}: is not read by ")
     assert words in found
 
 
 def test_defaults_of_a_base_are_left_out_of_the_config():
-    """They are not read either, so the run's config does not hold them, and a notice says so."""
+    """The run's config does not contain defaults that the module does not read, and a notice lists each."""
     Path("base.yaml").write_text(
         "data: {batch_size: 16, num_workers: 3}\n"
         "model:\n"
@@ -381,34 +381,34 @@ def test_defaults_of_a_base_are_left_out_of_the_config():
     )
     assert faults(text=f"_base_: base.yaml\n{PLAIN}") == []
     cfg = examine("c.yaml").config
-    assert (cfg.data.batch_size, cfg.data.num_workers, cfg.model.network, cfg.model.optimizer, cfg.model.loss) == (
-        *(None, 0, None, None, None),
-    )
-    told = {notice.key for notice in cfg.notices if "is left out" in notice.text}
-    assert told == {"data.batch_size", "data.num_workers", "model.network", "model.optimizer", "model.loss"}
+    assert [cfg.data.batch_size, cfg.data.num_workers] == [None, 0]
+    assert [cfg.model.network, cfg.model.optimizer, cfg.model.loss] == [None] * 3
+    removed = {notice.key for notice in cfg.notices if "is left out" in notice.text}
+    assert removed == {"data.batch_size", "data.num_workers", "model.network", "model.optimizer", "model.loss"}
 
 
 def test_a_value_that_a_param_refers_to_is_read():
-    """`${data.root}` in the params of a module reads the key."""
+    """`${data.root}` in the params of a module counts as reading the key."""
     text = PLAIN.replace("Numbers}}", "Numbers, params: {data_dir: '${data.root}/x'}}, root: there}")
     assert faults(text=text) == []
     assert examine("c.yaml").config.data.root == "there"
 
 
 def test_a_module_that_takes_the_config_needs_what_it_reads():
-    """Nothing that shapes learning has a silent default."""
-    assert [note.partition("; for")[0] for note in faults("model.module.type=own_module.Named")] == [
+    """Settings that affect learning have no silent default."""
+    assert [error.partition("; for")[0] for error in faults("model.module.type=own_module.Named")] == [
         "c.yaml:2:1: model.optimizer: missing: the optimizer, or one per network"
     ]
     cfg = config("model.module={type: own_module.Named, params: {width: 1}}", "model.optimizer=null")
     assert cfg.model.optimizer is None
 
 
-# ---- runs of others
+# ---- other users' runs
 
 
 def test_nested_targets_of_a_foreign_run_are_admitted_as_others_are():
-    """An optimizer and a network inside the params of a module that is trusted; no function, and nothing of others."""
+    """Inside the params of a trusted module, an optimizer and a network are admitted; functions and other packages are
+    refused."""
     text = PLAIN.replace(
         "own_module.Plain, params: {width: 3}",
         "own_module.Nested, params: {net: {type: torch.nn.Linear, params: {in_features: 1, out_features: 1}}, "
@@ -420,7 +420,7 @@ def test_nested_targets_of_a_foreign_run_are_admitted_as_others_are():
         run.admit(read(run))
 
     admit(text, "own_module")
-    for text_, allow, key in (
+    for config_text, allow, key in (
         (text, (), "model.module.type"),
         (text.replace("torch.optim.SGD", "torch.hub.load"), ("own_module",), "model.module.params.optimizer.type"),
         (text.replace("torch.nn.Linear", "os.system"), ("own_module",), "model.module.params.net.type"),
@@ -430,5 +430,5 @@ def test_nested_targets_of_a_foreign_run_are_admitted_as_others_are():
         ),
     ):
         with pytest.raises(CheckpointError) as refused:
-            admit(text_, *allow)
+            admit(config_text, *allow)
         assert key in [fault.key for fault in refused.value.faults]

@@ -1,4 +1,4 @@
-"""`pkg://PACKAGE/PATH` wherever the path of a config is taken: `deeplightning.config.packages`."""
+"""`pkg://PACKAGE/PATH` may replace the path of a config: `deeplightning.config.packages`."""
 
 import sys
 
@@ -22,22 +22,22 @@ def here(tmp_path, monkeypatch):
     (installed / "trapped" / "conf" / "deep" / "b.yaml").write_text("b: 2\n")
     (installed / "one_file.py").write_text(TRAPPED)
     monkeypatch.syspath_prepend(installed)
-    place = tmp_path / "an empty folder"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    return place
+    folder = tmp_path / "an empty folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
-def note(path):
-    with pytest.raises(ConfigError) as error:
+def error_of(path):
+    with pytest.raises(ConfigError) as caught:
         read(path)
-    (fault,) = error.value.faults
+    (fault,) = caught.value.faults
     return str(fault)
 
 
 def test_shipped_configs_are_reached_from_anywhere(here):
-    """As a `_base_`, as the config itself, with one slash as a Path has it, and with overrides; what they build on in
-    turn lies beside them."""
+    """A shipped config can be a `_base_` or the config itself, may have one slash, as a Path does, and takes overrides;
+    its own `_base_` is relative to it."""
     (here / "c.yaml").write_text("_base_: pkg://deeplightning/configs/digits_ddp.yaml\nseed: 7\n")
     cfg = load_config("c.yaml", ["train.num_epochs=2"])
     assert (cfg.seed, cfg.data.batch_size, cfg.train.num_epochs) == (7, 16, 2)
@@ -48,13 +48,13 @@ def test_shipped_configs_are_reached_from_anywhere(here):
 
 
 def test_no_package_is_imported():
-    """Of a package the files are read and nothing is executed."""
+    """Files of a package are read, and none of its code is executed."""
     assert plain(read("pkg://trapped/conf/a.yaml").root) == {"a": "installed", "b": 2}
     assert "trapped" not in sys.modules
 
 
 def test_an_address_means_what_is_installed(here):
-    """No folder of that name beside the config or in the working directory, and least of all Deep Lightning's."""
+    """A folder of that name in the working directory does not shadow it, not even Deep Lightning's."""
     for package, folder in (("trapped", "conf"), ("deeplightning", "configs")):
         (here / package / folder).mkdir(parents=True)
         for name in ("a.yaml", "base.yaml"):
@@ -77,19 +77,19 @@ def test_an_address_means_what_is_installed(here):
     ],
 )
 def test_an_address_that_leads_nowhere_is_a_note(here, address, words):
-    """Package, file, what is there; behind a `_base_` with its line."""
-    assert words in note(address)
+    """The error has the package, the file and the nearest one, and for a `_base_` its line."""
+    assert words in error_of(address)
     (here / "c.yaml").write_text(f"a: 1\n_base_: '{address}'\n")
-    found = note("c.yaml")
+    found = error_of("c.yaml")
     assert found.startswith("c.yaml:2:1: _base_: ")
     assert words in found
 
 
 def test_a_missing_file_that_ships_is_named(here):
-    """Outside a clone `configs/base.yaml` is not there, and the note has its address; nothing else is guessed."""
+    """Outside a clone `configs/base.yaml` does not exist, and the error has its address; others are not guessed."""
     hint = "; the one that ships with Deep Lightning is pkg://deeplightning/configs/base.yaml"
-    assert note("configs/base.yaml").endswith(hint)
+    assert error_of("configs/base.yaml").endswith(hint)
     (here / "c.yaml").write_text("_base_: configs/base.yaml\n")
-    assert note("c.yaml") == f"c.yaml:1:1: _base_: there is no file configs/base.yaml to build on{hint}"
-    assert "ships" not in note("configs/no.yaml")
-    assert "ships" not in note("base.yaml")
+    assert error_of("c.yaml") == f"c.yaml:1:1: _base_: there is no file configs/base.yaml to build on{hint}"
+    assert "ships" not in error_of("configs/no.yaml")
+    assert "ships" not in error_of("base.yaml")

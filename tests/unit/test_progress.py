@@ -1,4 +1,4 @@
-"""What a terminal shows while a run trains, and the commands at its end."""
+"""The terminal output of a training, and the commands at its end."""
 
 import io
 import logging
@@ -20,7 +20,7 @@ from deeplightning.process.terminal import has_colour, wrapped
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_the_bar_fits_the_terminal(columns, terminal, monkeypatch):
-    """On one line: epoch, bar, steps, time left, and as many numbers as there is room for."""
+    """The bar is one line with epoch, steps, remaining time, and as many numbers as fit."""
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = Console(config("bar"), None, SimpleNamespace(best=None))
     shown._progress, shown._learning, shown._batches, shown._samples = console._bar(), 10.0, 50, 800
@@ -41,7 +41,7 @@ def test_the_bar_fits_the_terminal(columns, terminal, monkeypatch):
 
 
 def test_the_bar_of_a_run_without_a_known_length(terminal):
-    """No total is made up."""
+    """The bar has no total; it shows epoch, steps and loss, and `validating` during a validation."""
     shown = Console(config("bar", epochs=None), None, SimpleNamespace(best=None))
     trainer = trainer_of(batches=math.inf, epochs=-1)
     shown._progress = console._bar()
@@ -60,7 +60,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A stdout of 80 columns that says it is a terminal."""
+    """A terminal of 80 columns as stdout."""
     stream = Terminal()
     monkeypatch.setattr(log_lines, "sys", SimpleNamespace(stdout=stream, stderr=stream))
     monkeypatch.setenv("COLUMNS", "80")
@@ -70,7 +70,7 @@ def terminal(monkeypatch):
 
 
 def test_colour_is_for_terminals_that_want_it(terminal, monkeypatch):
-    """NO_COLOR, a dumb terminal and a file get none."""
+    """NO_COLOR, a dumb terminal and a file have no colour."""
     assert has_colour(terminal)
     assert not has_colour(io.StringIO())
     monkeypatch.setenv("TERM", "dumb")
@@ -80,19 +80,11 @@ def test_colour_is_for_terminals_that_want_it(terminal, monkeypatch):
     assert not has_colour(terminal)
 
 
-def handled(*records):
-    handler = log_lines._Terminal("")
-    for level, text, extra in records:
-        record = logging.makeLogRecord(
-            {"levelno": level, "levelname": logging.getLevelName(level), "msg": text} | extra
-        )
-        handler.emit(record)
-
-
 def test_a_terminal_breaks_lines_between_words(terminal, monkeypatch):
-    """Under the label; a line with a path that is too long stays whole; a file has one line."""
+    """Lines continue below the text behind the label; a path that is too long is not broken; a file gets one line."""
     text = f"engine     {'words ' * 20}end"
-    handled((logging.INFO, text, {}))
+    record = {"levelno": logging.INFO, "levelname": "INFO", "msg": text}
+    log_lines._Terminal("").emit(logging.makeLogRecord(record))
     lines = terminal.getvalue().splitlines()
     assert [line[:12] for line in lines] == ["engine     w", "           w"]
     assert max(map(len, lines)) < 80
@@ -101,13 +93,13 @@ def test_a_terminal_breaks_lines_between_words(terminal, monkeypatch):
     assert wrapped(path, 11) == path
     file = io.StringIO()
     monkeypatch.setattr(log_lines, "sys", SimpleNamespace(stdout=file, stderr=file))
-    handled((logging.INFO, text, {"terminal": ["something else"]}))
+    log_lines._Terminal("").emit(logging.makeLogRecord(record | {"terminal": ["something else"]}))
     assert file.getvalue() == f"{text}\n"
 
 
-def config(how, epochs=3):
+def config(progress, epochs=3):
     return SimpleNamespace(
-        logger=SimpleNamespace(progress=how),
+        logger=SimpleNamespace(progress=progress),
         train=SimpleNamespace(num_epochs=epochs, checkpoint=SimpleNamespace(monitor="val_acc"), early_stop=None),
     )
 
@@ -123,7 +115,7 @@ def trainer_of(batches=100, epochs=3, **metrics):
 
 
 def test_an_epoch_is_a_line(terminal, caplog):
-    """With every value; without those of a validation in an epoch that has none."""
+    """The line has all metrics, and none of validation after an epoch without one."""
     caplog.set_level(logging.INFO, "deeplightning")
     shown = Console(config("lines"), None, SimpleNamespace(best={"epoch": 0}))
     trainer = trainer_of(train_loss=0.5, val_acc=0.25)
@@ -141,7 +133,7 @@ def test_an_epoch_is_a_line(terminal, caplog):
 
 
 def test_an_epochs_samples_per_second_are_those_of_training_alone(caplog, monkeypatch):
-    """26 samples a process in 4 seconds, of two processes; what validations take is left out."""
+    """Two processes with 26 samples each in 4 seconds have 13 samples/s; the time of validations does not count."""
     caplog.set_level(logging.INFO, "deeplightning")
     clock = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(console.time, "monotonic", lambda: clock.seconds)
@@ -178,12 +170,12 @@ def test_an_epochs_samples_per_second_are_those_of_training_alone(caplog, monkey
     ],
 )
 def test_the_rows_of_a_batch_are_counted(batch, rows):
-    """Of mappings, sequences, dataclasses and tensors; a number has none."""
+    """A batch may be a mapping, a sequence, a dataclass or a tensor; a number has no rows."""
     assert samples_in(batch) == rows
 
 
 def test_a_line_is_one_write_so_that_lines_of_several_ranks_stay_apart(monkeypatch):
-    """Standard output may be unbuffered, as in the processes of a launch."""
+    """Standard output may be unbuffered, as in launched processes."""
     written = []
     stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
     monkeypatch.setattr(log_lines, "sys", SimpleNamespace(stdout=stream))
@@ -195,7 +187,8 @@ def test_a_line_is_one_write_so_that_lines_of_several_ranks_stay_apart(monkeypat
 
 
 def test_commands_can_be_pasted(tmp_path, monkeypatch):
-    """Relative to the working directory, quoted; scripts in a clone, the command elsewhere; a server needs neither."""
+    """Paths are relative to the working directory and quoted. A clone has scripts, an installation has the command, and
+    a tracking server needs neither."""
     monkeypatch.chdir(HOME)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert describe.serve(HOME / "mlruns" / "0" / "a" / "artifacts") == "bash deploy.sh mlruns/0/a/artifacts"
@@ -211,7 +204,7 @@ class MLflowLogger:
 
 
 def test_the_page_of_a_run_is_named():
-    """That of `monitor` for a store on disk, that of the server for a server; none for another tracker."""
+    """It is a page of `monitor` for a store on disk, and of the server for a server; other trackers have none."""
     assert describe.page([MLflowLogger()], "mlruns") == "http://127.0.0.1:5001/#/experiments/3/runs/abc"
     assert describe.page([object(), MLflowLogger()], "https://u:p@tracker/") == (
         "https://***@tracker/#/experiments/3/runs/abc"
@@ -229,7 +222,7 @@ def test_the_page_of_a_run_is_named():
     ],
 )
 def test_the_table_of_runs_fits_the_terminal(columns, shown):
-    """Columns that have no room are left out, the least needed first; elsewhere a line has everything."""
+    """A narrow terminal omits columns, the least important first; without a terminal a line has all of them."""
     row = {"id": "0" * 32, "status": "FINISHED", "experiment": "Default", "name": "one", "result": "test_acc 0.9777"}
     rows = [row | {"folder": "/runs" * 12}, row | {"name": "two", "result": "", "folder": "/b"}]
     found = list(listing.lines(rows, columns))

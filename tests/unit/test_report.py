@@ -107,7 +107,7 @@ def test_a_report_has_what_the_folder_tells(tmp_path):
 
 
 def test_names_from_a_run_stay_text(tmp_path):
-    """Markup in classes, file names, hosts, metrics, and keys and values of a config is shown as text."""
+    """Markup in classes, file names, hosts, metrics, config keys and config values is shown as text."""
     config = f"seed: 1\nmodel: {{network: {{type: {json.dumps(SCRIPT)}}}}}\n{json.dumps(QUOTE)}: {json.dumps(SCRIPT)}\n"
     folder = run_folder(tmp_path / "x", (SCRIPT, QUOTE, "c"), config=config, host=SCRIPT, file=QUOTE + ".png")
     folder.results("test").write_text(json.dumps({SCRIPT: 1.0}))
@@ -188,11 +188,12 @@ def test_no_secret_is_shown(tmp_path):
     assert "***" in content
 
 
-def test_numbers_and_labels_are_drawn_too(tmp_path):
-    """Truth against prediction with R² and RMSE; precision and recall of several labels; ROC of two classes."""
+def test_each_kind_of_prediction_has_its_evaluation(tmp_path):
+    """Regression has truth against prediction with R² and RMSE, several labels have precision and recall, and two
+    classes have a ROC curve."""
     folder = run_folder(tmp_path / "x", ("no", "yes"))
     assert set(evaluate(facts(folder)).drawings) >= {"test_roc", "test_reliability"}
-    alone = run_folder(tmp_path / "y", ("no",))  # of one class there is no curve
+    alone = run_folder(tmp_path / "y", ("no",))  # one class has no curve
     alone.mistakes("test").write_text(json.dumps({"classes": ["no", "yes"]}))
     assert "test_roc" not in evaluate(facts(alone)).drawings
     random = np.random.default_rng(0)
@@ -216,12 +217,11 @@ def test_a_large_picture_does_not_displace_smaller_ones(tmp_path, monkeypatch):
     shown = Page(write_run(folder).read_text())
     assert "a_large_one.png" in shown.text
     alts = [a["alt"] for tag, a in shown.tags if tag == "img"]
-    assert any(alt == "own picture" for alt in alts)
-    assert not any(alt == "a large one" for alt in alts)
+    assert ("own picture" in alts, "a large one" in alts) == (True, False)
 
 
 def test_a_file_that_is_no_report_is_kept(tmp_path):
-    """It is not overwritten, and the message names --out; a report is replaced. A folder without a config is no run."""
+    """It is not overwritten, and the error mentions --out; a report is replaced. A folder needs a config."""
     target = tmp_path / "report.html"
     target.write_text("my own notes")
     with pytest.raises(SetupError, match="is not a report of Deep Lightning; name another file with --out"):
@@ -236,7 +236,7 @@ def test_a_file_that_is_no_report_is_kept(tmp_path):
 
 
 def test_the_last_picture_of_a_series_is_shown(tmp_path):
-    """Step 10 comes after step 9."""
+    """Steps are sorted as numbers: 10 comes after 9."""
     folder = run_folder(tmp_path / "x")
     for step in (9, 10):
         (folder.path / f"samples_{step}.png").write_bytes(png())

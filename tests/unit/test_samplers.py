@@ -1,4 +1,4 @@
-"""BatchIndices: each sample once over all ranks, in an order that only seed and epoch decide."""
+"""BatchIndices: each sample once over all ranks, in an order that depends only on seed and epoch."""
 
 import itertools
 from contextlib import nullcontext
@@ -16,12 +16,12 @@ from deeplightning.faults import RunError
 
 
 def ranks(size: int, batch_size: int, world: int, **options) -> list[list[list[int]]]:
-    """The batches of every rank."""
+    """Return the batches of each rank."""
     return [list(BatchIndices(range(size), batch_size, num_replicas=world, rank=r, **options)) for r in range(world)]
 
 
 def interleaved(batches: list[list[int]]) -> list[int]:
-    """One step's batches of all ranks, as the global batch they came from."""
+    """Return the global batch from which one step's batches of all ranks were taken."""
     return [row for rows in itertools.zip_longest(*batches) for row in rows if row is not None]
 
 
@@ -30,7 +30,7 @@ def interleaved(batches: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize("size", [1, 2, 13, 16, 50])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_each_index_once(size, world, batch_size, shuffle):
-    """Over all ranks each position occurs once, every rank has the same number of batches, and none is empty."""
+    """Over all ranks each position occurs once, every rank has the same number of batches, and no batch is empty."""
     batches = ranks(size, batch_size, world, shuffle=shuffle)
     assert {-(-size // (batch_size * world))} == {len(of_rank) for of_rank in batches}
     rows = [row for of_rank in batches for batch in of_rank for row in batch]
@@ -38,18 +38,17 @@ def test_each_index_once(size, world, batch_size, shuffle):
     assert all(batch and len(batch) <= batch_size for of_rank in batches for batch in of_rank)
     assert all(type(row) is int for row in rows)
     padding = [batch for of_rank in batches for batch in of_rank if PADDING in batch]
-    assert all(batch == [PADDING] for batch in padding)
-    assert len(padding) == sum(batch == [PADDING] for batch in (of_rank[-1] for of_rank in batches))
+    assert padding == [of_rank[-1] for of_rank in batches if of_rank[-1] == [PADDING]]
 
 
 @pytest.mark.parametrize(("size", "drop_last"), [(64, False), (61, False), (61, True)])
 def test_processes_see_what_one_process_sees(size, drop_last):
-    """At each step, 2 processes with 4, or 4 with 2, see the samples of one with 8, in the same order."""
-    whole = ranks(size, 8, 1, shuffle=True, seed=5, drop_last=drop_last)[0]
+    """At each step, 2 processes with batches of 4, or 4 with 2, get the samples of one with 8, in the same order."""
+    expected = ranks(size, 8, 1, shuffle=True, seed=5, drop_last=drop_last)[0]
     for world, batch_size in ((2, 4), (4, 2), (8, 1)):
         parts = ranks(size, batch_size, world, shuffle=True, seed=5, drop_last=drop_last)
         steps = [[row for row in interleaved(list(step)) if row != PADDING] for step in zip(*parts, strict=True)]
-        assert whole == steps
+        assert expected == steps
 
 
 @pytest.mark.parametrize(
@@ -65,8 +64,8 @@ def test_processes_see_what_one_process_sees(size, drop_last):
     ],
 )
 def test_rank_takes_every_nth(shape, drop_last, expected):
-    """Rank r of R takes every R-th position of the global batch, from the r-th on; one without a sample gets a padding
-    entry. Evaluation sees the data as they lie, in any epoch."""
+    """Rank r of R takes every R-th position of the global batch, starting at r; a rank without a sample gets a padding
+    entry. Evaluation keeps the order of the data in each epoch."""
     assert ranks(*shape, drop_last=drop_last) == expected
     for rank, batches in enumerate(expected):
         sampler = BatchIndices(range(shape[0]), shape[1], num_replicas=shape[2], rank=rank, drop_last=drop_last)
@@ -78,7 +77,7 @@ def test_rank_takes_every_nth(shape, drop_last, expected):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 7, 12, 13])
 def test_the_samples_of_a_batch_are_known_beforehand(size, world, drop_last):
-    """Of each batch, on each rank and on average, they are those that the batches then hold, padding not counted."""
+    """`samples_of` returns the size of each batch, on this rank and on average over ranks, without padding."""
     samplers = [BatchIndices(range(size), 2, num_replicas=world, rank=r, drop_last=drop_last) for r in range(world)]
     for step, batches in enumerate(zip(*samplers, strict=True)):
         held = [sum(row != PADDING for row in batch) for batch in batches]
@@ -86,7 +85,7 @@ def test_the_samples_of_a_batch_are_known_beforehand(size, world, drop_last):
 
 
 def test_order_depends_on_seed_and_epoch_alone():
-    """Each (seed, epoch) has its own order; seed and epoch are not simply added; a second look gives the same."""
+    """Each (seed, epoch) has its own order, which is the same in each iteration; the two are not simply added."""
     orders = {}
     for seed, epoch in itertools.product(range(4), range(4)):
         sampler = BatchIndices(range(40), 40, shuffle=True, seed=seed)
@@ -97,41 +96,41 @@ def test_order_depends_on_seed_and_epoch_alone():
 
 
 def test_order_is_frozen():
-    """The order of seed 42 today is the order of any later version: runs stay reproducible, resumed ones right."""
+    """The order of seed 42 is the same in all versions, so that runs can be reproduced and resumed."""
     sampler = BatchIndices(range(10), 10, shuffle=True, seed=42)
     assert list(sampler) == [[1, 8, 5, 3, 7, 9, 4, 0, 6, 2]]
 
 
 def test_start_resumes_one_epoch():
-    """`start` leaves out batches of this epoch, in each iteration of it, and none of the next; the length stays."""
+    """`start` skips batches in each iteration of this epoch, and none of the next; the length does not change."""
     sampler = BatchIndices(range(20), 3, shuffle=True, seed=1)
-    whole = list(sampler)
+    expected = list(sampler)
     sampler.start = 4
-    assert len(whole) == len(sampler) == 7
+    assert len(expected) == len(sampler) == 7
     iter(sampler)  # as a loader with workers does
-    assert whole[4:] == list(sampler)
+    assert expected[4:] == list(sampler)
     sampler.set_epoch(0)
-    assert whole[4:] == list(sampler)
+    assert expected[4:] == list(sampler)
     sampler.set_epoch(1)
     assert len(list(sampler)) == 7
     sampler.set_epoch(0)
-    assert whole == list(sampler)
+    assert expected == list(sampler)
     sampler.start = 7
     assert list(sampler) == []
 
 
 def test_order_is_fixed_when_iteration_begins():
-    """A later `set_epoch` does not change an iteration under way."""
+    """`set_epoch` does not change the current iteration."""
     sampler = BatchIndices(range(20), 3, shuffle=True)
-    whole = list(sampler)
+    expected = list(sampler)
     iterator = iter(sampler)
     first = next(iterator)
     sampler.set_epoch(3)
-    assert whole == [first, *iterator]
+    assert expected == [first, *iterator]
 
 
 def test_lightning_leaves_it_alone():
-    """It is a DistributedSampler, which Lightning does not wrap, and needs no process group."""
+    """It is a DistributedSampler, which Lightning does not wrap, and it needs no process group."""
     assert isinstance(BatchIndices(range(3), 1, num_replicas=2, rank=1), DistributedSampler)
 
 
@@ -144,9 +143,9 @@ def test_impossible_arguments(options, words):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_set_that_is_judged_is_split_without_repeating_a_sample(shuffle, drop_last):
-    """Up to 40 samples on up to 4 processes in batches of up to 6: each sample once, as many batches on each process,
-    none empty or too large; it is impossible only for batches of one and for fewer samples than processes."""
+def test_an_evaluation_set_is_split_without_repeating_a_sample(shuffle, drop_last):
+    """For up to 40 samples, 4 processes and batches of 6, each sample occurs once, processes have equally many batches,
+    and none is empty or too large. Only batches of one and fewer samples than processes are impossible."""
     for samples, world, size in itertools.product(range(41), range(1, 5), range(1, 7)):
         each = [
             EachOnce(DistributedSampler(range(samples), world, rank, shuffle=shuffle), size, drop_last)
@@ -164,30 +163,30 @@ def test_a_set_that_is_judged_is_split_without_repeating_a_sample(shuffle, drop_
         assert drop_last or sorted(seen) == list(range(samples))
 
 
-@pytest.mark.parametrize("is_judged", [True, False])
-def test_rows_of_a_set_that_is_judged_are_gathered_although_a_process_has_fewer(is_judged):
-    """As plain Lightning, which repeats a sample, gathers them; in training nothing is asked of other processes."""
-    asked = []
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_evaluation_gathers_rows_even_if_a_process_has_fewer(evaluates):
+    """The last row is repeated, as plain Lightning repeats a sample. In training, sizes are not exchanged."""
+    gathered = []
 
     class Gathers:
         def all_gather(self, tensor, group=None, sync_grads=False):
-            asked.append(tensor.tolist())
+            gathered.append(tensor.tolist())
             return torch.stack([tensor, tensor + 1])  # the other process has a row more
 
     strategy = type("Strategy", (CountsOnce, Gathers), {})()
-    strategy.lightning_module = SimpleNamespace(trainer=SimpleNamespace(training=not is_judged))
-    with pytest.warns(UserWarning, match="repeats the last row") if is_judged else nullcontext():
+    strategy.lightning_module = SimpleNamespace(trainer=SimpleNamespace(training=not evaluates))
+    with pytest.warns(UserWarning, match="repeats the last row") if evaluates else nullcontext():
         strategy.all_gather(torch.tensor([[1.0], [2.0]]))
-    assert asked == ([2, [[1.0], [2.0], [2.0]]] if is_judged else [[[1.0], [2.0]]])
+    assert gathered == ([2, [[1.0], [2.0], [2.0]]] if evaluates else [[[1.0], [2.0]]])
     strategy.all_gather(torch.tensor(5.0))
-    assert asked[-1] == 5.0
-    if is_judged:
+    assert gathered[-1] == 5.0
+    if evaluates:
         with pytest.raises(RunError, match="no rows from some processes, up to 1 from others"):
             strategy.all_gather(torch.zeros(0, 1))
 
 
 class Sized(Dataset):
-    """Six samples with a column of sizes and one of classes, which the samples have not."""
+    """Six samples, and columns of sizes and labels that are not part of the samples."""
 
     sizes = [6, 1, 5, 2, 4, 3]  # noqa: RUF012
     labels = torch.tensor([0, 1, 1, 1, 1, 1])
@@ -199,8 +198,8 @@ class Sized(Dataset):
         return torch.tensor([float(position)])
 
 
-def test_the_columns_of_a_set_are_those_of_its_parts():
-    """A fold, and a part of a part as `random_split` gives, have the entries of their samples."""
+def test_a_subset_has_the_columns_of_its_dataset():
+    """A fold, and a subset of a subset, as `random_split` returns, have the values of their samples."""
     data = OfDatasets(data_config(num_splits=3, fold=1, batch_size=2), Subset(Sized(), [5, 4, 3, 2, 1]))
     parts = [on_rank(data).dataset(split) for split in ("train", "val")]
     found = [(sort_values(part, "sizes").tolist(), [int(n) for n in part.labels]) for part in parts]

@@ -79,7 +79,7 @@ def edit(project):
 
 
 def test_edited_code_runs_as_it_was_sealed(project, tmp_path):
-    """Edits and removals change nothing, `__file__` leads to data beside a module; without the seal they count."""
+    """Edits and removals take no effect before the seal is removed; `__file__` leads to the data beside a module."""
     seal = sealed.seal(tmp_path / "seal")
     edit(project)
     own_code.use_seal(seal)
@@ -110,7 +110,7 @@ def test_a_file_that_appears_later_shadows_nothing(project):
 
 
 def test_the_kept_code_is_that_of_an_unsealed_run(project, tmp_path):
-    """`code.zip` has the same bytes, the user's paths and no secret; only its owner can read the seal, which has it."""
+    """`code.zip` has the same bytes, the user's paths and no secret. Only the owner can read the seal, which has it."""
     names = ("sealed_one", "sealed_two")
     before = collect(modules={name: sys.modules[name] for name in names}).pack()
     seal = sealed.seal(tmp_path / "seal")
@@ -128,27 +128,32 @@ def test_the_kept_code_is_that_of_an_unsealed_run(project, tmp_path):
 
 
 def test_configs_are_read_as_they_were_sealed(project, tmp_path):
-    """Edits and removals of a config and its base have no effect; other files are read as they are."""
-    config = Path("configs/a.yaml")
-    seal = sealed.seal(tmp_path / "seal", read(config).files)
+    """Edits and removals of a config, its base and a group option have no effect; other files are read as they are."""
+    config, group, option = (Path("configs", name) for name in ("a.yaml", "g.yaml", "model/net.yaml"))
+    option.parent.mkdir()
+    option.write_text("output: logits\n")
+    group.write_text("_base_: [{model: net}]\n")
+    seal = sealed.seal(tmp_path / "seal", [*read(config).files, *read(group).files])
     config.write_text("seed: 9\n")
     (project / "configs" / "b.yaml").unlink()
+    option.unlink()
     own_code.use_seal(seal)
     source = read(config)
     assert source.root.value["seed"].value == 1
     assert source.root.value["data"].value["batch_size"].value == 3
     assert source.root.value["seed"].place == "configs/a.yaml:2:1"
+    assert read(group).root.value["model"].value["output"].value == "logits"
     (project / "c.yaml").write_text("seed: 5\n")
     assert read("c.yaml").root.value["seed"].value == 5
 
 
 def test_git_is_asked_once(project, tmp_path, monkeypatch):
-    """The commit is that at sealing."""
-    said = {"rev-parse": "abc", "symbolic-ref": "main"}
-    monkeypatch.setattr(environment, "ask_git", lambda verb, *_: said[verb])
+    """The commit is the one at the time of sealing."""
+    answers = {"rev-parse": "abc", "symbolic-ref": "main"}
+    monkeypatch.setattr(environment, "ask_git", lambda verb, *_: answers[verb])
     seal = sealed.seal(tmp_path / "seal", git=environment.git_state())
     before = environment.git_state()
-    said["rev-parse"] = "def"
+    answers["rev-parse"] = "def"
     assert environment.git_state()["commit"] == "def"
     own_code.use_seal(seal)
     assert environment.git_state() == before == {"commit": "abc", "branch": "main"}
@@ -181,7 +186,7 @@ def test_an_edited_seal_is_not_trusted(project, tmp_path):
 
 
 def test_a_seal_that_is_gone_or_cannot_be_written_is_an_error(project, tmp_path):
-    """One sentence with path and reason; code that may have been edited does not run instead."""
+    """The error has the path and the reason; code that may have been edited does not run instead."""
     with pytest.raises(SetupError, match=r"nowhere: the code that was sealed for this launch cannot be read .* again"):
         own_code.use_seal(tmp_path / "nowhere")
     own_code.use_seal(None)
@@ -219,22 +224,10 @@ def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
 
 
 def test_leftovers_beside_a_seal_are_removed(project, tmp_path):
-    """Remove what a command left that was killed while sealing or before its search began."""
+    """Seals of commands that were killed while sealing or before their search began are removed."""
     seal = sealed.seal(tmp_path / "sealed" / "one")
     sealed.seal(tmp_path / "sealed" / "two")
     (tmp_path / "sealed" / ".three.77").mkdir()
     SearchCode(seal).drop_others()
     assert [*(tmp_path / "sealed").iterdir()] == [seal]
     assert (project / "sealed_one.py").exists()
-
-
-def test_an_option_is_read_as_it_was_sealed(project, tmp_path):
-    """A removed file of an option group is still found."""
-    option = project / "configs" / "model" / "net.yaml"
-    option.parent.mkdir()
-    option.write_text("output: logits\n")
-    Path("configs/g.yaml").write_text("_base_: [{model: net}]\n")
-    seal = sealed.seal(tmp_path / "seal", read("configs/g.yaml").files)
-    option.unlink()
-    own_code.use_seal(seal)
-    assert read("configs/g.yaml").root.value["model"].value["output"].value == "logits"

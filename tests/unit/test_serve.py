@@ -1,4 +1,4 @@
-"""The HTTP API of a bundle, on the fast path and through Flask: every kind of picture gets the right answer, every bad
+"""The HTTP API of a bundle, on the fast path and through Flask: each kind of request gets the right answer, and a bad
 request a helpful message."""
 
 import asyncio
@@ -27,7 +27,7 @@ from serve.dispatch import Dispatcher, Request
 from serve.limits import Limits, Refusal
 from serve.log import Log, log_event
 from serve.prediction import Service
-from serve.uploads import arrays_from_json
+from serve.uploads import arrays_from_json, arrays_from_npy
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +36,16 @@ def service(run_folder):
     return Service(Bundle.open(run_folder.bundle), limits)
 
 
-@pytest.fixture(scope="module")
-def app(service):
-    return application(service)
-
-
 @pytest.fixture(scope="module", params=["flask", "fast"])
-def client(service, app, request):
+def client(service, request):
     """Return werkzeug's test client for Flask, or for the fast path in front of it."""
-    return app.test_client() if request.param == "flask" else Client(through(Dispatcher(service, log=silent())))
+    return client_of(service, request.param)
+
+
+def client_of(service, path="fast"):
+    if path == "flask":
+        return application(service).test_client()
+    return Client(through(Dispatcher(service, log=silent())))
 
 
 def silent():
@@ -172,7 +173,7 @@ def of_json(data):
     return {"data": data, "content_type": "application/json"}
 
 
-# More kinds, with their status alone, are in `hostile/requests.tsv`.
+# `hostile/requests.tsv` has more kinds, with their status alone.
 BAD_REQUESTS = {
     "nothing": ({}, 400, "has no body"),
     "empty form": ({"data": {}, "content_type": "multipart/form-data; boundary=x"}, 400, "no file in the field image"),
@@ -183,14 +184,12 @@ BAD_REQUESTS = {
     "no boundary": (parted(kind="multipart/form-data"), 400, "does not name its boundary"),
     "form without its end": (parted(end=b""), 400, "cut off"),
     "part without a disposition": (
-        {"data": b"--x\r\n\r\n1\r\n--x--\r\n", "content_type": "multipart/form-data; boundary=x"},
-        400,
+        *({"data": b"--x\r\n\r\n1\r\n--x--\r\n", "content_type": "multipart/form-data; boundary=x"}, 400),
         "The form is malformed",
     ),
     "empty file": (form(b""), 400, "empty"),
     "urlencoded": (
-        {"data": picture(), "content_type": "application/x-www-form-urlencoded"},
-        415,
+        *({"data": picture(), "content_type": "application/x-www-form-urlencoded"}, 415),
         'curl --data-binary @FILE -H "Content-Type: image/png"',
     ),
     "text type": ({"data": b"hello", "content_type": "text/plain"}, 415, "text/plain is not supported"),
@@ -206,8 +205,7 @@ BAD_REQUESTS = {
     "no JSON": (of_json(b"{"), 400, "is not JSON"),
     "vast JSON": (of_json(b"[" + b"{}," * 300_000), 400, "more parts than"),
     "body in chunks": (
-        {"input_stream": b"\0" * 1_000_001, "environ_overrides": {"wsgi.input_terminated": True}},
-        413,
+        *({"input_stream": b"\0" * 1_000_001, "environ_overrides": {"wsgi.input_terminated": True}}, 413),
         "at most 1 MB",
     ),
     "JSON list": ({"json": [encoded(picture())]}, 400, "not an object with the one key images"),
@@ -240,8 +238,16 @@ def test_true_and_false_are_no_numbers_of_an_array(body):
         arrays_from_json(body, (2,), Limits())
 
 
-def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, capfd):
-    """A fault gets 500 with a general message; the reason goes to the log, in JSON. Other pictures are not affected."""
+@pytest.mark.parametrize("shape", [(10**9, 0, 3), (10**6, 1, 1)])
+def test_a_npy_file_of_many_arrays_is_not_split_beyond_the_limit(shape):
+    """A header without data can declare any number of arrays; the server makes one more than it accepts."""
+    file = io.BytesIO()
+    np.save(file, np.zeros(shape, np.int8))
+    assert len(arrays_from_npy(file.getvalue(), (2, 3), Limits())) == Limits().max_images + 1
+
+
+def test_an_internal_error_reveals_no_details(run_folder, capfd):
+    """An internal error gets 500 with a general message; the log has the reason as JSON. Other requests succeed."""
 
     class Broken(Bundle):
         def predict(self, images):
@@ -249,9 +255,8 @@ def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, capfd):
                 raise RuntimeError("secret")
             return super().predict(images)
 
-    good = Bundle.open(run_folder.bundle)
-    service = Service(Broken(**vars(good)))
-    for client in (application(service).test_client(), Client(through(Dispatcher(service, log=silent())))):
+    service = Service(Broken(**vars(Bundle.open(run_folder.bundle))))
+    for client in (client_of(service, "flask"), client_of(service)):
         response = client.post("/predict", data=picture("red"))
         assert (response.status_code, list(response.json)) == (500, ["ERROR"])
         assert "secret" not in response.text
@@ -305,10 +310,9 @@ def test_info_tells_the_model(client, run_folder):
     ],
     ids=["anybody", "key", "this machine", "a proxy on this machine", "a network"],
 )
-def test_samples_are_not_for_everybody(run_folder, admission, offered):
-    """Golden samples are data of the run: only local clients, or clients with the key, get them. /predict answers each
-    one."""
-    client = application(Service(Bundle.open(run_folder.bundle), admission=admission)).test_client()
+def test_samples_need_a_local_client_or_the_key(run_folder, admission, offered):
+    """Golden samples are data of the run: only local clients and those with the key get them. /predict accepts each."""
+    client = client_of(Service(Bundle.open(run_folder.bundle), admission=admission), "flask")
     samples = client.get("/samples").json["samples"]
     assert (len(samples), client.get("/info").json["samples"]) == (offered, offered)
     if samples:
@@ -330,14 +334,14 @@ def test_an_answer_shows_what_the_network_gets(client):
 
 
 def test_answers_may_not_be_guessed_at_or_framed(client):
-    """Every answer has the protective headers, and none allows cross-origin requests."""
+    """No answer may be sniffed, framed or requested from another origin."""
     for response in (client.get("/health"), client.get("/nothing"), client.get("/"), client.post("/predict")):
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert "frame-ancestors 'none'" in response.headers["Content-Security-Policy"]
         assert "Access-Control-Allow-Origin" not in response.headers
 
 
-# The task of making pictures.
+# Reconstruction.
 
 
 @pytest.fixture(scope="module")
@@ -345,12 +349,10 @@ def negatives(tmp_path_factory):
     return Service(Bundle.open(negative_run(tmp_path_factory.mktemp("negatives")).bundle))
 
 
-@pytest.mark.parametrize("way", ["flask", "fast"])
-def test_a_reconstruction_answers_with_pictures(negatives, way):
+@pytest.mark.parametrize("path", ["flask", "fast"])
+def test_a_reconstruction_answers_with_pictures(negatives, path):
     """The client gets a PNG if it accepts one, else base64 in JSON; several pictures in order."""
-    client = (
-        application(negatives).test_client() if way == "flask" else Client(through(Dispatcher(negatives, log=silent())))
-    )
+    client = client_of(negatives, path)
     response = client.post("/predict", data=picture("red"), headers={"Accept": "image/png"})
     assert (response.status_code, response.mimetype) == (200, "image/png")
     assert np.asarray(Image.open(io.BytesIO(response.data)))[0, 0].tolist() == [255 - part for part in COLOURS["red"]]
@@ -361,7 +363,7 @@ def test_a_reconstruction_answers_with_pictures(negatives, way):
     assert several["predictions"][1] == alone
 
 
-# The key, the request's id, the counts.
+# The API key, request ids and metrics.
 
 
 WRONG = [{}, {"X-API-Key": "wrong"}, {"X-API-Key": ""}, {"Authorization": "Bearer s3cre"}]
@@ -370,10 +372,9 @@ WRONG += [{"Authorization": "Basic s3cret"}]
 
 @pytest.mark.parametrize("path", ["/predict", "/info", "/samples", "/metrics", "/openapi.json"])
 def test_without_the_key_there_is_no_answer(run_folder, path):
-    """Without the key, which either header takes, the answer is 401 and says how to send it; the page, which asks for
-    the key, and the probes of load balancers need none."""
-    service = Service(Bundle.open(run_folder.bundle), admission=Admission("s3cret"))
-    guarded = Client(through(Dispatcher(service, log=silent())))
+    """Without the key in one of two headers the answer is 401 and explains how to send it. The page, which has a field
+    for the key, and the probes of load balancers need no key."""
+    guarded = client_of(Service(Bundle.open(run_folder.bundle), admission=Admission("s3cret")))
     options = {"path": path, "method": "POST" if path == "/predict" else "GET", "data": picture("blue")}
     for headers in WRONG:
         response = guarded.open(**options, headers=headers)
@@ -386,8 +387,8 @@ def test_without_the_key_there_is_no_answer(run_folder, path):
 
 
 def test_requests_are_counted_and_logged(run_folder, tmp_path):
-    """Each request is counted by status, a prediction also by where its time went. The log gets one line of JSON for
-    each, whatever its path contains, with the client's id if that is safe to log."""
+    """Requests are counted by status, and the time of predictions by its parts. The log has one line of JSON per
+    request, whatever its path contains, with the client's id if that is safe to log."""
     service = Service(Bundle.open(run_folder.bundle))
     file = tmp_path / "log"
     dispatcher = Dispatcher(service, log=Log(os.open(file, os.O_WRONLY | os.O_CREAT)))
@@ -443,7 +444,7 @@ def test_requests_are_counted_and_logged(run_folder, tmp_path):
     "kind", ["multipart/form-data; boundary=x", 'MULTIPART/FORM-DATA; charset=utf-8; Boundary="a b"']
 )
 def test_forms_are_read_as_clients_write_them(client, written, kind):
-    """Both parsers read the parts as clients write them, and ignore the case of the content type (RFC 9110, 8.3.1)."""
+    """Both parsers accept the forms of common clients, and ignore the case of the content type (RFC 9110, 8.3.1)."""
     name = kind.partition("oundary=")[2].strip('"')
     body = written.format(b=name).encode() + picture("green") + f"\r\n--{name}--\r\n".encode()
     response = client.post("/predict", data=body, content_type=kind)
@@ -460,6 +461,6 @@ def test_an_event_is_one_write(monkeypatch):
 
 
 def test_a_key_may_end_its_line(monkeypatch):
-    """As that of a secret made with `echo`."""
+    """A secret that was written with `echo` ends with a newline."""
     monkeypatch.setenv("KEY", "s3cret\n")
     assert server_start._api_key("KEY") == "s3cret"

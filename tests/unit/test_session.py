@@ -1,4 +1,4 @@
-"""Batches that do not fit into memory are run one by one, and respect the limits of memory and time."""
+"""Requests of a batch that does not fit into memory run one by one; the largest batch respects memory and time."""
 
 import time
 import warnings
@@ -9,7 +9,7 @@ import onnx.helper as helper
 import onnxruntime
 import pytest
 from served import colour_run
-from test_batching import Asked, Model, occupied, ready
+from test_batching import Model, Submitted, occupied, ready
 
 from serve.batching import Batcher
 from serve.bundle import GPU_TOLERANCE, TOLERANCES, Bundle, BundleError
@@ -24,7 +24,7 @@ ARENA_FULL = (
     "onnxruntime/core/framework/bfc_arena.cc:376 void* onnxruntime::BFCArena::AllocateRawInternal(size_t, bool) "
     "Available memory of 1048576 is smaller than requested bytes of 2097152"
 )
-"""What ONNX Runtime says where `gpu_mem_limit` is reached."""
+"""The message of ONNX Runtime if `gpu_mem_limit` is reached."""
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,11 @@ def images(number, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (number, 3, 8, 8), dtype=np.uint8)
 
 
-# ---- a lack of memory
+# ---- out of memory
 
 
-def test_onnxruntime_names_a_lack_of_memory_as_we_know_it(tmp_path):
-    """ONNX Runtime has no class for out of memory, so `serve.private` compares its messages. No machine has 128 TB."""
+def test_out_of_memory_errors_of_onnxruntime_are_recognised(tmp_path):
+    """ONNX Runtime has no class for them, so `serve.private` compares messages. No machine has these 128 TB."""
     shape = helper.make_tensor_value_info("shape", 7, ["n"])
     filled = helper.make_tensor_value_info("filled", 1, None)
     graph = helper.make_graph([helper.make_node("ConstantOfShape", ["shape"], ["filled"])], "g", [shape], [filled])
@@ -59,7 +59,7 @@ def test_onnxruntime_names_a_lack_of_memory_as_we_know_it(tmp_path):
 
 
 def small(bundle, most):
-    """Return a model with memory for `most` pictures at a time, and the sizes of the batches that it was given."""
+    """Return a model with memory for `most` pictures at a time, and the list of the batch sizes that it received."""
     model, sizes = Model(), []
     model.samples = bundle.samples
     model.prepare = lambda data, *_: images(1, int(data))[0]
@@ -77,15 +77,15 @@ def small(bundle, most):
 
 
 def test_a_batch_that_does_not_fit_is_run_one_by_one(bundle):
-    """No request fails."""
+    """The requests of the batch are run one by one, and none fails."""
     model, sizes = small(bundle, 3)
     batcher = Batcher(model, Limits(max_batch=16))
     first = occupied(model, batcher)
-    others = [Asked(batcher, str(number).encode()) for number in range(2, 8)]
+    others = [Submitted(batcher, str(number).encode()) for number in range(2, 8)]
     ready(batcher, 6)
     model.may_end.set()
-    for number, asked in enumerate([first, *others], 1):
-        np.testing.assert_array_equal(asked.rows(), bundle.predict(images(1, number)))
+    for number, submitted in enumerate([first, *others], 1):
+        np.testing.assert_array_equal(submitted.rows(), bundle.predict(images(1, number)))
     assert sizes == [1, 6, *[1] * 6]
 
 
@@ -94,18 +94,18 @@ def test_onnxruntime_without_memory_is_a_memory_error(bundle):
 
     class Full:
         def run(self, *_):
-            raise RuntimeError(self.words)
+            raise RuntimeError(self.message)
 
     full = replace(bundle, session=Full(), device=Device(0, "H100"))
-    for Full.words, expected in ((ARENA_FULL, MemoryError), ("no such node", RuntimeError)):
+    for Full.message, expected in ((ARENA_FULL, MemoryError), ("no such node", RuntimeError)):
         with pytest.raises(expected):
             full.predict(images(1))
 
 
-def test_a_single_request_without_memory_is_told_to_come_again(bundle, capfd):
-    """The answer is 503 instead of 500, since another program may release memory."""
+def test_a_single_request_that_does_not_fit_gets_503(bundle, capfd):
+    """The answer is 503 with Retry-After, not 500, because another program may release memory."""
     model, _ = small(bundle, 0)
-    error = Asked(Batcher(model, Limits()), b"1").error()
+    error = Submitted(Batcher(model, Limits()), b"1").error()
     assert (error.status, error.headers) == (503, {"Retry-After": "1"})
     assert "out of memory for a single request" in capfd.readouterr().err
 
@@ -114,7 +114,7 @@ def test_a_single_request_without_memory_is_told_to_come_again(bundle, capfd):
 
 
 def test_the_largest_batch_is_what_memory_allows(bundle):
-    """The largest batch is found by doubling, each size run twice; a limit that is no power of two is tried too."""
+    """Sizes are doubled, each is run twice, and a limit that is not a power of two is tried too."""
     model, sizes = small(bundle, 100)
     assert largest_batch(model, 24, seconds=60) == 24
     assert sizes == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 24, 24]
@@ -156,14 +156,14 @@ def test_as_many_threads_decode_as_there_are_cores(bundle):
     model = Model()
     batcher = Batcher(model, Limits(max_batch=1), lanes=1, threads=6)
     first = occupied(model, batcher)
-    others = [Asked(batcher, b"2") for _ in range(9)]
+    others = [Submitted(batcher, b"2") for _ in range(9)]
     ready(batcher, 9)
     assert len(batcher._threads) == 6
     model.may_end.set()
-    assert all(asked.rows() for asked in [first, *others])
+    assert all(submitted.rows() for submitted in [first, *others])
 
 
-# ---- what a GPU's answers may differ by
+# ---- tolerance of a GPU
 
 
 class OnGpu:
@@ -221,8 +221,8 @@ def test_a_gpu_without_memory_for_the_model_says_how_much_was_free(opened_off, m
     assert caught.value.exit_code == 3
 
 
-def test_a_provider_that_is_left_out_in_silence_is_noticed(bundle):
-    """ONNX Runtime silently falls back to the CPU if CUDA's libraries do not load; that is refused with the reason."""
+def test_a_silent_fallback_to_the_cpu_is_refused(bundle):
+    """ONNX Runtime falls back if CUDA's libraries do not load; the error has the reason."""
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime-gpu is installed, and its provider may load")
     with warnings.catch_warnings():

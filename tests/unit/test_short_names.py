@@ -33,23 +33,23 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
     ],
 )
 def test_a_short_name_is_that_of_a_module_of_its_section(override, full):
-    """Names with a dot, those of other sections and what is no loss stay as they are."""
+    """Names with a dot, names of other sections and classes that are not of the section's kind stay as they are."""
     found = plain(read(BASE, ["train.callbacks=[{type: own.Callback}]", override]).root)
     for key in override.partition("=")[0].split("."):
         found = found[int(key) if key.isdecimal() else key]
     assert found == full
 
 
-def test_it_holds_for_several_by_name_and_not_inside_params():
-    """`model.loss.NAME.type` is one; a target inside params has its full name."""
-    several = "model.loss={a: {type: NLLLoss}, b: {type: CrossEntropyLoss, params: {type: NLLLoss}}}"
-    losses = plain(read(BASE, [several]).root)["model"]["loss"]
+def test_short_names_apply_to_named_targets_but_not_inside_params():
+    """`model.loss.NAME.type` may be short; a target inside params needs its full name."""
+    override = "model.loss={a: {type: NLLLoss}, b: {type: CrossEntropyLoss, params: {type: NLLLoss}}}"
+    losses = plain(read(BASE, [override]).root)["model"]["loss"]
     assert [losses["a"]["type"], losses["b"]["type"]] == ["torch.nn.NLLLoss", "torch.nn.CrossEntropyLoss"]
     assert losses["b"]["params"] == {"type": "NLLLoss"}
 
 
 def test_the_manual_names_every_section():
-    """The table of short names has each section, and names each module."""
+    """The table of short names has each section and each module."""
     page = (BASE.parents[1] / "docs" / "reference" / "targets.md").read_text().partition("## Short names")[2]
     rows = [row for row in page.partition("\nCase matters")[0].splitlines() if row.startswith("| `")]
     assert {key for row in rows for key in row.split("|")[1].replace("`", "").replace(" ", "").split(",")} == {*MODULES}
@@ -59,7 +59,7 @@ def test_the_manual_names_every_section():
 
 @pytest.mark.slow
 def test_explain_has_both_names():
-    """And the effective config the full one; what a search freezes keeps the word, which means the same."""
+    """The effective config has the full name; the frozen config of a search keeps the short one."""
     report = examine(BASE, ["model.optimizer.type=SGD"])
     assert report.checked().public()["model"]["optimizer"]["type"] == "torch.optim.SGD"
     assert "type: torch.optim.SGD" in explain(report)
@@ -68,7 +68,7 @@ def test_explain_has_both_names():
 
 
 @pytest.mark.parametrize(
-    ("override", "note"),
+    ("override", "message"),
     [
         ("logger.type=TensorboardLogger", "pytorch_lightning.loggers has no `TensorboardLogger`. Did you mean "
          "pytorch_lightning.loggers.TensorBoardLogger?"),
@@ -80,15 +80,15 @@ def test_explain_has_both_names():
         ("model.loss.type=Linear", "`Linear` is not a MODULE.NAME such as torch.optim.SGD."),
     ],
 )  # fmt: skip
-def test_a_name_that_is_none_or_several_is_refused(override, note, monkeypatch):
-    """One fault, with the candidates or the nearest."""
+def test_a_name_that_is_none_or_several_is_refused(override, message, monkeypatch):
+    """The error has the candidates or the nearest name."""
     monkeypatch.setitem(MODULES, "model.network", ("torchvision.models", "torchvision.models.quantization"))
     (fault,) = examine(BASE, [override]).faults
-    assert str(fault) == f"override {override}: {override.partition('=')[0]}: {note}"
+    assert str(fault) == f"override {override}: {override.partition('=')[0]}: {message}"
 
 
 def test_a_foreign_run_gains_nothing_by_a_short_name(tmp_path, monkeypatch):
-    """A run's config is judged with the full name: a function of torchvision's that makes a network is refused."""
+    """The full name decides whether it is trusted: a torchvision function that makes a network is refused."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     foreign = BASE.read_text().replace("deeplightning.model.cnn.SimpleCNN", "resnet18")
     folder = RunFolder(tmp_path)

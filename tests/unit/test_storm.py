@@ -1,17 +1,17 @@
-"""The storm itself: a seed repeats a case, a broken promise ends with 1 and the command that repeats it, Ctrl-C prints
-the table."""
+"""The storm test runner: a seed repeats a case, a failed case means exit code 1 and a command that repeats it, and
+Ctrl-C prints the table."""
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import storm
+from commands import python
 from hangs import limited
+from served import gone, wait_until
 from storm import planted, shim
 from storm.place import Broken, Skipped, expect
 from storm.schedule import Storm
@@ -19,15 +19,15 @@ from storm.table import repeat, table
 
 
 def kind(case, **more):
-    """A module of a kind of case."""
+    """Return a module of a kind of case."""
     return SimpleNamespace(**({"WHAT": "something", "HOUR": 100, "LIMIT": 20, "case": case} | more))
 
 
 @pytest.fixture
 def run(tmp_path):
-    """`run(case, …)` runs a kind of case for some tenths of a second; gives the storm and its results."""
+    """`run(case, …)` runs a kind of case for some tenths of a second and returns the storm with its results."""
 
-    def started(case, seconds=0.3, seed=1, only=None, **more):
+    def run_storm(case, seconds=0.3, seed=1, only=None, **more):
         results = []
         base = tmp_path / str(len(list(tmp_path.iterdir())))
         base.mkdir()
@@ -37,27 +37,27 @@ def run(tmp_path):
         made.run()
         return made
 
-    return started
+    return run_storm
 
 
 def test_seed_and_number_repeat_a_case(run):
-    """What a case draws depends on nothing else."""
+    """The random numbers of a case depend only on the seed and its number."""
 
     def case(draw, place):
         return f"{draw.random()}"
 
-    first = {result.number: result.words for result in run(case, seed=5).results}
-    second = {result.number: result.words for result in run(case, seed=5).results}
-    other = {result.number: result.words for result in run(case, seed=6).results}
+    first = {result.number: result.message for result in run(case, seed=5).results}
+    second = {result.number: result.message for result in run(case, seed=5).results}
+    other = {result.number: result.message for result in run(case, seed=6).results}
     common = first.keys() & second.keys() & other.keys()
     assert len(common) > 1
     assert all(first[number] == second[number] != other[number] for number in common)
     (alone,) = run(case, seed=5, only=1).results
-    assert alone.words == first[1]
+    assert alone.message == first[1]
 
 
-def test_a_broken_promise_is_counted_with_its_words(run):
-    """As is any other error, a death of the case, and one that does not end; each has the line that repeats it."""
+def test_each_kind_of_failure_is_reported(run):
+    """A failed expectation, another error, a killed case and one that does not end have a message and a command."""
 
     def case(draw, place):
         if place.folder.parent.name == "one-1":
@@ -69,20 +69,20 @@ def test_a_broken_promise_is_counted_with_its_words(run):
         if place.folder.parent.name == "one-4":
             time.sleep(100)
         if int(place.folder.parent.name.partition("-")[2]) > 4:
-            time.sleep(0.4)  # else there are hundreds of them
+            time.sleep(0.4)  # else there would be hundreds of cases
         return "fine"
 
     found = {result.number: result for result in run(case, seconds=4, LIMIT=2).results}
     assert [found[number].held for number in range(5)] == [True, False, False, False, False]
-    assert found[1].words == "one is two\nseen"
-    assert "ValueError: odd" in found[2].words
-    assert "ended with -9" in found[3].words
-    assert "not ended after 2 s" in found[4].words
+    assert found[1].message == "one is two\nseen"
+    assert "ValueError: odd" in found[2].message
+    assert "ended with -9" in found[3].message
+    assert "not ended after 2 s" in found[4].message
     assert repeat("kills", 7, 12) == "bash test.sh --storm --seed 7 --only kills --case 12"
 
 
-def test_what_a_case_leaves_is_broken_and_killed(run, monkeypatch):
-    """A process whose parent has ended is its case's."""
+def test_processes_that_a_case_leaves_are_killed_and_reported(run, monkeypatch):
+    """A process whose parent has ended belongs to its case."""
     monkeypatch.setattr("storm.worker.GRACE", 0.2)
 
     def case(draw, place):
@@ -94,16 +94,13 @@ def test_what_a_case_leaves_is_broken_and_killed(run, monkeypatch):
 
     (result,) = run(case, only=0).results
     assert result.held is False
-    assert result.words.startswith("processes were left: ")
-    left = int(result.words.removeprefix("processes were left: ").split()[0])
-    end = time.monotonic() + 10  # the kernel may take a moment
-    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert result.message.startswith("processes were left: ")
+    left = int(result.message.removeprefix("processes were left: ").split()[0])
+    wait_until(lambda: gone(left))
 
 
 def test_a_kind_that_cannot_be_tried_is_skipped(run):
-    """With its reason in the table; counts and broken ones are there, too."""
+    """A kind that cannot run has its reason, another one the numbers of tried and failed cases."""
 
     def skipped(draw, place):
         raise Skipped("no compiler")
@@ -114,8 +111,7 @@ def test_a_kind_that_cannot_be_tried_is_skipped(run):
             raise Broken("it does not hold")
         return "fine"
 
-    made = run(skipped)
-    assert "| skipped: no compiler |" in table(made)
+    assert "| skipped: no compiler |" in table(run(skipped))
     made = run(counts)
     tally = made.tallies["one"]
     assert (tally.tried, tally.broken) == (25 * tally.cases, 1)
@@ -123,12 +119,12 @@ def test_a_kind_that_cannot_be_tried_is_skipped(run):
 
 
 def test_ctrl_c_ends_the_cases_and_keeps_what_ran(tmp_path):
-    """All that they have started ends as well."""
+    """Processes that the cases have started end, too."""
 
     def case(draw, place):
         while place.folder.parent.name != "one-0":
             os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(5)  # Python loses an exception that a signal raises in a `__del__`: then again
+            time.sleep(5)  # retry: Python loses an exception raised in a `__del__`
         return "fine"
 
     def is_interrupted():
@@ -137,7 +133,7 @@ def test_ctrl_c_ends_the_cases_and_keeps_what_ran(tmp_path):
         made = Storm({"one": kind(case)}, tmp_path, 1, 100, 1, lambda result, folder: results.append(result))
         with pytest.raises(KeyboardInterrupt):
             made.run()
-        assert [result.words for result in results] == ["fine"]
+        assert [result.message for result in results] == ["fine"]
         assert "| 1 " in table(made)
         assert (tmp_path / "one-1").is_dir()
         assert psutil.Process().children() == []
@@ -147,7 +143,7 @@ def test_ctrl_c_ends_the_cases_and_keeps_what_ran(tmp_path):
 
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
 def test_the_program_ends_with_1_for_a_broken_promise(tmp_path, monkeypatch, capsys, holds, code):
-    """It keeps the folder of the case and the command that repeats it, and prints the table."""
+    """The folder of the case and the command that repeats it are kept, and the table is printed."""
     from storm import __main__ as program
 
     def case(draw, place):
@@ -156,7 +152,7 @@ def test_the_program_ends_with_1_for_a_broken_promise(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(storm, "load_kinds", lambda: {"one": kind(case)})
     monkeypatch.setattr("commands.import_all", lambda preload: None)
-    monkeypatch.setattr(program, "_as_commands_have_it", lambda: None)
+    monkeypatch.setattr(program, "_clean_environment", lambda: None)
     arguments = ["--only", "one", "--case", "3", "--seed", "4", "--minutes", "1", "--folder", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["storm", *arguments])
     before = signal.getsignal(signal.SIGTERM)
@@ -164,19 +160,19 @@ def test_the_program_ends_with_1_for_a_broken_promise(tmp_path, monkeypatch, cap
         assert program.main() == code
     finally:
         signal.signal(signal.SIGTERM, before)
-    told = capsys.readouterr()
-    assert "| one " in told.out
+    output = capsys.readouterr()
+    assert "| one " in output.out
     assert (tmp_path / "4" / "one-3" / "case").exists() == (not holds)
     if not holds:
         again = "bash test.sh --storm --seed 4 --only one --case 3"
-        assert "one 3: BROKEN: planted" in told.out
-        assert again in told.out
+        assert "one 3: BROKEN: planted" in output.out
+        assert again in output.out
         assert again in (tmp_path / "4" / "broken.txt").read_text()
-        assert str(tmp_path / "4" / "broken.txt") in told.err
+        assert str(tmp_path / "4" / "broken.txt") in output.err
 
 
 def test_a_kind_that_is_not_there_is_named(monkeypatch, capsys):
-    """Exit code 2, with those that are."""
+    """The exit code is 2, and the error lists the kinds that exist."""
     from storm import __main__ as program
 
     monkeypatch.setattr("sys.argv", ["storm", "--only", "kils"])
@@ -185,7 +181,7 @@ def test_a_kind_that_is_not_there_is_named(monkeypatch, capsys):
 
 
 def test_the_shim_is_loaded_from_a_path_with_a_blank_too(tmp_path, monkeypatch):
-    """LD_PRELOAD would take a blank for the end of a name, and the loader leaves out what it does not find."""
+    """A blank ends a name in LD_PRELOAD, and the loader ignores files that it does not find."""
     source = tmp_path / "a clone" / "tests" / "storm" / "shim.c"
     source.parent.mkdir(parents=True)
     source.write_bytes(shim.SOURCE.read_bytes())
@@ -194,18 +190,12 @@ def test_the_shim_is_loaded_from_a_path_with_a_blank_too(tmp_path, monkeypatch):
         preload = shim.environment()["LD_PRELOAD"]
     except Skipped as skipped:
         pytest.skip(str(skipped))
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", "print(open('/proc/self/maps').read())"],
-        env=os.environ | {"LD_PRELOAD": preload},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-S", "-c", "print(open('/proc/self/maps').read())", LD_PRELOAD=preload)
     assert preload.partition(":")[0] in done.stdout
     assert done.stderr == ""
 
 
 def test_each_planted_fault_has_its_place():
-    """The text that it replaces is in its file once."""
+    """The text that it replaces occurs exactly once in its file."""
     found = {name: (planted.ROOT / fault.file).read_text().count(fault.right) for name, fault in planted.FAULTS.items()}
     assert found == dict.fromkeys(planted.FAULTS, 1)

@@ -1,4 +1,4 @@
-"""The tests themselves: what each asserts can be read in it, and the lists of the sizes name what is there."""
+"""Rules for the tests: the assertion of each is visible in its body, and the list of journeys has existing tests."""
 
 import ast
 from pathlib import Path
@@ -9,8 +9,8 @@ ASSERTING = ("raises", "warns", "fail", "assert_array_equal", "assert_allclose")
 
 
 def _asserts(function: ast.FunctionDef, path: Path) -> bool:
-    """Whether a test has an assertion, gives a command its exit `code`, calls what is named `assert_…`, or says by a
-    comment what would be raised."""
+    """Return whether a test has an assertion, an expected exit `code`, a call of a function named `assert_…`, or a
+    comment about the exception that would be raised."""
     for node in ast.walk(function):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         coded = isinstance(node, ast.keyword) and node.arg == "code"
@@ -20,7 +20,7 @@ def _asserts(function: ast.FunctionDef, path: Path) -> bool:
 
 
 def test_every_test_names_what_it_asserts():
-    """No assertion is hidden in a helper whose name does not tell; where only an exception would fail it is named."""
+    """A helper that asserts is named `assert_…`; a test that only an exception can fail has a comment about it."""
     silent = [
         f"{path.name}::{function.name}"
         for path in FILES
@@ -32,7 +32,7 @@ def test_every_test_names_what_it_asserts():
 
 
 def test_the_list_of_journeys_names_what_is_there():
-    """Each file and each test once: a test that is renamed does not leave its size unnoticed."""
+    """Each file and test is listed once, so that a renamed test does not leave its size unnoticed."""
     lines = [line.split("#")[0].strip() for line in (TESTS / "journeys.txt").read_text().splitlines()]
     tests = [line for line in lines if line]
     assert len(set(tests)) == len(tests)

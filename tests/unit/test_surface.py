@@ -1,7 +1,7 @@
-"""What users and maintainers must know is frozen in `tests/surface.toml`: whoever adds to it edits that file.
+"""The public surface and the size of the code are frozen in `tests/surface.toml`, which each addition must edit.
 
-The commit that adds a verb, a key, a variable, an exit code, an entry point or an upper bound says what was removed for
-it or why it is worth it. The number of lines that a folder may have falls, or the commit says what they are worth.
+The commit that adds a verb, a key, a variable, an exit code, an entry point or an upper bound states what was removed
+for it or why it is worth it. The line limit of a folder falls, or the commit states why it rises.
 """
 
 import inspect
@@ -21,13 +21,13 @@ from deeplightning.config.plugins import VERBS, load
 
 ROOT = Path(__file__).parents[2]
 FROZEN = tomllib.loads((ROOT / "tests" / "surface.toml").read_text())
-SPARE = 100  # lines by which a folder may stay below its number
+SPARE = 100  # lines by which a folder may be below its limit
 MOST_OF_A_PLUGIN = 3_000  # lines
 
 
 def verbs() -> dict[str, list[str]]:
-    """Return the options of each verb that is shown, by their longest names, those of plug-ins last; of a plug-in that
-    is not installed as the file has them."""
+    """Return the options of each visible verb by their longest names; those of plug-ins that are not installed are
+    taken from the file."""
     of_plugins = [name for name in chain(*faults.PLUGINS.values()) if name.isidentifier() and name.islower()]
     cli.import_rest()
     found = dict(cli.commands) | {name: load(VERBS, name) for name in of_plugins}
@@ -41,7 +41,7 @@ def verbs() -> dict[str, list[str]]:
 
 
 def keys() -> dict[str, list[str]]:
-    """Return the keys of each section of a config; of a plug-in that is not installed as the file has them."""
+    """Return the keys of each config section; those of plug-ins that are not installed are taken from the file."""
     found = {path or "top": sorted(field.name for field in schema.keys(cls)) for path, cls in sections(schema.Config)}
     of_plugins = [name[:-1] for name in chain(*faults.PLUGINS.values()) if name.endswith(":")]
     missing = {name: FROZEN["keys"][name] for name in of_plugins if name not in found}
@@ -55,13 +55,13 @@ def sources() -> list[Path]:
 
 
 def variables() -> list[str]:
-    """Return the environment variables of ours that the code or a script reads or sets."""
+    """Return the `DEEPLIGHTNING_…` variables that the code or a script reads or sets."""
     texts = [path.read_text() for path in (*sources(), *ROOT.glob("*.sh"))]
     return sorted({name for text in texts for name in re.findall(r"\bDEEPLIGHTNING_[A-Z_]*[A-Z]\b", text)})
 
 
 def exit_codes() -> list[int]:
-    """Return the codes that errors of ours end with."""
+    """Return the exit codes of the error classes."""
     return sorted({c.exit_code for _, c in inspect.getmembers(faults, inspect.isclass) if hasattr(c, "exit_code")})
 
 
@@ -94,12 +94,12 @@ def lines() -> dict[str, int]:
 
 @pytest.mark.parametrize("found", [verbs, keys, variables, exit_codes, entry_points, bounds])
 def test_the_surface_is_the_list(found):
-    """What is there is what the file lists, no more and no less."""
+    """The surface equals the list: an addition or a removal is an edit of the file."""
     assert found() == FROZEN[found.__name__]
 
 
 def test_no_folder_grows():
-    """A folder has at most its number of lines, and a number that is too high falls; plug-ins have an upper bound."""
+    """A folder has at most its number of lines, a limit that is too high must fall, and plug-ins have a maximum."""
     now, most = lines(), FROZEN["lines"]
     assert {folder: count for folder, count in now.items() if count > most.get(folder, 0)} == {}
     assert {folder: count for folder, count in most.items() if count > now.get(folder, 0) + SPARE} == {}

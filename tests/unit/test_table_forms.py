@@ -1,5 +1,4 @@
-"""Tables in the forms in which users bring them: the guess of `init`, the rows of the training, and the endpoint's rows
-of the same file agree."""
+"""Table files as users have them: `init`, training and the endpoint read the same rows from a file."""
 
 import contextlib
 import datetime
@@ -43,17 +42,19 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Form:
-    """A table, and what is right.
+    """A table file and the expected result of `init`.
 
     Attributes:
         data: the content of the file.
-        columns: what each column is taken for.
+        columns: the kind of each column.
         target: the column that is predicted.
-        notes: parts of what is said.
-        params: parts of `data.module.params`.
-        rows: that have a target.
-        outputs: of the network.
-        name: of the file.
+        notes: parts of the notes.
+        params: some of `data.module.params`.
+        rows: the number of rows with a target.
+        outputs: the number of network outputs.
+        kind: the kind of project.
+        name: the name of the file.
+        options: the options of `init`.
     """
 
     data: str | bytes
@@ -67,6 +68,10 @@ class Form:
     name: str = "t.csv"
     options: Columns = field(default_factory=Columns)
 
+    @property
+    def content(self) -> bytes:
+        return self.data if isinstance(self.data, bytes) else self.data.encode()
+
 
 def text(
     *,
@@ -77,7 +82,7 @@ def text(
     above: str = "",
     end: str = "\n",
 ) -> str:
-    """Sixty flats: a number, a whole number, a category and a class, each row as `change` returns it."""
+    """Return sixty flats: a number, a whole number, a category and a class, each row as `change` returns it."""
     rng = random.Random(0)
     lines = [header.replace(",", delimiter)]
     for number in range(ROWS):
@@ -87,9 +92,9 @@ def text(
     return above + end.join(lines) + end
 
 
-def put(place: int, value: Callable[[int, str], str]) -> Callable[[int, list[str]], list[str]]:
-    """Changes the values of one column."""
-    return lambda number, row: [*row[:place], value(number, row[place]), *row[place + 1 :]]
+def put(column: int, value: Callable[[int, str], str]) -> Callable[[int, list[str]], list[str]]:
+    """Return a change of the values of one column."""
+    return lambda number, row: [*row[:column], value(number, row[column]), *row[column + 1 :]]
 
 
 def swiss(value: float) -> str:
@@ -109,7 +114,7 @@ def with_first(values: Callable[[int], str], name: str = "id") -> str:
 
 
 def named(*names: str, kind: str = "category") -> dict[str, str]:
-    """The columns of `text` with other names."""
+    """Return the columns of `text` with other names."""
     return dict(zip(names, [*["number", "number", "category"], kind], strict=True))
 
 
@@ -141,15 +146,13 @@ FORMS = {
     "thousands with apostrophes": Form(text(delimiter=";", area=swiss), PLAIN, params={"decimal": "."}),
     "UTF-16": Form(text(delimiter="\t").encode("utf-16"), PLAIN, params={"encoding": "utf-16", "delimiter": "\t"}),
     "Latin-1": Form(
-        text(change=put(2, lambda _, town: town.replace("Zug", "Zürich"))).encode("latin-1"),
-        PLAIN,
+        text(change=put(2, lambda _, town: town.replace("Zug", "Zürich"))).encode("latin-1"), PLAIN,
         notes=("encoding latin-1 (the file is not UTF-8; check that letters such as ü are right)",),
-        params={"encoding": "latin-1"},
+        params={"encoding": "latin-1"}
     ),
     "a euro of Windows": Form(
         text(header="Umsatz €;rooms;town;kind", delimiter=";", area=german).encode("cp1252"),
-        named("Umsatz €", "rooms", "town", "kind"),
-        params={"encoding": "cp1252", "decimal": ","},
+        named("Umsatz €", "rooms", "town", "kind"), params={"encoding": "cp1252", "decimal": ","}
     ),
     "plain quotes between tabs": Form(
         text(delimiter="\t", change=put(2, lambda _, town: f'"{town}" is its name, 5" tall')), PLAIN
@@ -168,15 +171,12 @@ FORMS = {
     "Parquet": Form(parquet(), PLAIN, name="t.parquet"),
     "large, infinite and binary values": Form(
         parquet(
-            large=range(2**63, 2**63 + 4096 * ROWS, 4096),  # 64 bits tell them apart
+            large=range(2**63, 2**63 + 4096 * ROWS, 4096),  # 64 bits distinguish them
             part=[math.inf, -math.inf, 1.5, 2.5, 3] * 12,
             raw=[b"\xff"] * ROWS,
         ),
-        PLAIN | {"large": "number", "part": "number", "raw": "ignore"},
-        target="kind",
-        options=Columns("kind"),
-        notes=("ignored, of type binary: raw", "which are filled: part (24)"),
-        name="t.parquet",
+        PLAIN | {"large": "number", "part": "number", "raw": "ignore"}, options=Columns("kind"), name="t.parquet",
+        notes=("ignored, of type binary: raw", "which are filled: part (24)")
     ),
     "dates, times and decimals": Form(
         parquet(
@@ -184,40 +184,35 @@ FORMS = {
             at=[datetime.time(number % 9, 30) for number in range(ROWS)],
             exact=[Decimal(number) / 4 for number in range(ROWS)],
         ),
-        PLAIN | {"day": "number", "at": "category", "exact": "number"},
-        target="kind",
-        options=Columns("kind"),
-        name="t.parquet",
+        PLAIN | {"day": "number", "at": "category", "exact": "number"}, options=Columns("kind"), name="t.parquet"
     ),
     "keys that are not in each line": Form(
-        frame().to_json(orient="records", lines=True).replace('"rooms":3,', ""),
-        PLAIN,
-        params={"missing": "fill"},
-        name="t.jsonl",
+        frame().to_json(orient="records", lines=True).replace('"rooms":3,', ""), PLAIN, params={"missing": "fill"},
+        name="t.jsonl"
     ),
     "R's row names": Form(text(change=lambda number, row: [f'"{number}"', *row]), {"column_1": "ignore"} | PLAIN),
     # ---- missing values
     "a stray marker": Form(
-        text(change=put(0, lambda number, area: "?" if number == 7 else area)),
-        PLAIN,
+        text(change=put(0, lambda number, area: "?" if number == 7 else area)), PLAIN,
         notes=("missing-value words in the column area: '?' (1)", "which are filled: area (1)"),
-        params={"missing": "fill", "missing_words": ["na", "n/a", "nan", "null", "?"]},
+        params={"missing": "fill", "missing_words": ["na", "n/a", "nan", "null", "?"]}
     ),
     "several markers": Form(
-        text(change=put(0, lambda number, area: {1: "-", 2: "k.A.", 3: "None", 4: "inf"}.get(number, area))),
-        PLAIN,
-        params={"missing_words": ["na", "n/a", "nan", "null", "-", "k.a.", "none", "inf"]},
+        text(change=put(0, lambda number, area: {1: "-", 2: "k.A.", 3: "None", 4: "inf"}.get(number, area))), PLAIN,
+        params={"missing_words": ["na", "n/a", "nan", "null", "-", "k.a.", "none", "inf"]}
+    ),
+    "infinite numbers of R": Form(
+        text(change=put(0, lambda number, area: {3: "Inf", 4: "-Inf"}.get(number, area))), PLAIN,
+        params={"missing": "fill", "missing_words": ["na", "n/a", "nan", "null", "inf", "-inf"]}
     ),
     "a word in every fifth row": Form(
-        text(change=put(0, lambda number, area: "unknown" if number % 5 == 0 else area)),
-        PLAIN | {"area": "ignore"},
-        notes=("ignored, different in nearly every row: area",),
+        text(change=put(0, lambda number, area: "unknown" if number % 5 == 0 else area)), PLAIN | {"area": "ignore"},
+        notes=("ignored, different in nearly every row: area",)
     ),
     "a delimiter at the end of the header": Form(text().replace("\n", ",\n", 1), PLAIN),
     "a delimiter at the end of each row": Form(
-        text(change=lambda _, row: [*row, ""]),
-        PLAIN | {"column_5": "ignore"},
-        notes=("ignored, with almost no values: column_5",),
+        text(change=lambda _, row: [*row, ""]), PLAIN | {"column_5": "ignore"},
+        notes=("ignored, with almost no values: column_5",)
     ),
     "another delimiter in a name": Form(
         text(header="area,rooms,town,kind|of"), named("area", "rooms", "town", "kind|of"), target="kind|of"
@@ -232,28 +227,19 @@ FORMS = {
         text(change=put(2, lambda number, town: "NA" if number == 4 else town)), PLAIN, params={"missing": "fill"}
     ),
     "None is a class": Form(
-        text(change=put(3, lambda _, kind: "None" if kind == "a" else "Some")),
-        PLAIN,
-        params={"missing_words": ["na", "n/a", "nan", "null"], "missing": "refuse"},
+        text(change=put(3, lambda _, kind: "None" if kind == "a" else "Some")), PLAIN,
+        params={"missing_words": ["na", "n/a", "nan", "null"], "missing": "refuse"}
     ),
     "gaps in the target": Form(
-        text(change=put(3, lambda number, kind: "" if number % 10 == 0 else kind)),
-        PLAIN,
-        notes=("missing values, whose rows are left out: kind (6)",),
-        rows=54,
+        text(change=put(3, lambda number, kind: "" if number % 10 == 0 else kind)), PLAIN,
+        notes=("missing values, whose rows are left out: kind (6)",), rows=54
     ),
     "gaps in a target of numbers": Form(
         text(header="area,rooms,town,price", change=put(3, lambda number, _: "n/a" if number < 5 else f"{number}.5")),
-        named("area", "rooms", "town", "price", kind="number"),
-        target="price",
-        rows=55,
-        outputs=1,
-        kind="regression",
+        named("area", "rooms", "town", "price", kind="number"), target="price", rows=55, outputs=1, kind="regression"
     ),
     # ---- columns
-    "a number of each row": Form(
-        with_first(str), NUMBERED, notes=("ignored, a row number: id",)
-    ),
+    "a number of each row": Form(with_first(str), NUMBERED, notes=("ignored, a row number: id",)),
     "customers who come again": Form(with_first(lambda number: str(number % 7)), NUMBERED | {"id": "category"}),
     "an index that is a measure": Form(
         with_first(lambda number: f"{number % 9}.5", "price_index"), {"price_index": "number"} | PLAIN
@@ -262,69 +248,51 @@ FORMS = {
         with_first(lambda number: f"{number % 5:05d}", "zip"), {"zip": "category"} | PLAIN
     ),
     "days": Form(
-        with_first(lambda number: f"2024-02-{number % 28 + 1:02d}", "day"),
-        {"day": "number"} | PLAIN,
-        notes=("dates, as days since 1970-01-01: day",),
+        with_first(lambda number: f"2024-02-{number % 28 + 1:02d}", "day"), {"day": "number"} | PLAIN,
+        notes=("dates, as days since 1970-01-01: day",)
     ),
     "days of named months": Form(
         with_first(lambda number: f"{('Jan', 'February')[number % 2]}-{number % 28 + 1}-1995", "day"),
-        {"day": "number"} | PLAIN,
-        notes=("dates, as days since 1970-01-01: day",),
+        {"day": "number"} | PLAIN, notes=("dates, as days since 1970-01-01: day",)
     ),
     "a day is no target": Form(
         text(header="area,rooms,town,day", change=put(3, lambda number, _: f"2024-02-{number % 28 + 1:02d}")),
-        named("area", "rooms", "town", "day", kind="number"),
-        target="town",
-        outputs=3,
+        named("area", "rooms", "town", "day", kind="number"), target="town", outputs=3
     ),
     "the sets of rows": Form(
-        with_first(lambda number: ("train", "Train", "valid", "test")[number % 4], "part"),
-        {"part": "ignore"} | PLAIN,
-        notes=("ignored, the sets of the rows, which data.module.params.split may name: part",),
+        with_first(lambda number: ("train", "Train", "valid", "test")[number % 4], "part"), {"part": "ignore"} | PLAIN,
+        notes=("ignored, the sets of the rows, which data.module.params.split may name: part",)
     ),
     "a column that is nearly empty": Form(
-        with_first(lambda number: "yes" * (number < 2), "note"),
-        {"note": "ignore"} | PLAIN,
-        notes=("ignored, with almost no values: note",),
+        with_first(lambda number: "yes" * (number < 2), "note"), {"note": "ignore"} | PLAIN,
+        notes=("ignored, with almost no values: note",)
     ),
     # ---- targets
     "price before y": Form(
-        text(header="price,y,town,z"),
-        named("price", "y", "town", "z"),
-        target="price",
-        notes=("the column price is predicted (by its name)",),
-        outputs=1,
+        text(header="price,y,town,z"), named("price", "y", "town", "z"), target="price",
+        notes=("the column price is predicted (by its name)",), outputs=1
     ),
     "the target is named": Form(
-        text(),
-        PLAIN | {"town": "category"},
-        target="town",
-        options=Columns("town"),
-        notes=("the column town is predicted (--target)",),
-        outputs=3,
+        text(), PLAIN | {"town": "category"}, target="town", options=Columns("town"),
+        notes=("the column town is predicted (--target)",), outputs=3
     ),
     "columns are left out": Form(
-        text(),
-        PLAIN | {"town": "ignore", "area": "ignore"},
-        options=Columns(ignore=("town", "area")),
-        notes=("ignored, by --ignore: area, town",),
+        text(), PLAIN | {"town": "ignore", "area": "ignore"}, options=Columns(ignore=("town", "area")),
+        notes=("ignored, by --ignore: area, town",)
     ),
     "whole numbers are classes": Form(
         text(), PLAIN | {"rooms": "category"}, target="rooms", options=Columns("rooms"), outputs=6
     ),
     "many numbers are classes": Form(
-        with_first(lambda number: str(number % 25), "level"),
-        {"level": "category"} | PLAIN,
-        target="level",
-        options=Columns("level", task="classification"),
-        outputs=25,
+        with_first(lambda number: str(number % 25), "level"), {"level": "category"} | PLAIN, target="level",
+        options=Columns("level", task="classification"), outputs=25
     ),
 }  # fmt: skip
 
 
 def written(form):
-    """The config that `init` writes for a form, and its notes."""
-    Path(form.name).write_bytes(form.data if isinstance(form.data, bytes) else form.data.encode())
+    """Return the config that `init` writes for a form, and its notes."""
+    Path(form.name).write_bytes(form.content)
     notes, paths = init(Path("p"), form.kind, Path(form.name), form.options)
     source = read(paths[0])
     assert source.faults == []
@@ -332,16 +300,16 @@ def written(form):
 
 
 def prepared(params, seed=0, **data):
-    """The data module of some parameters, with all sets."""
+    """Return a data module with all splits."""
     module = TableData(data_config(".", seed, **data), **params)
     module.setup(None)
     return module
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_is_read_as_it_is_meant(name):
-    """`init` guesses the columns and the target and says so; the training reads all rows that have a target; the
-    endpoint, and `predict`, make of the file's own rows the numbers that the training learned from."""
+def test_a_table_file_is_read_correctly(name):
+    """`init` guesses the columns and the target and reports them, training reads all rows that have a target, and the
+    endpoint and `predict` turn the rows of the file into the numbers of the training."""
     form = FORMS[name]
     config, notes = written(form)
     params = config["data"]["module"]["params"]
@@ -358,23 +326,23 @@ def test_a_form_is_read_as_it_is_meant(name):
     if form.kind == "table" and form.outputs > 1:
         assert len(module.class_names) == form.outputs
         assert set(range(form.outputs)) == set(sets[0].small["label"].tolist())
-    asked = json.loads(Path("p/row.json").read_text())["rows"][0]
-    assert any(np.array_equal(spec.prepare(asked), row) for row in inputs) or form.rows < ROWS
+    example = json.loads(Path("p/row.json").read_text())["rows"][0]
+    assert any(np.array_equal(spec.prepare(example), row) for row in inputs) or form.rows < ROWS
     if form.name.endswith(".gz"):  # which `predict` does not take
         return
     rows = [row for _, row in inputs_of(Path(form.name), "table", spec)]
-    answered = np.array([spec.prepare(row) for row in rows if not spec.format.is_missing(row[form.target])])
-    assert sorted(map(tuple, answered.tolist())) == sorted(map(tuple, inputs.tolist()))
+    prepared_rows = [spec.prepare(row).tolist() for row in rows if not spec.format.is_missing(row[form.target])]
+    assert sorted(map(tuple, prepared_rows)) == sorted(map(tuple, inputs.tolist()))
 
 
 def test_decimal_commas_and_separators_give_the_same_numbers():
-    """Each way to write the areas gives the inputs of the plain one, bit by bit."""
+    """Each way to write the areas gives the inputs of the plain one, bit for bit."""
     names = ["decimal commas in quotes", "decimal commas and thousands", "thousands"]
     found = []
     for name in ["commas", *names, "thousands with apostrophes", "gzip", "JSON lines", "Parquet", "UTF-16"]:
         Path(name).mkdir()
         form = FORMS[name]
-        Path(name, form.name).write_bytes(form.data if isinstance(form.data, bytes) else form.data.encode())
+        Path(name, form.name).write_bytes(form.content)
         _, paths = init(Path(name, "p"), "table", Path(name, form.name))
         params = plain(read(paths[0]).root)["data"]["module"]["params"]
         params["train"] = str(Path(name, params["train"]))
@@ -384,9 +352,8 @@ def test_decimal_commas_and_separators_give_the_same_numbers():
 
 @pytest.mark.parametrize("name", ["t.csv", "t.parquet", "t.jsonl", "r.csv"])
 def test_values_of_other_types_are_those_of_the_training(name):
-    """Truth values, whole numbers with gaps, dates and decimal numbers of a file of any kind or a DataFrame become the
-    numbers that a training on the same rows learned from, also where a CSV file has them as `True` or `TRUE` and
-    `1.0`."""
+    """Truth values, whole numbers with gaps, dates and decimal numbers of any file or a DataFrame become the numbers of
+    a training on the same rows, even if a CSV file has `True`, `TRUE` or `1.0`."""
     names, day = ["t.csv", "t.parquet", "t.jsonl", "r.csv"], pd.Timestamp("2024-02-28")
     values = {
         "flag": [True, False, True, None] * 5,
@@ -400,45 +367,43 @@ def test_values_of_other_types_are_those_of_the_training(name):
     text = str(rows.to_csv("t.csv", index=False) or Path("t.csv").read_text())
     Path("r.csv").write_text(text.replace("True", "TRUE").replace("False", "FALSE"))
     rows.to_parquet("t.parquet")
-    jsonable = rows.assign(
-        time=rows["time"].astype(str), date=rows["date"].astype(str), price=rows["price"].astype(float)
-    )
+    jsonable = rows.astype({"time": str, "date": str, "price": float})
     jsonable.to_json("t.jsonl", orient="records", lines=True)
     kinds = dict.fromkeys(("flag", "grade", "date"), "category") | dict.fromkeys(("time", "price"), "number")
     params = {"train": name, "target": "y", "columns": kinds, "missing": "fill"}
     module = prepared(params)
     learned = np.concatenate([module.dataset(split).large["input"].numpy() for split in ("train", "val", "test")])
-    asked = [[row for _, row in inputs_of(Path(other), "table", module.table_spec)] for other in names]
-    for given in (*asked, rows.to_dict("records")):
-        answered = [module.table_spec.prepare(row).tolist() for row in given]
-        assert sorted(map(tuple, answered)) == sorted(map(tuple, learned.tolist()))
-    for other in names:  # as files of the tests
+    sources = [[row for _, row in inputs_of(Path(other), "table", module.table_spec)] for other in names]
+    for source in (*sources, rows.to_dict("records")):
+        inputs = [module.table_spec.prepare(row).tolist() for row in source]
+        assert sorted(map(tuple, inputs)) == sorted(map(tuple, learned.tolist()))
+    for other in names:  # as test files
         module = prepared({**params, "test": other, "unknown": "refuse"})
         assert module.dataset("test").small["label"].tolist() == [0, 1] * 10
 
 
 def test_bytes_of_parquet_are_the_words_of_the_training():
-    """As Spark and Impala write texts; bytes that are no text are ignored by both."""
+    """Spark and Impala write texts as bytes. Columns of bytes that are not text can be ignored."""
     codes = {"a": pa.array([b"k", b"l"] * 10), "b": pa.array([b"kk", b"ll"] * 10, pa.binary(2))}
     rows = pa.table({**codes, "other": pa.array([b"\xff"] * 20), "y": pa.array(["p", "q"] * 10)})
     parquet_file.write_table(rows, "t.parquet")
     kinds = {"a": "category", "b": "category", "other": "ignore"}
     spec = prepared({"train": "t.parquet", "target": "y", "columns": kinds}).table_spec
-    asked = [spec.prepare(row).tolist() for _, row in inputs_of(Path("t.parquet"), "table", spec)]
-    assert asked == [[1, 1], [2, 2]] * 10
+    inputs = [spec.prepare(row).tolist() for _, row in inputs_of(Path("t.parquet"), "table", spec)]
+    assert inputs == [[1, 1], [2, 2]] * 10
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.jsonl"])
 def test_truth_values_of_a_file_are_numbers_where_the_config_says_so(name):
-    """As in training; in a request, true is no number."""
+    """If the config says so, `predict` reads them as training does; in a request, true is not a number."""
     rows = pd.DataFrame({"smoker": [True, False, False, True] * 5, "y": ["a", "b"] * 10})
     rows.to_parquet("t.parquet")
     rows.to_json("t.jsonl", orient="records", lines=True)
     module = prepared({"train": name, "target": "y", "columns": {"smoker": "number"}})
     spec = module.table_spec
     learned = [module.dataset(split).large["input"].numpy().ravel() for split in ("train", "val", "test")]
-    asked = [spec.prepare(row)[0] for _, row in inputs_of(Path(name), "table", spec)]
-    assert sorted(asked) == sorted(np.concatenate(learned))
+    inputs = [spec.prepare(row)[0] for _, row in inputs_of(Path(name), "table", spec)]
+    assert sorted(inputs) == sorted(np.concatenate(learned))
     with pytest.raises(TableError, match="Column smoker: True is not a number"):
         spec.prepare({"smoker": True})
 
@@ -446,7 +411,7 @@ def test_truth_values_of_a_file_are_numbers_where_the_config_says_so(name):
 @pytest.mark.parametrize("name", ["t.csv.gz", "t.CSV.BZ2", "t.tsv.zst", "t.ndjson", "t.jsonl.gz"])
 @pytest.mark.parametrize("takes", ["table", "text"])
 def test_predict_reads_the_files_that_a_training_reads(name, takes):
-    """JSON lines by both their endings, and compressed files; a damaged one is no crash."""
+    """It reads JSON lines under both suffixes, and compressed files; a damaged one is an error."""
     text = '{"text": "Zug"}\n{"text": "Bern"}\n' if "json" in name else "text\nZug\nBern\n"
     compression = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(Path(name).suffix.lower())
     with pa.output_stream(name, compression=compression) as file:
@@ -463,7 +428,7 @@ def test_predict_reads_the_files_that_a_training_reads(name, takes):
 
 @pytest.mark.parametrize("name", ["iris.data", "t.txt", "table"])
 def test_predict_reads_a_table_of_any_name(name):
-    """As CSV, like a training; another kind of file is refused."""
+    """It is read as CSV, as in training; another kind of file is refused."""
     spec = TableSpec((Column("text", "category", categories=("Zug",)),), format=TableFormat(";"))
     Path(name).write_text("id;text\n1;Zug\n2;Bern\n", "utf-16")
     assert [row["text"] for _, row in inputs_of(Path(name), "table", spec)] == ["Zug", "Bern"]
@@ -476,7 +441,7 @@ def test_predict_reads_a_table_of_any_name(name):
 @pytest.mark.parametrize("counts", [[50, 9, 1], [30, 2, 2, 2, 1, 1], [20, *[1] * 20], [5, 5]])
 @pytest.mark.parametrize("seed", range(4))
 def test_each_class_is_in_the_training_set(counts, seed):
-    """Also classes of one or two rows, by each seed and in each fold; no row is in two sets, and none is lost."""
+    """This holds for classes of one or two rows, each seed and each fold; every row is in exactly one split."""
     rows = [f"{number}.5,k{number}" for number, count in enumerate(counts) for _ in range(count)]
     Path("t.csv").write_text("\n".join(["size,kind", *rows]))
     for division in ({}, {"num_splits": 3}, {"num_splits": 3, "fold": 2}):
@@ -487,7 +452,7 @@ def test_each_class_is_in_the_training_set(counts, seed):
 
 
 def test_errors_of_a_spreadsheet_are_missing_values():
-    """However many there are, as of other signs: a column that divides by zero stays one of numbers."""
+    """A column with many errors, such as #DIV/0!, is still one of numbers."""
     errors = ("#DIV/0!", "#N/A", "#NAME?", "#REF!", "#VALUE!", "#NUM!", "#NULL!")
     rows = [f"{n * 7 if n % 3 else errors[n // 3 % 7]},{n}.5,{'ab'[n % 2]}" for n in range(60)]
     Path("t.csv").write_text("\n".join(["share,area,kind", *rows]))
@@ -496,7 +461,7 @@ def test_errors_of_a_spreadsheet_are_missing_values():
 
 
 def test_a_word_that_is_a_class_and_between_numbers_is_refused():
-    """It cannot be both; rows of that class would be left out, and the network would have an output too many."""
+    """The word cannot be both: rows of that class would be dropped, and the network would have an unused output."""
     rows = [f"{'unknown' if n == 7 else n},{n}.5,{('a', 'b', 'Unknown')[n % 3]}" for n in range(60)]
     Path("t.csv").write_text("\n".join(["rooms,area,kind", *rows]))
     with pytest.raises(SetupError, match=r"unknown is a class of the column kind, but a missing value .*ignore rooms"):
@@ -507,25 +472,23 @@ def test_a_word_that_is_a_class_and_between_numbers_is_refused():
 
 @pytest.mark.parametrize("form", ["CHF {:,.2f}", "(${:,.2f})", "{:.1f} kg"])
 def test_amounts_that_are_no_numbers_are_named(form):
-    """With one of them, as a column that is left out and as a target: the next step is to write plain numbers."""
+    """The message has one of the amounts, whether their column is ignored or the target."""
     rows = [f'{number % 9},"{form.format(number * 99.7)}",{"ab"[number % 2]}' for number in range(60)]
     Path("t.csv").write_text("\n".join(["area,price,kind", *rows]))
     notes, _ = init(Path("p"), "table", Path("t.csv"))
     assert f"ignored, amounts such as {form.format(0)}, not plain numbers: price" in notes
-    for kind, words in (
-        ("table", "too many for classes; --target NAME names"),
-        ("regression", f"but {form.format(0)}"),
-    ):
+    table = "too many for classes; --target NAME names"
+    for kind, words in (("table", table), ("regression", f"but {form.format(0)}")):
         with pytest.raises(SetupError, match=re.escape(words)):
             init(Path("q"), kind, Path("t.csv"), Columns("price"))
 
 
 @pytest.mark.parametrize("first", [0, 1_700_000_000])
 def test_targets_that_float32_tells_apart_badly_are_warned_of(first):
-    """Seconds of an hour since 1970 are 128 apart in 32 bits; the same seconds from 0 on are exact."""
+    """Times in seconds since 1970 are rounded to multiples of 128 in 32 bits; times from 0 are exact."""
     Path("t.csv").write_text("\n".join(["a,when", *(f"{n}.5,{first + n * 60}" for n in range(60))]))
-    said = "the target when varies by .* float32 numbers are about 2e[+]02 apart: subtract a constant"
-    with pytest.warns(UserWarning, match=said) if first else contextlib.nullcontext():
+    message = "the target when varies by .* float32 numbers are about 2e[+]02 apart: subtract a constant"
+    with pytest.warns(UserWarning, match=message) if first else contextlib.nullcontext():
         prepared({"train": "t.csv", "target": "when", "columns": {"when": "number"}})
 
 
@@ -539,14 +502,12 @@ REFUSED = [
     ("t.jsonl", b'[{"a": 1}]\n', "JSON lines need one object per line"),
     ("t.csv", b"a,b\n" + b"1,2\n" * 9, "t.csv has 9 rows below its header"),
     (
-        "t.csv",
-        b"a, b, c\n" + b'1, 2, "x, y"\n' * 20,
+        *("t.csv", b"a, b, c\n" + b'1, 2, "x, y"\n' * 20),
         "A quote in the first row follows a blank, so delimiters inside it",
     ),
     ("t.csv", b"a,b,a, a\n" + b"1,2,3,4\n" * 20, "The columns 1, 3 and 4 have the same name, 'a'; rename all but one"),
     (
-        "t.csv",
-        b"Rents\nby hand\na,b\n" + b"1,2\n" * 20,
+        *("t.csv", b"Rents\nby hand\na,b\n" + b"1,2\n" * 20),
         "Quote values that contain ','; remove lines that are not rows",
     ),
 ]
@@ -554,7 +515,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "data", "words"), REFUSED)
 def test_what_is_not_read_is_refused_with_the_next_step(name, data, words):
-    """Where a command makes a table of it, the note has the command; nothing is written."""
+    """If a command can convert it, the error has the command; nothing is written."""
     Path(name).write_bytes(data)
     with pytest.raises(SetupError) as error:
         init(Path("p"), "table", Path(name))
@@ -566,9 +527,7 @@ def test_what_is_not_read_is_refused_with_the_next_step(name, data, words):
     ("kind", "options", "error", "words"),
     [
         (
-            "table",
-            Columns("knd"),
-            ConfigError,
+            *("table", Columns("knd"), ConfigError),
             "--target: t.csv has no column 'knd'. Did you mean kind? Its columns: area",
         ),
         ("table", Columns(ignore=("x",)), ConfigError, "--ignore: t.csv has no column 'x'"),
@@ -581,7 +540,7 @@ def test_what_is_not_read_is_refused_with_the_next_step(name, data, words):
     ],
 )
 def test_options_that_do_not_fit_are_refused(kind, options, error, words):
-    """With the option and what is allowed, or the column and what it holds."""
+    """The error has the option and the allowed values, or the column and its values."""
     Path("t.csv").write_text(text())
     with pytest.raises(error, match=re.escape(words)):
         init(Path("p"), kind, Path("t.csv"), options)
@@ -597,13 +556,13 @@ def test_options_that_do_not_fit_are_refused(kind, options, error, words):
     ],
 )
 def test_values_of_the_format_are_checked(params, words):
-    """Before the file is read."""
+    """The error comes before the file is read."""
     with pytest.raises(DataConfigError, match=words):
         prepared({"train": "none.csv", "target": "kind"} | params)
 
 
 def test_a_config_by_hand_needs_no_columns():
-    """Kinds follow from the values: codes with leading zeros are categories, numbers with separators are numbers."""
+    """The values decide: codes with leading zeros are categories, and numbers with separators are numbers."""
     Path("t.csv").write_text(text(area=lambda value: f'"{value:,.2f}"', change=put(1, lambda _, rooms: f"0{rooms}")))
     spec = prepared({"train": "t.csv", "target": "kind"}).table_spec
     assert {column.name: column.kind for column in spec.columns} == {
@@ -611,8 +570,8 @@ def test_a_config_by_hand_needs_no_columns():
     }  # fmt: skip
 
 
-def test_words_between_numbers_are_named():
-    """A word that the config does not list is refused with its row and the key that lists it."""
+def test_an_unlisted_missing_value_word_is_refused():
+    """The error has its row and the key that lists such words."""
     Path("t.csv").write_text(text(change=put(0, lambda number, area: "?" if number == 7 else area)))
     params = {"train": "t.csv", "target": "kind", "columns": {"area": "number"}, "missing": "fill"}
     with pytest.raises(DataError, match=r"column area, row 8: '\?' is not a number.*data.module.params.missing_words"):
@@ -621,7 +580,7 @@ def test_words_between_numbers_are_named():
 
 
 def test_the_manual_lists_the_names_of_targets():
-    """In the order in which `init` looks for them."""
+    """They have the order in which `init` looks for them."""
     listed = ", ".join(f"`{name}`" for name in TARGETS)
     for page in ("docs/tutorial/table.md", "docs/how-to/numbers-and-labels.md"):
         assert listed in " ".join((ROOT / page).read_text().split()), page
@@ -637,10 +596,28 @@ def test_a_column_may_be_named_by_a_number():
 
 
 def test_keys_of_json_lines_may_have_blanks():
-    """They are the names of the columns, in training, `init` and `predict`."""
+    """Training, `init` and `predict` use such keys unchanged as column names."""
     rows = [{"a": n, " b": n % 7, "y": "uv"[n % 2]} for n in range(60)]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = prepared({"train": "t.jsonl", "target": "y"}).table_spec
     assert [column.name for column in spec.columns] == ["a", " b"]
     assert len([spec.prepare(row) for _, row in inputs_of(Path("t.jsonl"), "table", spec)]) == 60
     init(Path("p"), "table", Path("t.jsonl"))
+
+
+def test_a_number_may_stand_for_a_missing_value():
+    """A missing word may be a number, also in a file whose numbers are texts; the endpoint treats it the same."""
+    pd.DataFrame({"x": ["1", "-999", "3"] * 20, "y": ["a", "b"] * 30}).to_parquet("t.parquet")
+    params = {"train": "t.parquet", "target": "y", "columns": {"x": "number"}, "missing": "fill"}
+    spec = prepared({**params, "missing_words": ["-999"]}).table_spec
+    assert 1 < spec.columns[0].mean < 3
+    assert spec.prepare({"x": "-999"})[0] == 0
+
+
+def test_the_file_of_a_row_that_cannot_be_used_is_named():
+    """Rows are counted per file, so the message names the file."""
+    Path("a.csv").write_text("\n".join(["x,kind", *(f"{n},{'uv'[n % 2]}" for n in range(40))]))
+    for row, words in ((",u", "b.csv: column x, row 2: the value is"), ("3,w", "b.csv, column kind: no training row")):
+        Path("b.csv").write_text(f"x,kind\n1,u\n{row}\n")
+        with pytest.raises(DataError, match=words):
+            prepared({"train": "a.csv", "test": "b.csv", "target": "kind"})

@@ -1,4 +1,4 @@
-"""The network for tables is a linear layer plus an ensemble: each row trains one member, and the answer has the mean of
+"""The network for tables is a linear layer plus an ensemble: each row trains one member, and the output is the mean of
 all."""
 
 import torch
@@ -10,8 +10,7 @@ ROWS = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.0, 0.0], [-0.5, 2.0, 1.0], [0.0, 
 
 
 def network(**options: int) -> TableNet:
-    """A network of two numbers and a category of four values, without dropout, whose linear layer and output weights
-    are not zero any more."""
+    """Return a network for two numbers and a category of four values, without dropout and with nonzero weights."""
     torch.manual_seed(0)
     net = TableNet(2, 3, [4], dropout=0.0, **options)
     for parameter in (*net.linear.parameters(), net.weights):
@@ -20,7 +19,7 @@ def network(**options: int) -> TableNet:
 
 
 def of_member(net: TableNet, member: int) -> Tensor:
-    """What one member answers to `ROWS`."""
+    """Return the output of one member for `ROWS`."""
     inputs = torch.cat([ROWS[:, :2], net.embeddings[0](ROWS[:, 2].long())], 1)
     linear = inputs @ net.linear.weight.T + net.linear.bias
     return linear + net.hidden(inputs * net.factors[member]) @ net.weights[member]
@@ -28,13 +27,13 @@ def of_member(net: TableNet, member: int) -> Tensor:
 
 def test_the_answer_is_the_mean_of_members_that_differ():
     net = network().eval()
-    single = torch.stack([of_member(net, member) for member in range(8)])
-    assert single.std(0).min() > 1e-3
-    torch.testing.assert_close(net(ROWS), single.mean(0))
+    members = torch.stack([of_member(net, member) for member in range(8)])
+    assert members.std(0).min() > 1e-3
+    torch.testing.assert_close(net(ROWS), members.mean(0))
 
 
 def test_the_network_begins_as_a_linear_model():
-    """The first step of an optimizer changes linear layer and output weights, and nothing before these."""
+    """The first optimizer step changes only the linear layer and the output weights."""
     net = TableNet(2, 3, [4])
     assert not net(ROWS).any()
     (net(ROWS) - 1).square().sum().backward()
@@ -43,14 +42,14 @@ def test_the_network_begins_as_a_linear_model():
 
 
 def test_a_row_trains_one_member_that_is_drawn_at_random():
-    """The draw follows the seed, and all members get rows."""
+    """The draw depends on the seed, and every member gets rows."""
     net = network()
     torch.manual_seed(1)
     first = net(ROWS)
     torch.manual_seed(1)
     torch.testing.assert_close(net(ROWS), first, rtol=0, atol=0)
-    single = torch.stack([of_member(net, member) for member in range(8)])
-    closest = (single - first).abs().amax(2).min(0)
+    members = torch.stack([of_member(net, member) for member in range(8)])
+    closest = (members - first).abs().amax(2).min(0)
     assert closest.values.max() < 1e-5
     assert {*closest.indices.tolist()} == {*range(8)}
     first.sum().backward()

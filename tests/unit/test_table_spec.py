@@ -1,4 +1,4 @@
-"""A row of a table becomes the same numbers in training and in a server; what cannot be prepared is named."""
+"""A table row becomes the same numbers in training and on the server; a row that cannot be prepared is an error."""
 
 import json
 import math
@@ -16,8 +16,8 @@ SPEC = TableSpec((CITY, AGE), missing="fill")
 
 
 def test_numbers_come_first_and_are_standardised():
-    """A category is the number of its word from 1; 0 stands for a word that the training rows lack."""
-    assert SPEC.prepare({"age": 50, "city": "Genf", "more": "is not looked at"}).tolist() == [1.0, 2.0]
+    """Categories are numbered from 1; 0 means a category that the training rows lack."""
+    assert SPEC.prepare({"age": 50, "city": "Genf", "more": "is ignored"}).tolist() == [1.0, 2.0]
     assert SPEC.prepare({"age": " 35 ", "city": "Paris"}).tolist() == [-0.5, 0.0]
     assert SPEC.cardinalities == [3]
     assert SPEC.prepare({"age": 50, "city": "Genf"}).dtype == np.float32
@@ -25,7 +25,7 @@ def test_numbers_come_first_and_are_standardised():
 
 @pytest.mark.parametrize(("start", "second"), [(1.7e9, 1), (1.7e18, 1e9)])
 def test_times_in_seconds_and_nanoseconds_stay_different(start, second):
-    """They are standardised in 64 bits, and 32 bits tell apart the minutes of a year."""
+    """They are standardised in 64 bits; 32 bits are enough for the minutes of a year."""
     spec = TableSpec((Column("time", "number", start, 1e7 * second),))
     times = start + 60 * second * np.arange(5)
     steps = np.diff(spec.encode({"time": times})[:, 0])
@@ -35,7 +35,7 @@ def test_times_in_seconds_and_nanoseconds_stay_different(start, second):
 
 @pytest.mark.parametrize("gap", [None, "", "NaN", "n/a", "NULL", math.nan, pd.NA])
 def test_a_missing_value_is_filled_or_refused(gap):
-    """As the spec says: by the mean of a number, and the number 0 of a category."""
+    """The spec decides. A number is filled with its mean, a category with 0."""
     assert SPEC.prepare({"age": gap, "city": gap}).tolist() == [0.0, 0.0]
     strict = TableSpec(SPEC.columns)
     with pytest.raises(TableError, match="Column age: the value is missing"):
@@ -61,14 +61,14 @@ def test_a_missing_value_is_filled_or_refused(gap):
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(row, words):
-    """By its column, the value, shortened, and what is known."""
+    """The error has the column, the shortened value and the known categories."""
     with pytest.raises(TableError, match=words) as caught:
         TableSpec(SPEC.columns, unknown="refuse").prepare(row)
     assert caught.value.status == 400
 
 
 def test_training_and_serving_give_the_same_bits():
-    """`encode`, of all rows at a time, gives what `prepare` gives to each."""
+    """`encode` of all rows returns the same bits as `prepare` of each row."""
     random = np.random.default_rng(0)
     ages = random.normal(1e6, 3e5, 500)
     ages[::7] = np.nan
@@ -79,7 +79,7 @@ def test_training_and_serving_give_the_same_bits():
     assert (encoded.dtype, encoded.shape) == (np.float32, (500, 2))
     for number, row in enumerate(encoded):
         word = None if indices[number] < 0 else words[indices[number]]
-        for age in (float(ages[number]), repr(float(ages[number]))):  # of JSON, and of CSV
+        for age in (float(ages[number]), repr(float(ages[number]))):  # from JSON and from CSV
             assert spec.prepare({"age": age, "city": word}).tolist() == row.tolist()
 
 
@@ -92,14 +92,14 @@ def test_training_and_serving_give_the_same_bits():
     ],
 )
 def test_training_rows_that_cannot_be_used_are_named(columns, words):
-    """By column and row, from 1."""
-    whole = {"age": np.ones(3), "city": Words(["Bern"], np.zeros(3, np.int64))} | columns
+    """The error has the column and the row number, from 1."""
+    usable = {"age": np.ones(3), "city": Words(["Bern"], np.zeros(3, np.int64))}
     with pytest.raises(TableError, match=words):
-        TableSpec(SPEC.columns, unknown="refuse").encode(whole)
+        TableSpec(SPEC.columns, unknown="refuse").encode(usable | columns)
 
 
 def test_a_spec_travels_as_plain_types():
-    """And what is no spec is refused with what is wrong."""
+    """A dictionary that is not a spec is refused with the reason."""
     assert TableSpec.from_dict(SPEC.to_dict()) == SPEC
     german = TableSpec(SPEC.columns, format=TableFormat(";", ",", "latin-1", ("?",)))
     assert TableSpec.from_dict(json.loads(json.dumps(german.to_dict()))) == german
@@ -141,7 +141,7 @@ def test_a_spec_travels_as_plain_types():
     ("trained", "asked"), [("08:30:00.000000", "08:30:00"), ("2024-02-29 08:30:00", "2024-02-29 08:30:00.000")]
 )
 def test_a_time_is_the_same_category_with_and_without_its_fraction(trained, asked):
-    """Parquet gives times with six digits, CSV and JSON usually without; other fractions are other times."""
+    """Parquet has times with six fractional digits, CSV and JSON usually none; another fraction is another time."""
     spec = TableSpec((Column("start", "category", categories=("05:00:00", trained)),))
     assert [spec.prepare({"start": word}).item() for word in (trained, asked, trained[:-2] + ".5")] == [2, 2, 0]
     as_object = time(8, 30) if trained.startswith("08") else datetime(2024, 2, 29, 8, 30)
@@ -149,7 +149,7 @@ def test_a_time_is_the_same_category_with_and_without_its_fraction(trained, aske
 
 
 def test_numbers_may_be_those_of_numpy_and_pandas():
-    """Dates too, as they are in a DataFrame; true is no number."""
+    """Dates are accepted as well, as in a DataFrame; true is not a number."""
     form = TableFormat()
     assert [form.number(value) for value in (np.int64(3), np.float32(1.5), np.uint8(7))] == [3.0, 1.5, 7.0]
     assert form.number(date(1970, 1, 3)) == form.number(datetime(1970, 1, 3, tzinfo=UTC)) == 2.0
@@ -158,7 +158,7 @@ def test_numbers_may_be_those_of_numpy_and_pandas():
 
 
 def test_the_same_moment_is_the_same_number_in_each_time_zone():
-    """A table of local times, in summer and winter, and a browser that sends UTC; a time without an offset stays."""
+    """Local times equal the UTC times that a browser sends; a time without an offset counts as UTC."""
     words = ["2024-07-01 14:00:00+02:00", "2024-07-01T12:00:00.000Z", "2024-07-01 12:00:00+0000", "2024-07-01 12:00:00"]
     assert len({TableFormat().number(word) for word in words}) == 1
     zurich = timezone(timedelta(hours=1))
@@ -168,17 +168,16 @@ def test_the_same_moment_is_the_same_number_in_each_time_zone():
 @pytest.mark.parametrize("trained", [",", ";"])
 @pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
 def test_names_in_quotes_are_read_whatever_the_delimiter(sign, trained):
-    """As R and Excel write them, also where a name has two lines; a request may have another delimiter than the
+    """Quoted names, as R and Excel write them, may have two lines, and a request may have another delimiter than the
     training table."""
     text = f'"age"{sign}"city, or\nvillage"\n31{sign}"Bern"\n'
     columns = ["age", "city, or\nvillage"]
-    assert rows_of_csv(text, form=TableFormat(trained), columns=columns) == [
-        dict(zip(columns, ("31", "Bern"), strict=True))
-    ]
+    rows = rows_of_csv(text, form=TableFormat(trained), columns=columns)
+    assert rows == [dict(zip(columns, ("31", "Bern"), strict=True))]
 
 
 def test_a_table_in_csv_becomes_rows():
-    """The first line names the columns; quotes may hold commas and line ends; empty lines do not count."""
+    """The first line names the columns, quoted values may contain commas and line ends, and empty lines are ignored."""
     assert rows_of_csv('age, city\n31,"Bern, BE"\n\n32,"a\nb"\n') == [
         {"age": "31", "city": "Bern, BE"},
         {"age": "32", "city": "a\nb"},

@@ -1,6 +1,7 @@
-"""A target is found, compared with its signature, and built: `deeplightning.config.target`."""
+"""A target is found, checked against its signature, and built: `deeplightning.config.target`."""
 
 import collections
+import copy
 import itertools
 import math
 from collections import OrderedDict
@@ -67,7 +68,7 @@ number = 5
 
 @pytest.fixture
 def own(here):
-    """A user's own package in the working directory, new in each test."""
+    """A new package of a user in the working directory."""
     (here / "own_parts" / "inner").mkdir(parents=True)
     (here / "own_parts" / "inner" / "custom.py").write_text(OWN)
     return here
@@ -76,32 +77,32 @@ def own(here):
 CUSTOM = "own_parts.inner.custom"
 
 
-def notes(name: str, params: dict, given: int = 0) -> dict[str, str]:
-    """Key to message, of what is wrong with a call."""
+def errors(name: str, params: dict, given: int = 0) -> dict[str, str]:
+    """Return the errors of a call: key to message."""
     return {str(f.key): f.message for f in judge(Meanings(importing=True), name, params, "k", given=given).faults}
 
 
 @pytest.mark.parametrize(
-    ("name", "thing"),
+    ("name", "expected"),
     [
         ("collections.OrderedDict.fromkeys", OrderedDict.fromkeys),
         ("os.path.join", __import__("os").path.join),
         ("collections.abc.Mapping", collections.abc.Mapping),
     ],
 )
-def test_a_name_leads_to_its_object(name, thing):
-    """Functions, classes, methods, and modules below modules."""
-    assert find(name) == thing
+def test_a_name_leads_to_its_object(name, expected):
+    """`find` returns a function, class or method, also from a nested module."""
+    assert find(name) == expected
 
 
 def test_a_users_own_module_is_found(own):
-    """A nested package without `__init__.py` in the working directory is as good as an installed one."""
+    """A user's module may be in a nested package without `__init__.py` in the working directory."""
     assert find(f"{CUSTOM}.Plain").__name__ == "Plain"
     assert find(f"{CUSTOM}.Holder.made")(n=3) == 3
 
 
 def test_an_own_module_that_exits_is_told_with_its_line(own):
-    """It does not end the command. test_own_code.py has other errors, each with the line of the user's own code."""
+    """A module that exits does not end the command. test_own_code.py tests other errors with their lines."""
     Path("broken.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ValueError, match=r"importing broken .*SystemExit: 0 \(broken\.py:2\)"):
         find("broken.Thing")
@@ -121,8 +122,8 @@ def test_an_own_module_that_exits_is_told_with_its_line(own):
     ],
 )
 def test_slips_of_a_finger_are_understood(word, words, meant):
-    """A letter dropped, doubled, replaced or swapped leads to the word that was meant, also where words are short; far
-    words lead to none."""
+    """A letter dropped, doubled, replaced or swapped leads to the intended word, even a short one; distant words have
+    no suggestion."""
     assert nearest(word, words) == meant
 
 
@@ -130,16 +131,16 @@ ALL = {"size": 3, "rate": 1, "mode": "b", "sides": [1], "only": "x", "free": [2]
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "given", "told"),
+    ("name", "params", "given", "expected"),
     [
         # required and optional, whole numbers for numbers, one of several words, null for anything
         (f"{CUSTOM}.Plain", ALL, 0, {}),
         (f"{CUSTOM}.Plain", {"size": None, "name": None}, 0, {}),
         (f"{CUSTOM}.Plain", {"size": {"type": "math.sqrt", "params": {}}}, 0, {}),
-        # `**kwargs` may mean any param; what has a name is still compared
+        # `**kwargs` accept any param; named parameters are still compared
         (f"{CUSTOM}.Any", {"size": 1, "whatever": 2}, 0, {}),
         (f"{CUSTOM}.Any", {"whatever": 2}, 0, {"k.params": f"{CUSTOM}.Any needs size"}),
-        # what we give is not given again
+        # arguments that Deep Lightning passes must not be in params
         (f"{CUSTOM}.Plain", {}, 1, {}),
         (f"{CUSTOM}.positional", {"second": 1}, 1, {}),
         (
@@ -151,14 +152,14 @@ ALL = {"size": 3, "rate": 1, "mode": "b", "sides": [1], "only": "x", "free": [2]
         (f"{CUSTOM}.wants_type", {"value": 3}, 0, {}),
         (f"{CUSTOM}.Data", {"a": 1, "b": 2}, 0, {}),
         (f"{CUSTOM}.Data", {}, 0, {"k.params": f"{CUSTOM}.Data needs a"}),
-        # a number, a module: not something to call
+        # a number and a module cannot be called
         (f"{CUSTOM}.number", {}, 0, {"k.type": f"`{CUSTOM}.number` is int, not a class or function"}),
         (CUSTOM, {}, 0, {"k.type": f"`{CUSTOM}` is module, not a class or function"}),
     ],
 )
-def test_params_are_compared_with_what_takes_them(own, name, params, given, told):
-    """What is right, or cannot be known, is no fault."""
-    assert notes(name, params, given=given) == told
+def test_params_are_compared_with_what_takes_them(own, name, params, given, expected):
+    """Params that are right, or cannot be checked, are no errors."""
+    assert errors(name, params, given=given) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,11 +175,11 @@ def test_params_are_compared_with_what_takes_them(own, name, params, given, told
     ],
 )
 def test_wrong_params_are_told_with_what_is_allowed(own, params, key, words):
-    """Unknown, missing, and of a wrong type, by annotation or else by default."""
-    (found,) = notes(f"{CUSTOM}.Plain", params).items()
-    assert found[0] == key
-    assert found[1].startswith(f"{CUSTOM}.Plain ")
-    assert words in found[1]
+    """A param may be unknown, missing, or mistyped according to its annotation or else its default."""
+    ((found, message),) = errors(f"{CUSTOM}.Plain", params).items()
+    assert found == key
+    assert message.startswith(f"{CUSTOM}.Plain ")
+    assert words in message
 
 
 TYPED = """
@@ -194,7 +195,7 @@ Colour = enum.Enum("Colour", "red blue")
 class Named(Protocol):
     name: str
 
-def thing(value: ANNOTATION):
+def typed(value: ANNOTATION):
     pass
 """
 TARGET = "a target {type: MODULE.CLASS, params: {…}}"
@@ -202,21 +203,21 @@ TWO = "a list of 2 items"
 BUILT, REF = {"type": "a.B"}, {"ref": "a.b"}
 
 
-def typed(own, annotation: str, value: Any) -> dict[str, str]:
-    """Place inside the value to what is told of it, which source and imported object must agree about."""
+def errors_of_value(own, annotation: str, value: Any) -> dict[str, str]:
+    """Return position inside the value to error; the source and the imported object must agree."""
     module = f"own_parts.typed_{abs(hash(annotation))}"
     Path(f"{module.replace('.', '/')}.py").write_text(TYPED.replace("ANNOTATION", annotation))
     live, read = (
-        judge(meanings, f"{module}.thing", {"value": value}, "k") for meanings in (Meanings(importing=True), Meanings())
+        judge(meanings, f"{module}.typed", {"value": value}, "k") for meanings in (Meanings(importing=True), Meanings())
     )
     assert live == read
     return {
-        str(f.key).removeprefix("k.params.value"): f.message.removeprefix(f"{module}.thing takes ") for f in read.faults
+        str(f.key).removeprefix("k.params.value"): f.message.removeprefix(f"{module}.typed takes ") for f in read.faults
     }
 
 
 FITS = [
-    # what a target builds
+    # targets
     ("nn.Module", BUILT),
     ("nn.Module", REF),
     ("Sequence[nn.Module]", [BUILT, {"type": "a.B", "params": {"p": 1}}, REF]),
@@ -238,13 +239,13 @@ FITS = [
     ("str | os.PathLike | None", "here"),
     ("dict[str, int]", {"a": "b"}),
     ("Mapping[str, Any] | None", {"type": "b"}),
-    # what may be anything
+    # anything
     ("Colour", "red"),
     ("Callable", "relu"),
     ("T", [3]),
     ("np.ndarray", [3]),
     ("Tensor", [1.0, 2.0]),
-    # whose own default contradicts it
+    # a default that contradicts the annotation
     ("int = 0.1", 0.2),
     ("int = True", False),
     ("int = (8, 8)", [4, 4]),
@@ -253,10 +254,10 @@ FITS = [
 
 
 @pytest.mark.parametrize(
-    ("annotation", "value", "told"),
+    ("annotation", "value", "expected"),
     [
         *((annotation, value, {}) for annotation, value in FITS),
-        # what a target builds
+        # targets
         ("nn.Module", 7, {"": f"{TARGET} here, not 7"}),
         ("Sequence[nn.Module]", 7, {"": "a list here, not 7"}),
         ("Sequence[nn.Module]", "relu", {"": "a list here, not the text 'relu'"}),
@@ -285,13 +286,13 @@ FITS = [
         ("Literal['crop', 'pad']", "crp", {"": "'crop' or 'pad' here, not the text 'crp'. Did you mean crop?"}),
     ],
 )  # fmt: skip
-def test_what_certainly_does_not_fit_an_annotation_is_told(own, annotation, value, told):
-    """Each item at its own place, with what is allowed there; nothing wherever it is in doubt."""
-    assert typed(own, annotation, value) == told
+def test_values_are_compared_with_the_annotation(own, annotation, value, expected):
+    """Each wrong item has an error with its position and the allowed values; in doubt there is no error."""
+    assert errors_of_value(own, annotation, value) == expected
 
 
 def test_which_mappings_inside_params_are_targets_and_references():
-    """Just `type`, with a dot, and `params`; just `ref`, with a dot."""
+    """A target has only `type`, with a dot, and optionally `params`; a reference has only `ref`, with a dot."""
     assert all(map(is_target, ({"type": "a.b"}, {"type": "a.b", "params": None}, {"type": "a.b", "params": {"x": 1}})))
     others = ({"type": "word"}, {"type": "a.b", "other": 1}, {"type": "a.b", "params": 3}, {"type": 5}, "a.b")
     assert not any(map(is_target, others))
@@ -300,25 +301,18 @@ def test_which_mappings_inside_params_are_targets_and_references():
 
 
 def test_a_target_is_called_with_its_params(own):
-    """What we give comes first; params are keyword arguments; nested targets and references are built at any depth."""
+    """Arguments of the caller come first, params are keyword arguments, and nested targets and references are built.
+    The params of the target do not change, so that it can be saved and built again."""
     four = {"type": f"{CUSTOM}.picky", "params": {"value": 4}}
     params = {
         "rate": {"type": f"{CUSTOM}.Holder.made", "params": {"n": four}},
         "free": [four, {"deep": {"ref": "math.sqrt"}}, {"type": "word"}],
     }
-    made = build(Target(type=f"{CUSTOM}.Plain", params=params), 7, name="ours")
-    assert made.given["size"] == 7
-    assert made.given["name"] == "ours"
-    assert made.given["rate"] == 4
+    target = Target(type=f"{CUSTOM}.Plain", params=copy.deepcopy(params))
+    made = build(target, 7, name="ours")
+    assert (made.given["size"], made.given["name"], made.given["rate"]) == (7, "ours", 4)
     assert made.given["free"] == [4, {"deep": math.sqrt}, {"type": "word"}]
-
-
-def test_building_changes_no_config(own):
-    """The params of a target stay as they were, so that it can be built again and saved."""
-    target = Target(type=f"{CUSTOM}.Plain", params={"size": {"type": f"{CUSTOM}.picky", "params": {"value": 1}}})
-    first, second = build(target), build(target)
-    assert first is not second
-    assert target.params == {"size": {"type": f"{CUSTOM}.picky", "params": {"value": 1}}}
+    assert target.params == params
 
 
 def test_a_function_is_as_good_as_a_class(own):
@@ -329,7 +323,7 @@ def test_a_function_is_as_good_as_a_class(own):
 
 
 def test_a_constructor_that_refuses_is_a_fault_of_the_config(own, monkeypatch):
-    """Its own words, with key, place, and the line that raised; with DEEPLIGHTNING_DEBUG=1 the error itself."""
+    """The error has its message, key, place and the line that raised; DEEPLIGHTNING_DEBUG=1 raises the original."""
     target = Target(type=f"{CUSTOM}.picky", params={"value": -1})
     target.name, target.place = "model.network", "c.yaml:3:5"
     with pytest.raises(ConfigError) as caught:
@@ -345,7 +339,7 @@ def test_a_constructor_that_refuses_is_a_fault_of_the_config(own, monkeypatch):
 
 
 def test_a_lazy_import_that_fails_is_told_like_any_other(own):
-    """`__getattr__` of a module imports on access."""
+    """A failing import in a module's `__getattr__` is reported like any other."""
     Path("lazy_one.py").write_text("def __getattr__(name):\n    import not_there\n")
     with pytest.raises(ValueError, match=r"importing lazy_one\.Net .* needs not_there, .*\(lazy_one\.py:2\)"):
         find("lazy_one.Net")

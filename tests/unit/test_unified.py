@@ -60,7 +60,7 @@ SAME = [L.Trainer, Trainer, pl.Trainer]
 
 @pytest.fixture(params=["not installed", "installed"])
 def parts(request, tmp_path, monkeypatch):
-    """Own code that imports `lightning` in each form, where the package is installed and where it is not."""
+    """Own code and a library that import `lightning` in each form, with and without the package installed."""
     own, installed = tmp_path / "own", tmp_path / "installed"
     own.mkdir()
     (own / "unified_parts.py").write_text(PARTS)
@@ -87,7 +87,7 @@ def parts(request, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["unified_parts", "third_party"])
 def test_every_form_of_the_import_gives_the_classes_of_pytorch_lightning(parts, name):
-    """In own code and in a library; also inside a function, also where the package `lightning` is installed."""
+    """Each form works in own code and in a library, inside a function, and if the package `lightning` is installed."""
     module = importlib.import_module(name)
     assert {pl.LightningModule} == {*module.FOUND}
     assert {pl.Trainer} == {*module.SAME}
@@ -101,17 +101,17 @@ def test_every_form_of_the_import_gives_the_classes_of_pytorch_lightning(parts, 
 
 
 def test_check_reads_the_same_names(parts):
-    """By the source alone and with imports: wrong params of a class from `lightning` are found."""
+    """Wrong params of a class from `lightning` are found with and without imports."""
     for importing, name in itertools.product((False, True), ("unified_parts", "third_party")):
-        of_library = [f"data.module.type={name}.Data", f"train.callbacks.1.type={name}.Own"]
-        assert examine("config.yaml", of_library, importing=importing).faults == []
-        wrong = [*of_library, "train.callbacks.1.params.evry=2"]
+        overrides = [f"data.module.type={name}.Data", f"train.callbacks.1.type={name}.Own"]
+        assert examine("config.yaml", overrides, importing=importing).faults == []
+        wrong = [*overrides, "train.callbacks.1.params.evry=2"]
         (fault,) = examine("config.yaml", wrong, importing=importing).faults
         assert f"{name}.Own has no param `evry`. Did you mean every?" in str(fault)
 
 
 def test_a_package_that_was_imported_before_stays(parts, monkeypatch):
-    """In a notebook, say: the parts of two packages must not be mixed."""
+    """A `lightning` package that was imported before, as in a notebook, is kept: the two packages must not be mixed."""
     if parts == "installed":
         spec = PathFinder.find_spec("lightning")
         package = importlib.util.module_from_spec(spec)
@@ -121,7 +121,7 @@ def test_a_package_that_was_imported_before_stays(parts, monkeypatch):
 
 
 def test_a_package_of_the_users_that_is_called_lightning_stays_theirs(parts):
-    """Own code comes first."""
+    """A user's own module `lightning` takes precedence over the packages."""
     Path("lightning.py").write_text("HEIGHT = 3\n")
     Path("weather.py").write_text("from lightning import HEIGHT\n")
     importlib.invalidate_caches()

@@ -1,4 +1,4 @@
-"""What MLflow's page shows of the runs first: view, names and descriptions."""
+"""The first things that MLflow's page shows of runs: the view, names and descriptions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +15,17 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 
 
 @pytest.fixture
-def cfg(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def cfg(here):
     return load_config(BASE)
 
 
 def test_the_address_names_the_view_with_charts():
-    """The view of trainings is a part of it, for pages that open otherwise."""
+    """It also selects the view of trainings, because other views may be the default."""
     assert runs_page("7") == "#/experiments/7/runs?workflowType=machine_learning&compareRunsMode=CHART"
 
 
 def test_a_run_is_named_by_what_it_is_about(cfg):
-    """Class or function, the model's name where a library makes it, the task's class for several networks."""
+    """The network is its class or function, the model name for a library, or the task's class for several networks."""
     assert (network_name(cfg), data_name(cfg), engine_summary(cfg)) == ("SimpleCNN", "Digits", "CPU, fp32")
     cfg.data.dataset = "MNIST"
     assert data_name(cfg) == "MNIST"
@@ -40,8 +39,8 @@ def test_a_run_is_named_by_what_it_is_about(cfg):
     assert engine_summary(replace(cfg, engine=engine)) == "ddp, 2 CPU, bf16"
 
 
-def test_the_description_says_what_it_is_and_what_next(cfg, tmp_path):
-    """In Markdown: commands that a shell takes; nothing of a config is markup."""
+def test_the_description_has_a_summary_and_commands(cfg, tmp_path):
+    """It is Markdown with commands for a shell; values of the config are escaped."""
     folder = RunFolder(tmp_path / "a run")
     cfg.data.dataset = "a|<b>_c"
     text = note(cfg, folder, "f" * 32)
@@ -50,7 +49,7 @@ def test_the_description_says_what_it_is_and_what_next(cfg, tmp_path):
 
 
 def test_the_description_names_a_run_of_the_default_store_by_its_id(cfg, tmp_path):
-    """As `deeplightning test ID` finds it in that folder."""
+    """`deeplightning test ID` finds it from the folder of the store."""
     folder = RunFolder(tmp_path / "mlruns" / "0" / "abc" / "artifacts")
     text = note(cfg, folder, "abc")
     assert f"cd {tmp_path}\n" in text

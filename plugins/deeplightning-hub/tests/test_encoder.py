@@ -1,4 +1,4 @@
-"""Encoders of Hugging Face's from a local folder: offline, without foreign code, from weights or from scratch."""
+"""Hugging Face encoders from a local folder: offline, without foreign code, pretrained or from scratch."""
 
 import json
 import sys
@@ -9,17 +9,9 @@ import torch
 from deeplightning_hub.encoder import Encoder, FolderError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "fine", "dull", "film", "not", ",", "."]
-CONFIG = {
-    "model_type": "bert",
-    "vocab_size": len(WORDS),
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 20,
-    "pad_token_id": 0,
-}
-
+SIZES = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 32, "max_position_embeddings": 20, "pad_token_id": 0}
+CONFIG_JSON = json.dumps({"model_type": "bert"} | SIZES)
 
 CONFIG_OF_A_RUN = """\
 seed: 1
@@ -39,13 +31,13 @@ logger: {{params: {{tracking_uri: '{store}', system_metrics: false}}}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small BERT with weights and a tokenizer, as `save_pretrained` leaves it, without a head for classes."""
+    """Small BERT with weights and a tokenizer, as saved by `save_pretrained`, without a classification head."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertModel
 
     path = tmp_path_factory.mktemp("a model")
     torch.manual_seed(0)
-    BertModel(BertConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"})).save_pretrained(path)
+    BertModel(BertConfig(**SIZES)).save_pretrained(path)
     tokenizer = Tokenizer(models.WordPiece({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -63,25 +55,25 @@ def folder(tmp_path_factory):
         ({}, "has no config.json"),
         ({"config.json": "{"}, "config.json cannot be read"),
         ({"config.json": '{"auto_map": {}}'}, "requires its own code"),
-        ({"config.json": json.dumps(CONFIG), "pytorch_model.bin": ""}, "other weight files could run code"),
+        ({"config.json": CONFIG_JSON, "pytorch_model.bin": ""}, "other weight files could run code"),
     ],
 )
-def test_a_folder_that_is_no_model_is_told(tmp_path, files, words):
-    """Before `transformers` is imported: missing, damaged, with own code or pickled weights: exit code 3."""
+def test_a_folder_that_is_no_model_is_rejected(tmp_path, files, words):
+    """A missing or damaged folder, custom code and pickled weights end with exit code 3 and the path of the folder."""
     path = tmp_path / "model"
     if files is not None:
         path.mkdir()
         for name, text in files.items():
             (path / name).write_text(text)
-    with pytest.raises(FolderError, match=words) as told:
+    with pytest.raises(FolderError, match=words) as raised:
         Encoder(str(path), 2)
-    assert told.value.exit_code == 3
-    assert str(path) in str(told.value)
+    assert raised.value.exit_code == 3
+    assert str(path) in str(raised.value)
 
 
-def test_without_the_extra_the_command_is_told(tmp_path, monkeypatch):
-    """Which package is missing, and how it is installed."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def test_without_the_extra_the_error_has_the_install_command(tmp_path, monkeypatch):
+    """The error names the missing package and the command that installs it."""
+    (tmp_path / "config.json").write_text(CONFIG_JSON)
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"transformers.*pip install 'deeplightning\[text\]'"):
         Encoder(str(tmp_path), 2, pretrained=False)
@@ -89,7 +81,7 @@ def test_without_the_extra_the_command_is_told(tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_weights_are_the_folders_or_drawn(folder):
-    """Pretrained, the encoder has the file's tensors; from scratch it has others. Padding changes no logit."""
+    """A pretrained encoder has the tensors of the file, one from scratch has others. Padding changes no logit."""
     from safetensors.torch import load_file
 
     saved = load_file(folder / "model.safetensors")
@@ -104,8 +96,8 @@ def test_weights_are_the_folders_or_drawn(folder):
     assert torch.allclose(made(short), made(torch.nn.functional.pad(short, (0, 9))), atol=1e-5)
 
 
-def test_its_tokenizer_says_what_tokens_are(folder):
-    """Special tokens around each text, an end that a cut keeps; the file's own cut and padding do not hold."""
+def test_the_tokenizer_of_the_folder_encodes_texts(folder):
+    """Each text gets special tokens, which truncation keeps; the file's own truncation and padding are ignored."""
     from deeplightning.text_spec import TextSpec, VocabularyError
 
     spec = TextSpec("hugging_face", (folder / "tokenizer.json").read_text())
@@ -117,7 +109,7 @@ def test_its_tokenizer_says_what_tokens_are(folder):
 
 
 def test_a_run_is_fine_tuned_exported_and_served(folder, command, tmp_path, store):
-    """From YAML with the folder's tokens to a bundle whose answers are the network's, prepared by the same file."""
+    """A run with the folder's tokenizer exports a bundle with that tokenizer, whose answers equal the network's."""
     from deeplightning.export.bundle import export
     from deeplightning.run.load import trained_task
     from deeplightning.runfolder import RunFolder
@@ -141,15 +133,14 @@ def test_a_run_is_fine_tuned_exported_and_served(folder, command, tmp_path, stor
 
 
 def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
-    """Nothing is downloaded instead, whatever is installed: exit code 3. A short name will do; the former name is
-    refused with this one."""
+    """A missing folder ends with exit code 3, and nothing is downloaded. The short name `Encoder` works; the former
+    name is rejected with the present one."""
     (tmp_path / "train.tsv").write_text("a fine film\t1\na dull film\t0\n" * 8)
     config = tmp_path / "missing.yaml"
     config.write_text(CONFIG_OF_A_RUN.format(root=tmp_path, params="", network="Encoder", folder="none", store=store))
     outcome = command("train", config, cwd=tmp_path, code=3)
     assert f"{tmp_path}/none is not a folder; it must contain config.json" in outcome.err.replace("\n", " ")
     assert "Traceback" not in outcome.err
-    former = command(
-        "check", config, "model.network.type=deeplightning.model.hugging_face.Encoder", cwd=tmp_path, code=2
-    )
+    former = "model.network.type=deeplightning.model.hugging_face.Encoder"
+    former = command("check", config, former, cwd=tmp_path, code=2)
     assert "is called deeplightning_hub.encoder.Encoder here" in former.err + former.out

@@ -1,5 +1,5 @@
-"""`deeplightning push`: a run goes to a folder, to Hugging Face or into MLflow's registry, without pickle, secrets and
-paths of this machine."""
+"""`deeplightning push` publishes a run to a folder, to Hugging Face or to MLflow's registry, without pickled data,
+secrets and local paths."""
 
 import base64
 import hashlib
@@ -31,7 +31,7 @@ TOKEN = "hf_" + "Zq8Rw2Lk7Tn4Vx9Bc1Md" * 2
 
 @pytest.fixture(scope="module")
 def run(train):
-    """The folder of a run with a file of torch, which contains pickled data, and a secret and a path in its config."""
+    """Folder of a run with a pickled model file, and with a secret and a local path in its config."""
     secret = "data.module={type: own.Guarded, params: {token: '${oc.env:PASSWORD}'}}"
     outcome = train(
         secret, "train.num_epochs=1", "stages=[train, test]", "train.export=true", "serve.api_key_env=KEY",
@@ -45,7 +45,7 @@ def run(train):
 
 @pytest.fixture(scope="module")
 def written(run, command, place, tmp_path_factory):
-    """A folder that the run was pushed into."""
+    """Folder that the run was pushed to."""
     folder = tmp_path_factory.mktemp("pushed") / "model"
     outcome = command("push", run, "hf://ada/digits", "--to", folder, cwd=place, code=0)
     assert "left out: model.pt2, which contains pickled data" in outcome.err
@@ -54,8 +54,8 @@ def written(run, command, place, tmp_path_factory):
 
 
 def test_the_folder_has_a_card_and_the_bundle(run, written):
-    """The front matter has licence, tags and metrics as Hugging Face reads them; the text has metrics of validation and
-    test, versions, config, and what is to be filled in."""
+    """The card's front matter has licence, tags and metrics that Hugging Face can parse; its text has metrics, usage,
+    and sections to fill in."""
     assert {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()} == {
         ".push.json", "README.md", "bundle/bundle.json", "bundle/model.onnx", "bundle/weights.safetensors", "cfg.yaml",
     }  # fmt: skip
@@ -75,7 +75,7 @@ def test_the_folder_has_a_card_and_the_bundle(run, written):
 
 
 def test_no_secret_and_no_path_leaves_the_machine(run, written, store, place):
-    """In no file; the last part of a path stays, since it says what the data are."""
+    """No pushed file contains a secret or a local path; of `data.root` only the last part is kept."""
     texts = [path.read_bytes() for path in written.rglob("*") if path.is_file()]
     for words in ("s3cr3t", "/home/ada", str(store), str(place), str(run.parent.parent), "PK\x03\x04"):
         assert not any(words.encode() in text for text in texts), words
@@ -85,7 +85,7 @@ def test_no_secret_and_no_path_leaves_the_machine(run, written, store, place):
 
 
 def test_what_was_pushed_answers_as_the_run_does(run, written, tmp_path, monkeypatch):
-    """A copy elsewhere is opened by the server, by `load_run`, and by the card's own code with onnxruntime."""
+    """A copy in another folder works with the server, with `load_run`, and with the onnxruntime code of the card."""
     copy = shutil.copytree(written, tmp_path / "copy")
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 8)).astype(np.uint8)
     assert Bundle.open(copy).task == "image_classification"
@@ -99,8 +99,8 @@ def test_what_was_pushed_answers_as_the_run_does(run, written, tmp_path, monkeyp
 
 
 def test_a_folder_is_written_again_and_others_are_left_alone(run, written, command, place, tmp_path):
-    """An earlier push is replaced; a card that was edited stays, and the new one lies beside it; a folder with
-    something else is refused with exit code 3."""
+    """A push replaces an earlier one but keeps an edited card, with the new one in README.new.md; a folder with other
+    files is rejected with exit code 3."""
     folder = shutil.copytree(written, tmp_path / "model")
     for _ in range(2):
         (folder / "README.md").write_text("My own words.")
@@ -116,10 +116,9 @@ def test_a_folder_is_written_again_and_others_are_left_alone(run, written, comma
 
 @pytest.mark.parametrize("kind", ["other content", "link", "path"])
 def test_files_that_the_card_does_not_describe_are_not_published(kind, run, command, place, tmp_path):
-    """A run folder from elsewhere cannot have other files of this machine published as parts of its bundle."""
-    precious, copy = tmp_path / "precious.json", tmp_path / "run"
+    """A foreign run folder cannot make `push` publish other files of this machine as parts of its bundle."""
+    precious, copy = tmp_path / "precious.json", shutil.copytree(run, tmp_path / "run")
     precious.write_text("precious")
-    shutil.copytree(run, copy)
     weights = copy / "bundle" / "weights.safetensors"
     if kind == "path":
         card = json.loads((copy / "bundle" / "bundle.json").read_text())
@@ -134,7 +133,7 @@ def test_files_that_the_card_does_not_describe_are_not_published(kind, run, comm
 
 
 def test_a_card_holds_no_characters_that_steer_a_terminal(run, command, place, tmp_path):
-    """Neither the model card nor what `push` prints, whatever names the files of a foreign run have."""
+    """The model card and the output of `push` are clean, whatever names and values a foreign run has."""
     folder = RunFolder(shutil.copytree(run, tmp_path / "run"))
     settings = yaml.safe_load(folder.config.read_text())
     settings["data"]["module"]["params"]["token"] = "plain"
@@ -168,7 +167,7 @@ def test_a_card_holds_no_characters_that_steer_a_terminal(run, command, place, t
     ],
 )
 def test_a_config_may_have_no_network_or_several(network, data, words, run, tmp_path):
-    """As a task of one's own may; the card names the task where there is no network."""
+    """The card names all networks and the data, or the task if the config has no network."""
     folder = RunFolder(shutil.copytree(run, tmp_path / "run"))
     settings = yaml.safe_load(folder.config.read_text())
     settings["model"] = {"module": {"type": "own.Task"}, "network": network}
@@ -179,7 +178,8 @@ def test_a_config_may_have_no_network_or_several(network, data, words, run, tmp_
 
 @pytest.mark.parametrize("name", BY_ALL)
 def test_a_foreign_config_is_plain_or_refused(name, run, command, tmp_path):
-    """Exit code 4 with the file: nothing is imported, started, fetched or written, and no variable is read."""
+    """A config with non-plain YAML ends with exit code 4 and the file's name; nothing is imported, started, fetched or
+    written, and no environment variable is read."""
     work, file = tmp_path / "work", tmp_path / "watched.json"
     work.mkdir()
     (work / "pwned.py").write_text("open('PWNED', 'w')\n")
@@ -207,9 +207,8 @@ def test_a_foreign_config_is_plain_or_refused(name, run, command, tmp_path):
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_damaged_card_is_not_published(text, run, command, place, tmp_path):
-    """The note names the bundle and the command that writes it again."""
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+    """The error names the bundle and the command that exports it again."""
+    copy = shutil.copytree(run, tmp_path / "run")
     (copy / "bundle" / "bundle.json").write_text(text)
     outcome = command("push", copy, "hf://ada/digits", "--to", tmp_path / "pushed", cwd=place, code=4)
     assert "bundle cannot be read" in outcome.err
@@ -227,14 +226,14 @@ def test_a_damaged_card_is_not_published(text, run, command, place, tmp_path):
         ("hf://ada/digits", 3, "HF_TOKEN is not set. Set it to a token"),
     ],
 )
-def test_what_is_missing_or_wrong_is_one_note(address, code, words, run, command, place):
-    """With the next step: exit code 2 for an address, 3 for a token."""
+def test_a_wrong_address_or_a_missing_token_is_reported(address, code, words, run, command, place):
+    """The error gives the next step; the exit code is 2 for an address, 3 for a token."""
     refused = command("push", run, address, cwd=place, HF_TOKEN="")
     assert (refused.code, words in refused.err) == (code, True), refused
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What the client asks of Hugging Face for small files, and what it sends, in `server.seen`."""
+    """Fake API of Hugging Face for small files; `server.seen` records the requests."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -266,7 +265,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    """A server on this machine that speaks as Hugging Face does."""
+    """Local server with the fake API."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.seen, server.refuses = [], False
     thread = threading.Thread(target=server.serve_forever)
@@ -277,17 +276,16 @@ def hub():
     server.server_close()
 
 
-@pytest.mark.slow
 def test_the_files_are_uploaded_by_the_hubs_own_client(run, written, hub, place):
-    """A repository that is private where it is new; one commit with the files of the folder. A refusal is exit code 3,
-    without the token."""
+    """A new repository is private and gets one commit with the files of the folder. A rejected upload ends with exit
+    code 3, and the error does not contain the token."""
     variables = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
     outcome = real("push", run, "hf://ada/digits", cwd=place, **variables, code=0)
     assert outcome.out.strip().endswith("/ada/digits")
     assert {authorization for _, authorization, _ in hub.seen} == {f"Bearer {TOKEN}"}
     created = next(json.loads(body) for path, _, body in hub.seen if path == "/api/repos/create")
     assert (created["name"], created["organization"]) == ("digits", "ada")
-    assert created.get("visibility") == "private" or created.get("private") is True  # since huggingface_hub 1.0; before
+    assert created.get("visibility") == "private" or created.get("private") is True  # huggingface_hub 1.0; older
     commit = next(body for path, _, body in hub.seen if path.endswith("/commit/main")).decode()
     sent = [line["value"] for line in map(json.loads, commit.splitlines()) if line["key"] == "file"]
     files = {of["path"]: base64.b64decode(of["content"]) for of in sent}
@@ -300,8 +298,8 @@ def test_the_files_are_uploaded_by_the_hubs_own_client(run, written, hub, place)
 
 
 def test_the_model_is_registered_in_the_store_of_the_run(run, command, place, store, tmp_path, monkeypatch):
-    """`mlflow://NAME` makes version 1, then 2, which `serve` and `load_run` find by name; of a run without a model one
-    is made of its bundle."""
+    """`mlflow://NAME` registers version 1, then 2, which `load_run` finds by name; the model is built from the bundle
+    if the run has none."""
     assert not (run / "model").exists()
     for version in (1, 2):
         outcome = command("push", run, "mlflow://pushed digits", cwd=place)
@@ -316,7 +314,7 @@ def test_the_model_is_registered_in_the_store_of_the_run(run, command, place, st
 
 
 def test_a_card_that_nobody_edited_is_always_that_of_the_last_push(run, command, place, tmp_path):
-    """Also of the third, and where it was deleted."""
+    """Each push replaces an unedited card, and writes a deleted one again."""
     folder = tmp_path / "model"
     for name in ("one", "two", "three", "four"):
         assert command("push", run, f"hf://ada/{name}", "--to", folder, cwd=place).code == 0

@@ -1,6 +1,5 @@
-"""`bisect` finds which differences make a run worse, by real runs of mixtures."""
+"""`bisect` finds the differences that make a run worse, by training mixtures of two runs."""
 
-import csv
 import functools
 import json
 import os
@@ -9,16 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import forks
 import numpy
 import pytest
-from commands import LIMIT_SECONDS, POLL_SECONDS, answer_of, environment, free_port
+from commands import answer_of, environment, free_port, wait_for
 from deeplightning_lab.ddmin import Outcome, ddmin, most_tests
 from deeplightning_lab.interpreters import interpreters
 from deeplightning_lab.trials import UNDERWAY, Trial
 from mlflow.tracking import MlflowClient
+from tiny import csv_rows
 
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.faults import SetupError
@@ -57,7 +56,7 @@ class Guarded(Digits):
 class Gain(nn.Module):
     def __init__(self, gain):
         super().__init__()
-        self.gain = gain if gain <= MOST else 0  # beyond the bound nothing gets through
+        self.gain = gain if gain <= MOST else 0  # above the bound the network gets no input
 
     def forward(self, images):
         return images * self.gain
@@ -83,7 +82,7 @@ CAUSE = ["model.network.params.gain", "bounds.py"]
 
 
 class Forked:
-    """A run in a process forked from this one, as `subprocess.Popen` is for a fresh one; it ends with this one."""
+    """Replace `subprocess.Popen` by a fork for the process of a run; it ends with this one."""
 
     def __init__(self, plan, python, log):
         driver = os.getpid()
@@ -104,7 +103,7 @@ class Forked:
 
 
 def forking():
-    """`deeplightning` whose bisections fork their runs; a fresh process spends seconds on imports."""
+    """Run `deeplightning` so that bisections fork their runs: a new process spends seconds on imports."""
     from deeplightning_lab import trials
 
     from deeplightning.cli import main
@@ -114,7 +113,7 @@ def forking():
 
 
 class Ends:
-    """A good run and a bad one, in a store of their own, and what bisects them."""
+    """A good and a bad run in a separate store, and methods that bisect them."""
 
     def __init__(self, command, top, bad, files, **variables):
         self.command, self.top, self.store = command, top, top / "a store"
@@ -129,34 +128,32 @@ class Ends:
         self.bad = self.train(place, [f"{key}={value}" for key, value in bad.items()], **variables)
 
     def train(self, place, overrides, **variables):
-        done = self.command("train", "c.yaml", *overrides, cwd=place, OWN_TOKEN=PASSWORD, **variables)
-        assert done.code == 0, done
-        return done.folder
+        return self.command("train", "c.yaml", *overrides, cwd=place, OWN_TOKEN=PASSWORD, **variables, code=0).folder
 
     def start(self, *words, good=None, bad=None):
         runs = good or self.good, bad or self.bad
         main = "test_bisect:forking"
         return self.command.start("bisect", *runs, *words, cwd=self.top, main=main, OWN_TOKEN=PASSWORD)
 
-    def bisect(self, *words, **runs):
-        return self.start(*words, **runs).end()
+    def bisect(self, *words, code=None, **runs):
+        return self.start(*words, **runs).end(code)
 
     def children(self, parent):
-        """The runs below one, with their tags; the newest first."""
+        """Return the child runs of a run, the newest first."""
         client = MlflowClient(f"sqlite:///{self.store / 'mlflow.db'}")
         return client.search_runs(["0"], f"tags.`mlflow.parentRunId` = '{parent.parent.name}'")
 
 
 @pytest.fixture(scope="module")
 def twelve(command, tmp_path_factory):
-    """Twelve differences, of which a key of the config and a file of code are bad together."""
+    """Twelve differences, of which a key of the config and a code file together are the cause."""
     files = {"bounds.py": "MOST = 1\n", "own.py": f"{OWN}\n# the same\n"}
     return Ends(command, tmp_path_factory.mktemp("twelve"), BAD, files, PYTHONHASHSEED="1")
 
 
 @pytest.fixture(scope="module")
 def few(command, tmp_path_factory):
-    """Three differences: a new param that is bad, the file of code that takes it, and another key."""
+    """Three differences: a new param that makes the run worse, the code file that accepts it, and another key."""
     files = {"own.py": OWN.replace("gain, slope)", "gain, slope, off=0)").replace("Gain(gain)", "Gain(gain + off)")}
     bad = {"model.network.params.off": 20, "data.batch_size": 15}
     return Ends(command, tmp_path_factory.mktemp("few"), bad, files, PYTHONHASHSEED="0")
@@ -164,10 +161,8 @@ def few(command, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(few):
-    """How the bisection of the few differences ended."""
-    done = few.bisect("--seeds", "2")
-    assert done.code == 0, done
-    return done
+    """Outcome of the bisection of the three differences."""
+    return few.bisect("--seeds", "2", code=0)
 
 
 def result(folder):
@@ -175,39 +170,31 @@ def result(folder):
 
 
 def needed_runs():
-    """The number of sets that delta debugging tests for the twelve differences."""
-    asked = []
+    """Return the number of sets that delta debugging tests for the twelve differences."""
+    tested = []
 
     def test(chosen):
-        asked.append(chosen)
+        tested.append(chosen)
         return Outcome.BAD if set(CAUSE) <= set(chosen) else Outcome.GOOD
 
     assert ddmin(NAMES, test) == CAUSE
-    return len(asked)
+    return len(tested)
 
 
-@pytest.mark.slow
 def test_two_of_twelve_differences_are_found_by_a_bisection_that_is_killed_three_times(twelve):
-    """In exactly the runs that delta debugging needs and those of both ends; none that has finished runs again."""
+    """It takes exactly the runs that delta debugging needs and those of both ends; no finished run is repeated."""
     for line in ("run 2 ", "run 7 ", "run 12 "):
         running = twelve.start()
         running.says(f"\n{line}", "err")
         running.signal(signal.SIGKILL)
         assert running.end().code == -signal.SIGKILL
-    done = twelve.bisect()
-    assert done.code == 0, done
-    assert re.match(r"model\.network\.params\.gain 1 → 2 and bounds\.py .* → .* together: best val_loss", done.out), (
-        done.out
-    )
+    done = twelve.bisect(code=0)
+    assert re.match(r"model\.network\.params\.gain 1 → 2 and bounds\.py .* → .* together: best val_loss", done.out)
     answer = result(done.folder)
     assert [each["name"] for each in answer["cause"]] == CAUSE
-    assert answer["limit"] < answer["value"]
-    assert answer["without"] < answer["limit"]
+    assert answer["without"] < answer["limit"] < answer["value"]
     assert answer["unresolved"] == 0
-    ends = 6  # each end with three seeds
-    without = 1
-    assert answer["runs"] == ends + needed_runs() + without
-    assert answer["runs"] < most_tests(12)
+    assert answer["runs"] == 6 + needed_runs() + 1 < most_tests(12)  # both ends with three seeds; BAD without the cause
     children = twelve.children(done.folder)
     numbers = [child.data.tags["deeplightning.trial"] for child in children]
     assert len(numbers) == len(set(numbers)) == answer["runs"]
@@ -218,9 +205,8 @@ def test_two_of_twelve_differences_are_found_by_a_bisection_that_is_killed_three
     assert result(done.folder)["started"] == 0
 
 
-@pytest.mark.slow
 def test_a_difference_that_needs_another_is_found_with_it(found):
-    """A param that only the new code takes: a mixture that cannot be built is unresolved, which the answer mentions."""
+    """A mixture that cannot be built, here with a param that only the new code accepts, is reported as unresolved."""
     assert re.match(r"model\.network\.params\.off none → 20 and own\.py .* → .* together: best val_loss ", found.out)
     assert "mixture could not be run, so a smaller set is not excluded" in found.out
     assert "model.network.params.off: unresolved: " in found.err
@@ -231,13 +217,12 @@ def test_a_difference_that_needs_another_is_found_with_it(found):
 
 
 def test_each_run_is_in_the_table_and_below_one_parent(few, found):
-    """With what was mixed and whether it was good, bad or unresolved; the parent has ended."""
-    with (found.folder / "bisect.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["differences"] for row in rows[:4]] == ["GOOD", "BAD", "GOOD with seed 8", "BAD with seed 8"]
-    assert [row["outcome"] for row in rows[:4]] == ["good", "bad", "good", "bad"]
-    assert rows[-1]["differences"] == "BAD without model.network.params.off, own.py"
-    assert rows[-1]["outcome"] == "good"
+    """Each run is a row of the table, with its differences and outcome, and a child of one FINISHED parent."""
+    rows = csv_rows(found.folder / "bisect.csv")
+    assert [(row["differences"], row["outcome"]) for row in [*rows[:4], rows[-1]]] == [
+        *(("GOOD", "good"), ("BAD", "bad"), ("GOOD with seed 8", "good"), ("BAD with seed 8", "bad")),
+        ("BAD without model.network.params.off, own.py", "good"),
+    ]
     finished = [row for row in rows if row["outcome"] != "unresolved"]
     children = few.children(found.folder)
     assert {RunFolder(row["folder"]).path.parent.name for row in finished} == {child.info.run_id for child in children}
@@ -246,10 +231,9 @@ def test_each_run_is_in_the_table_and_below_one_parent(few, found):
 
 
 def test_a_repeated_bisection_runs_nothing_again(few, found):
-    """Another metric and another bound use the same runs; the end and its words are the same."""
+    """A bisection with another metric or bound uses the same runs, and finds the same cause."""
     runs = len(list(few.store.glob("0/*")))
-    again = few.bisect("--seeds", "2", "--metric", "val_loss", "--by", "0.2")
-    assert again.code == 0, again
+    again = few.bisect("--seeds", "2", "--metric", "val_loss", "--by", "0.2", code=0)
     assert again.folder == found.folder
     assert [each["name"] for each in result(again.folder)["cause"]] == ["model.network.params.off", "own.py"]
     assert result(again.folder)["started"] == 0
@@ -258,14 +242,14 @@ def test_a_repeated_bisection_runs_nothing_again(few, found):
 
 
 def test_a_secret_is_nowhere_in_the_store(few, found):
-    """Neither what came from the environment by the config nor what stands in the code."""
+    """Neither the config, which refers to an environment variable, nor the code, which contains it, reveals it."""
     files = [path for path in few.store.rglob("*") if path.is_file()]
     assert len(files) > 50
     assert [path for path in files if PASSWORD.encode() in path.read_bytes()] == []
 
 
-def test_a_bisection_at_which_another_process_is_waits_for_nobody(few, found):
-    """Exit code 3, with the folder."""
+def test_a_bisection_that_another_process_runs_is_rejected(few, found):
+    """The exit code is 3, and the error names the folder."""
     home = next((few.store / "bisections" / "Default").iterdir())
     lock = RunFolder(home).lock()
     try:
@@ -276,13 +260,11 @@ def test_a_bisection_at_which_another_process_is_waits_for_nobody(few, found):
     assert f"another process works on this bisection, in {home}" in refused.err
 
 
-@pytest.mark.slow
 def test_a_difference_that_is_noise_is_called_so(few):
-    """Two runs that differ by their seed: after the check of both ends, with exit code 5, and nothing is bisected."""
+    """For two runs that differ in the seed, the check of both ends fails with exit code 5, and nothing is bisected."""
     other = few.train(few.top / "a place", ["seed=11", "data.batch_size=15", "model.network.params.off=0"])
     runs = sorted((few.good, other), key=lambda run: json.loads((run / "best.json").read_text())["value"])
-    done = few.bisect(good=runs[0], bad=runs[1])
-    assert done.code == 5, done
+    done = few.bisect(good=runs[0], bad=runs[1], code=5)
     assert "the difference in best val_loss is noise, as far as" in done.err
     assert "Nothing was bisected" in done.err
     assert "Traceback" not in done.err
@@ -292,10 +274,9 @@ def test_a_difference_that_is_noise_is_called_so(few):
 
 
 def test_no_more_runs_are_started_than_allowed(few, found):
-    """The next command starts with what is known then."""
+    """A command stops after `--max-runs` runs, and the next one reuses them."""
     names = ["--seeds", "1", "train.num_epochs=1"]
-    first = few.bisect(*names, "--max-runs", "2")
-    assert first.code == 0, first
+    first = few.bisect(*names, "--max-runs", "2", code=0)
     assert "best val_loss: the cause is among 3 differences: " in first.out
     assert "stopped after 2 runs (--max-runs): not finished; the same command continues" in first.err
     second = few.bisect(*names, "--max-runs", "1")
@@ -304,21 +285,18 @@ def test_no_more_runs_are_started_than_allowed(few, found):
 
 
 def test_a_failure_of_the_machine_ends_the_bisection_once_and_then_counts(few, found):
-    """Such as a GPU that is not there or a full disk: exit code 3 and the log at first, so that no answer rests on it;
-    the same failure again is taken for that of the run."""
+    """The first failure, such as a missing GPU or a full disk, ends with exit code 3 and the log; if it happens again,
+    it counts as a failure of the run."""
     words = ["--seeds", "1", "engine.gpus=1"]
-    first = few.bisect(*words)
-    assert first.code == 3, first
+    first = few.bisect(*words, code=3)
     assert re.search(r"run \d+ of the bisection ended: .*engine\.gpus.*\.log\)\. The same command continues", first.err)
-    second = few.bisect(*words)
-    assert second.code == 5, second
+    second = few.bisect(*words, code=5)
     assert re.search(r"GOOD cannot be run again here: .*engine\.gpus", second.err)
-    third = few.bisect(*words)
-    assert (third.code, "run before" in third.err) == (5, True), third
+    assert "run before" in few.bisect(*words, code=5).err
 
 
-def test_bad_words_are_named_before_anything_runs(few, found, command):
-    """A metric that is not there, the same run twice, a run that does not exist, a second environment for nothing."""
+def test_wrong_arguments_are_reported_before_any_run(few, found, command):
+    """A missing metric, the same run twice, a missing run, a useless environment and a wrong number are covered."""
     runs = len(list(few.store.glob("0/*")))
     store = {"cwd": few.top, "OWN_TOKEN": PASSWORD}
     for code, words, text in (
@@ -335,22 +313,19 @@ def test_bad_words_are_named_before_anything_runs(few, found, command):
 
 
 def test_code_from_elsewhere_is_not_executed(few, command, tmp_path):
-    """A copy of a run with other code: its files are named, and exit code 4 unless it is trusted."""
+    """A copied run with other code ends with exit code 4 and the names of its files, unless it is trusted."""
     copied = RunFolder(tmp_path / "copied")
     shutil.copytree(few.bad, copied.path)
     kept = read_code(copied.code)
     kept.files = {name: content + b"\n" for name, content in kept.files.items()}
     copied.code.write_bytes(kept.pack())
-    refused = few.bisect(bad=copied.path)
-    assert refused.code == 4, refused
+    refused = few.bisect(bad=copied.path, code=4)
     assert "would be executed: bounds.py, own.py" in refused.err
-    trusted = few.bisect("--trust", "--metric", "none", bad=copied.path)
-    assert trusted.code == 2
+    few.bisect("--trust", "--metric", "none", bad=copied.path, code=2)
 
 
-@pytest.mark.slow
 def test_runs_that_a_server_keeps_are_bisected_and_tracked_there(few, found, command, tmp_path):
-    """By their ids, from any directory; the mixtures are below one parent on the server, and none is repeated."""
+    """Runs are found by id from any directory; the mixtures are children of one run on the server, none is repeated."""
     address = f"http://127.0.0.1:{free_port()}"
     store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", f"{tmp_path}/kept"]
     server = subprocess.Popen(
@@ -389,10 +364,9 @@ def test_runs_that_a_server_keeps_are_bisected_and_tracked_there(few, found, com
         shutil.rmtree(place / "runs", ignore_errors=True)
 
 
-@pytest.mark.slow
 def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few, found):
-    """On Ctrl-C, which a terminal sends to the bisection alone, with exit code 130; and after SIGKILL. The next command
-    resumes it in its folder."""
+    """This holds for SIGINT to the bisection alone, with exit code 130, and for SIGKILL. The next command resumes the
+    run in its folder."""
     words = ["--seeds", "1", "train.num_epochs=100000", "train.val_every_n_epoch=50"]
     command = [sys.executable, "-m", "deeplightning", "bisect", few.good, few.bad, *words]
     name = f"bisect-{few.good.parent.name[:8]}-{few.bad.parent.name[:8]}"
@@ -402,13 +376,12 @@ def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few, found):
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
         log = few.top / f"{number}.log"
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, cwd=few.top, stderr=out, stdout=out, env=environment(OWN_TOKEN=PASSWORD)
-            )
+            env = environment(OWN_TOKEN=PASSWORD)
+            process = subprocess.Popen(command, cwd=few.top, stderr=out, stdout=out, env=env)
         try:
             trial = wait_for(lambda: next((t for t in trials_of(home) if t.record["state"] == UNDERWAY), None), log)
             text = trial.file.with_suffix(".log")
-            wait_for(functools.partial(says, text, "\nepoch "), log)
+            wait_for(functools.partial(says, text, "\nepoch "), text)
             if number == signal.SIGKILL:
                 assert says(text, "resumes")
             process.send_signal(number)
@@ -417,21 +390,12 @@ def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few, found):
             process.kill()
         (folder,) = {*few.store.glob("0/*")} - before
         run = RunFolder(folder / "artifacts")
-        lock = wait_for(run.lock, text)
+        lock = wait_for(run.lock, "the lock")
         lock.release()
         steps.append(read_checkpoint(run.last)["global_step"])
         text.rename(text.with_suffix(f".{number}"))
     assert "interrupted by SIGINT after 0 runs; the same command continues" in (few.top / "2.log").read_text()
     assert steps == sorted(set(steps))
-
-
-def wait_for(happened, log):
-    """Waits until something is there, and returns it."""
-    end = time.monotonic() + LIMIT_SECONDS
-    while not (found := happened()):
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(POLL_SECONDS)
-    return found
 
 
 def says(path, text):
@@ -444,7 +408,7 @@ def trials_of(home):
 
 @pytest.fixture
 def with_packages(tmp_path):
-    """Makes a run that has recorded packages, and nothing else."""
+    """`with_packages(name, packages)` makes a run that has only recorded packages."""
 
     def make(name, packages):
         folder = RunFolder(tmp_path / name)
@@ -457,7 +421,7 @@ def with_packages(tmp_path):
 
 @pytest.fixture
 def python(tmp_path):
-    """Another interpreter, by what it answers."""
+    """`python(package=version, …)` makes a fake interpreter with these packages."""
 
     def make(**versions):
         path = tmp_path / "python"
@@ -469,7 +433,7 @@ def python(tmp_path):
 
 
 def test_an_environment_is_that_of_the_run_whose_packages_it_has(with_packages, python):
-    """Of either run; this one is that of the other."""
+    """Either run may have the packages of the given environment; the other one gets this interpreter."""
     here = with_packages("here", {"numpy": numpy.__version__, "deeplightning": "1"})
     there = with_packages("there", {"numpy": "0.1", "deeplightning": "2"})
     other = python(numpy="0.1")
@@ -479,7 +443,7 @@ def test_an_environment_is_that_of_the_run_whose_packages_it_has(with_packages, 
 
 
 def test_an_environment_that_is_neither_run_s_is_refused(with_packages, python, tmp_path):
-    """With the versions of all four; so is one that differs from nothing, and a program that is no interpreter."""
+    """The error has all versions; an unnecessary environment and a program that is no interpreter are refused too."""
     here = with_packages("here", {"numpy": numpy.__version__})
     there = with_packages("there", {"numpy": "0.1"})
     with pytest.raises(SetupError, match=r"BAD: numpy 0\.1;.*: numpy 0\.2"):
@@ -492,7 +456,7 @@ def test_an_environment_that_is_neither_run_s_is_refused(with_packages, python, 
 
 
 def test_a_relative_interpreter_is_that_of_this_directory(with_packages, python, tmp_path, monkeypatch):
-    """The runs have another working directory."""
+    """A relative path becomes absolute, because the runs may have another working directory."""
     here, there = with_packages("here", {"numpy": numpy.__version__}), with_packages("there", {"numpy": "0.1"})
     other = python(numpy="0.1")
     monkeypatch.chdir(tmp_path)

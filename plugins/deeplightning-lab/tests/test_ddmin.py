@@ -1,4 +1,4 @@
-"""Delta debugging finds a minimal set of changes, in as many tests as its paper allows."""
+"""Delta debugging finds a minimal set of changes within the bounds of its paper on the number of tests."""
 
 import math
 
@@ -11,22 +11,22 @@ FEW = settings(max_examples=60, deadline=None)
 
 
 class Counted:
-    """A test of sets of numbers, which notes what it was asked.
+    """Test function that records the sets it is called with.
 
     Args:
-        judge: the outcome of a set.
+        judge: returns the outcome of a set.
     """
 
     def __init__(self, judge):
-        self.judge, self.asked = judge, []
+        self.judge, self.tested = judge, []
 
     def __call__(self, chosen):
-        self.asked.append(tuple(chosen))
+        self.tested.append(tuple(chosen))
         return self.judge(set(chosen))
 
 
 def holds(cause):
-    """Fails where all of a cause are there."""
+    """Return a test function that fails if all changes of the cause are present."""
     return lambda chosen: Outcome.BAD if cause <= chosen else Outcome.GOOD
 
 
@@ -39,18 +39,18 @@ def sizes_and_causes(draw):
 @FEW
 @given(sizes_and_causes())
 def test_the_changes_that_fail_together_are_found_and_no_other(drawn):
-    """Whichever and however many they are."""
+    """ddmin returns exactly the cause, for any number and position of its changes."""
     size, cause = drawn
     test = Counted(holds(cause))
     assert ddmin(range(size), test) == sorted(cause)
-    assert len(test.asked) <= most_tests(size)
+    assert len(test.tested) <= most_tests(size)
 
 
 @FEW
 @given(SIZE, st.randoms(use_true_random=False))
 def test_the_result_fails_and_no_change_of_it_can_be_left_out(size, random):
-    """For a test whose outcomes have no order at all, unresolved ones among them: each set is tested once, neither all
-    changes nor none are, and the number of tests is bounded."""
+    """With arbitrary outcomes, including unresolved ones, the result is minimal; no set is tested twice, the full and
+    the empty set never, and the number of tests is bounded."""
     outcomes = {}
 
     def judge(chosen):
@@ -63,24 +63,24 @@ def test_the_result_fails_and_no_change_of_it_can_be_left_out(size, random):
     assert found == sorted(set(found))
     assert judge(set(found)) is Outcome.BAD
     assert all(outcomes[frozenset(found) - {one}] is not Outcome.BAD for one in found if len(found) > 1)
-    assert len(test.asked) == len(set(test.asked)) <= most_tests(size)
-    assert not {(), tuple(range(size))} & set(test.asked)
+    assert len(test.tested) == len(set(test.tested)) <= most_tests(size)
+    assert not {(), tuple(range(size))} & set(test.tested)
 
 
 @FEW
 @given(st.integers(2, 60), st.data())
 def test_a_single_cause_is_found_by_halving(size, data):
-    """In at most two tests for each halving, as the paper has it for this case."""
+    """It takes at most two tests per halving, as the paper proves for this case."""
     cause = data.draw(st.integers(0, size - 1))
     test = Counted(holds({cause}))
     assert ddmin(range(size), test) == [cause]
-    assert len(test.asked) <= 2 * math.ceil(math.log2(size))
+    assert len(test.tested) <= 2 * math.ceil(math.log2(size))
 
 
 @FEW
 @given(sizes_and_causes(), st.data())
 def test_changes_that_need_each_other_are_kept_together(drawn, data):
-    """A set with one change of a pair and not the other is unresolved, such as two files that change a name."""
+    """If one change of a pair without the other is unresolved, the result has both or neither."""
     size, cause = drawn
     one, other = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
 

@@ -1,10 +1,11 @@
-"""`compare`: which runs a word means, what is judged, and in which words."""
+"""`compare` selects runs, judges their difference, and words the verdict."""
 
 import csv
 import json
 
 import numpy as np
 import pytest
+from deeplightning_lab import compared
 from deeplightning_lab.groups import group_of, runs_in
 from deeplightning_lab.significance import compare
 
@@ -20,19 +21,19 @@ BASE = [0.905, 0.912, 0.899, 0.908, 0.903]
 
 @pytest.fixture
 def runs(tmp_path):
-    """`runs(values, …)` makes a group of runs that have left these values of a metric."""
+    """`runs(name, values, …)` makes a group of finished runs with these values of a metric."""
 
     def make(name, values, metric="test_acc", seeds=None, answers=None, monitor="val_acc", mode="max", lr="0.1"):
         found = []
-        for number_, value in enumerate(values):
-            seed = seeds[number_] if seeds else 42 + number_
-            folder = RunFolder(tmp_path / name / str(number_))
+        for index, value in enumerate(values):
+            seed = seeds[index] if seeds else 42 + index
+            folder = RunFolder(tmp_path / name / str(index))
             folder.path.mkdir(parents=True)
             folder.config.write_text(CONFIG.format(seed=seed, lr=lr, monitor=monitor, mode=mode))
             folder.results("test").write_text(json.dumps({metric: value}))
             if answers is not None:
-                given = answers[number_]
-                rows = [["index", "label", "predicted_class"], *([n, 3, 3 if right else 4] for n, right in given)]
+                rows = [["index", "label", "predicted_class"]]
+                rows += [[n, 3, 3 if right else 4] for n, right in answers[index]]
                 with folder.stage_predictions("test").open("w", newline="") as file:
                     csv.writer(file).writerows(rows)
             found.append(PastRun(folder, None, None))
@@ -42,10 +43,9 @@ def runs(tmp_path):
 
 
 def test_a_difference_larger_than_the_spread_is_judged(runs):
-    """The better side is named, with the interval, the number of pairs and the effect size."""
-    found = compare(
-        runs("a", BASE), runs("b", [value + step for value, step in zip(BASE, [0.05, 0.048, 0.053], strict=False)])
-    )
+    """The verdict names the better side, with the interval, the number of pairs and the effect size."""
+    other = [value + step for value, step in zip(BASE, [0.05, 0.048, 0.053], strict=False)]
+    found = compare(runs("a", BASE), runs("b", other))
     row = found.rows[0]
     assert (row.state, row.pairs, row.more) == ("higher", 3, None)
     assert 0.04 < row.low < row.difference < row.high < 0.06
@@ -56,7 +56,7 @@ def test_a_difference_larger_than_the_spread_is_judged(runs):
 
 
 def test_a_loss_is_better_where_it_is_lower(runs):
-    """The direction is that of the name, or of the metric that the config monitors; where neither tells, it is open."""
+    """The direction follows from the metric's name or from the config's monitor; without either, it is left open."""
     less = jitter([value - 0.2 for value in BASE])
     loss = compare(runs("a", BASE, "test_loss"), runs("b", less, "test_loss"))
     assert loss.sentences[0].startswith("B is better than A: test_loss of B is 0.200 lower")
@@ -67,12 +67,12 @@ def test_a_loss_is_better_where_it_is_lower(runs):
 
 
 def jitter(values):
-    """Values with another spread than those that they are compared with."""
+    """Add small deviations, so that the spread of the values changes."""
     return [value + step for value, step in zip(values, [0.001, -0.001, 0.002, 0, -0.002], strict=True)]
 
 
 def test_a_difference_within_the_spread_may_be_luck(runs):
-    """The number of further seeds is that of a paired test with power 0.8, for the difference that matters if given."""
+    """The number of further seeds is that of a paired test with power 0.8, for the difference `by` if given."""
     other = [value + step for value, step in zip(BASE, [0.012, -0.006, 0.011, -0.009, 0.007], strict=True)]
     a, b = runs("a", BASE), runs("b", other)
     found = compare(a, b)
@@ -87,7 +87,7 @@ def test_a_difference_within_the_spread_may_be_luck(runs):
 
 
 def test_a_difference_that_does_not_matter_is_the_same(runs):
-    """With --by an interval inside of ± that is evidence too."""
+    """With `--by`, an interval within ± that value is evidence of equality."""
     found = compare(runs("a", BASE), runs("b", jitter(BASE)), by=0.01)
     assert found.rows[0].state == "same"
     assert found.sentences[0].startswith("A and B are the same within 0.01: test_acc of B is 0.0000")
@@ -98,7 +98,7 @@ def test_a_difference_that_does_not_matter_is_the_same(runs):
 
 
 def test_runs_of_other_seeds_are_not_paired(runs):
-    """A few shared seeds neither, unless they are half of the smaller side."""
+    """Pairing needs shared seeds for at least half of the smaller side."""
     a = runs("a", BASE)
     other = compare(a, runs("b", jitter([v + 0.05 for v in BASE]), seeds=range(5)))
     assert other.rows[0].pairs == 0
@@ -108,7 +108,7 @@ def test_runs_of_other_seeds_are_not_paired(runs):
 
 
 def test_one_run_each_cannot_tell_the_settings_from_the_seeds(runs):
-    """What it can tell is about the answers of these two networks."""
+    """The verdict is open; only the answers of the two networks are compared."""
     one = [(n, n % 10 != 0) for n in range(200)]
     two = [(n, n % 40 != 1) for n in range(200)]
     found = compare(runs("a", [0.9], answers=[one]), runs("b", [0.975], answers=[two]))
@@ -126,7 +126,7 @@ def test_one_run_each_cannot_tell_the_settings_from_the_seeds(runs):
 
 
 def test_answers_to_one_test_set_are_compared_by_sample(runs):
-    """The mean of all runs of a side, and McNemar's test of each pair."""
+    """The comparison has the mean over all runs of a side, and McNemar's test of each pair."""
     rng = np.random.default_rng(0)
     draw = lambda p: [[(n, bool(right)) for n, right in enumerate(rng.random(300) < p)] for _ in BASE]  # noqa: E731
     found = compare(runs("a", BASE, answers=draw(0.7)), runs("b", jitter(BASE), answers=draw(0.95)))
@@ -137,7 +137,7 @@ def test_answers_to_one_test_set_are_compared_by_sample(runs):
 
 
 def test_a_test_set_for_each_seed_is_compared_in_pairs_only(runs):
-    """Where data are divided by the seed; other test sets are not compared at all."""
+    """If the split depends on the seed, only runs with the same seed are compared; different test sets never are."""
     sets = [[(n, n % 9 != 0) for n in range(seed, 100 + seed)] for seed in range(5)]
     found = compare(runs("a", BASE, answers=sets), runs("b", jitter(BASE), answers=sets))
     assert found.samples is not None
@@ -151,7 +151,7 @@ def test_a_test_set_for_each_seed_is_compared_in_pairs_only(runs):
 
 
 def test_runs_without_a_spread_give_no_interval(runs):
-    """Neither those that are equal nor those whose difference is."""
+    """Neither runs with equal values nor pairs with a constant difference have an interval."""
     a = runs("a", [0.5, 0.5, 0.5])
     assert compare(a, a).sentences[0] == "A and B have the same test_acc (0.500) with every seed."
     assert any("share runs" in note for note in compare(a, a).notes)
@@ -160,8 +160,8 @@ def test_runs_without_a_spread_give_no_interval(runs):
     assert "The seeds give no evidence" in apart.sentences[1]
 
 
-def test_what_makes_runs_no_sample_is_noted(runs):
-    """Other settings than the seed, a seed twice, runs that diverged."""
+def test_runs_that_are_no_sample_of_one_setting_are_noted(runs):
+    """Notes name settings that differ, duplicate seeds, and diverged runs."""
     mixed = runs("m", BASE[:2])
     mixed.members += runs("n", BASE[2:4], lr="0.2").members
     again = group_of("m", [member.run for member in mixed.members])
@@ -174,7 +174,7 @@ def test_what_makes_runs_no_sample_is_noted(runs):
 
 
 def test_what_cannot_be_compared_is_named(runs, tmp_path):
-    """Without a shared metric, with a metric that is not there, without any."""
+    """The error names the metrics of both sides, the nearest name of a missing metric, or a run without metrics."""
     a, b = runs("a", BASE), runs("b", BASE, "test_iou")
     with pytest.raises(CheckpointError, match="a and b share no metric: test_acc and test_iou"):
         compare(a, b)
@@ -188,16 +188,13 @@ def test_what_cannot_be_compared_is_named(runs, tmp_path):
 
 
 def test_the_table_of_a_group_leads_to_its_runs(runs, tmp_path):
-    """Unfinished ones are left out and counted; a folder without the table is no group."""
+    """Unfinished runs are left out and counted; a folder without the table is no group."""
     runs("a", BASE[:2])
     home = tmp_path / "group"
     home.mkdir()
-    rows = [
-        ["run", "state", "folder"],
-        *([n, s, tmp_path / "a" / str(n)] for n, s in enumerate(("finished", "failed"))),
-    ]
+    rows = [[n, state, tmp_path / "a" / str(n)] for n, state in enumerate(("finished", "failed"))]
     with (home / "runs.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
+        csv.writer(file).writerows([["run", "state", "folder"], *rows])
     found = runs_in(home)
     assert found is not None
     assert [run.folder.path for run in found[0]] == [tmp_path / "a" / "0"]
@@ -206,10 +203,22 @@ def test_the_table_of_a_group_leads_to_its_runs(runs, tmp_path):
 
 
 def test_numbers_have_the_digits_that_the_difference_asks_for():
-    """Three significant digits of it; none of noise."""
+    """Numbers are rounded to three significant digits of the difference."""
     assert [number(0.91234, 0.0031), number(12.3456, 2.0), number(1234.5, 300), number(0.5)] == [
         *("0.91234", "12.35", "1234", "0.500")
     ]
     assert number(float("nan")) == "-"
     assert mode_by_name("test_top5") == "max"
     assert mode_by_name("val_foo") is None
+
+
+def test_a_search_is_not_a_run_of_a_filter(runs, tmp_path, monkeypatch):
+    """The parent run of a search has metrics but no config; it is left out."""
+    members = [member.run for member in runs("a", BASE[:2]).members]
+    search = RunFolder(tmp_path / "search")
+    search.path.mkdir()
+    (search.path / "trials.csv").touch()
+    found = iter([*members, PastRun(search, None, None)])
+    monkeypatch.setattr(compared, "listing", lambda *_: [{"id": "x"}] * 3)
+    monkeypatch.setattr(compared, "past_run", lambda _: next(found))
+    assert len(compared.resolve_side("experiment=Default").members) == 2

@@ -5,7 +5,7 @@ import re
 import pytest
 import reference_pages
 from deeplightning_migrate import foreign_words
-from test_words import habits, untrue
+from test_words import habits, wrong_rows
 
 from deeplightning.config import other_tools
 from deeplightning.config.signature_check import Meanings
@@ -14,24 +14,24 @@ PAGE = reference_pages.FOLDER / f"{reference_pages.WORDS}.md"
 
 
 def test_each_row_of_the_table_is_true():
-    """Our side of a row is a key of the schema, or an argument of what takes it; a class in a comment is there."""
-    assert untrue(foreign_words.ROWS, Meanings()) == {}
+    """Each row maps to a key of the schema or to an existing argument; classes in comments exist."""
+    assert wrong_rows(foreign_words.ROWS, Meanings()) == {}
 
 
 def test_no_two_systems_give_a_word_two_meanings():
-    """A word has one row, since a message cannot know which system it comes from."""
+    """A word has one row, because a message cannot know which system it comes from."""
     words = [word for rows in foreign_words.SYSTEMS.values() for old in rows for word in old.split()]
     assert sorted(words) == sorted(set(words))
 
 
 def test_check_gives_a_word_the_meaning_that_the_table_has():
-    """Each word that `check` knows is in the table, with the same key."""
+    """Each word that `check` knows is in the table with the same key."""
     meant = {word: other_tools.key_of(new) for word, new in foreign_words.ROWS.items()}
     assert {word: other_tools.key_of(new) for word, new in other_tools.ROWS.items()}.items() <= meant.items()
 
 
 def test_the_manual_has_each_word():
-    """The page has the rows of all systems; `.venv/bin/python tools/reference_pages.py` renews it."""
+    """The page has the rows of all systems; `.venv/bin/python tools/reference_pages.py` updates it."""
     page = PAGE.read_text()
     assert page == reference_pages.updated(reference_pages.WORDS)
     made = page.partition(reference_pages.START)[2]
@@ -42,7 +42,7 @@ def test_the_manual_has_each_word():
 
 
 def test_the_table_has_the_words_of_habits():
-    """In 300 configs with the habits of other tools, at least 400 keys have a row with our key; the rest are values."""
+    """In 300 configs with keys of other tools, at least 400 keys have a row with our key."""
     pairs = [pair for habit in habits() for pair in habit.answers.items()]
     right = [key for key, word in pairs if other_tools.key_of(foreign_words.ours(key) or "none:") == (word or None)]
     assert len(right) >= 400, {key for key, _ in pairs} - {*right}
@@ -76,7 +76,7 @@ OLD_SETTINGS = {
 
 @pytest.mark.parametrize("system", OLD_SETTINGS)
 def test_every_old_setting_has_its_row(system):
-    """The manual says of each what it is today, or that there is none."""
+    """The manual gives the present key of each old setting, or says that there is none."""
     rows = re.findall(r"^\|(.+)\|(.+)\|$", PAGE.read_text(), re.MULTILINE)
     named = {name for old, today in rows for name in re.findall(r"[`.](\w+)`", old) if today.strip()}
     assert sorted(set(OLD_SETTINGS[system].split()) - named) == []

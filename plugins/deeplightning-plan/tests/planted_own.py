@@ -1,13 +1,12 @@
-"""A user's own code: one fault in each class, which shows on a GPU or with several processes alone, and right code.
+"""User code with one fault in each class, which appears only on a GPU or with several processes, and correct code.
 
-A dry run names the line that ends with `# named`. The tests copy this file beside a config, as `own.py`.
+A dry run must name the line that ends with `# named`. The tests copy this file to `own.py` beside a config.
 """
-# ruff: noqa: B015 (an operator without a use is enough to fail)
+# ruff: noqa: B015 (an unused operator is enough to fail)
 
 import copy
 import os
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
@@ -73,7 +72,7 @@ class WithLengths(Digits):
 
 
 class LengthsStay(ImageClassification):
-    """A batch's object of a class of its own is not moved."""
+    """Lightning does not move a batch's object of a custom class."""
 
     def training_step(self, batch, batch_idx):
         lengths = batch.pop("lengths").values
@@ -94,14 +93,8 @@ class Numpy(ImageClassification):
         return loss
 
 
-class AsArray(ImageClassification):
-    def validation_step(self, batch, batch_idx):
-        np.asarray(batch["label"]).mean()  # named
-        return super().validation_step(batch, batch_idx)
-
-
 class FirstGpu(ImageClassification):
-    """Each rank has a GPU of its own."""
+    """Each rank has another GPU."""
 
     def training_step(self, batch, batch_idx):
         batch["label"] + torch.zeros(1, device="cuda:0")  # named
@@ -109,21 +102,21 @@ class FirstGpu(ImageClassification):
 
 
 class SecondGpu(Linear):
-    """The run has only one."""
+    """The run has only one GPU."""
 
     def forward(self, x):
         return super().forward(x.to("cuda:1")).to("cuda:0")  # named
 
 
 class Float32(Linear):
-    """In a network of bf16."""
+    """The network is in bf16."""
 
     def forward(self, x):
         return super().forward(x) @ torch.ones(10, 10, device=x.device, dtype=torch.float32)  # named
 
 
 class Mask(Linear):
-    """On a GPU it causes a wait at a wrong place."""
+    """A mask on the CPU for a tensor on the GPU."""
 
     def forward(self, x):
         mask = torch.ones(len(x), 10).triu().bool()
@@ -258,7 +251,7 @@ class FailsOnOneRank(pl.Callback):
             self.file.write("begins")  # named
 
 
-# ---- what people write for GPUs, and for machines without one
+# ---- correct code for machines with and without GPUs
 
 
 class Network(nn.Module):

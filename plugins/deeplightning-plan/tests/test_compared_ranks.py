@@ -4,7 +4,7 @@ import pytest
 from deeplightning_plan.compared_ranks import UNTRIED, Event, Ranks, compare
 
 LOST = "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:561] Connection closed by peer"
-"""An error of a process whose peer has ended."""
+"""Error of a process whose peer has ended."""
 
 
 @pytest.mark.parametrize(
@@ -25,15 +25,15 @@ LOST = "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.
         ([("error", LOST)], [("error", "RuntimeError: Broken pipe")], f"rank 0 fails: {LOST}; and rank 1:"),
     ],
 )  # fmt: skip
-def test_where_two_processes_part_is_seen_as_soon_as_it_is_certain(one, other, words):
-    """Nobody waits for a rank that will not come; while either may still come, nothing is said. A process that only
-    lost its connection is not the cause."""
-    told = compare([Event(*event) for event in one], [Event(*event) for event in other])
-    assert told == words if not words else words in str(told)
+def test_the_first_difference_is_reported_once_it_is_certain(one, other, words):
+    """While more events may follow, the result is None; without a difference it is "". A process that only lost its
+    connection is not the cause."""
+    found = compare([Event(*event) for event in one], [Event(*event) for event in other])
+    assert found == words if not words else words in str(found)
 
 
 def test_processes_that_cannot_compute_gradients_are_untried():
-    """After a fork torch refuses it where the parent has computed some; that is no fault of the config."""
+    """After a fork torch refuses to, if the parent has computed gradients; this is no error of the config."""
 
     def act(rank, report):
         raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")

@@ -1,6 +1,5 @@
-"""`deeplightning lr` proposes a learning rate and `deeplightning batch` a batch size; nothing else is left."""
+"""`deeplightning lr` proposes a learning rate and `deeplightning batch` a batch size, without recording a run."""
 
-import csv
 import signal
 
 import numpy as np
@@ -9,24 +8,24 @@ import pytest
 from deeplightning_plan.batch_size import bytes_of
 from deeplightning_plan.learning_rate import Curve
 from PIL import Image
+from tiny import csv_rows
 
 from deeplightning.faults import ConfigError
 
-HUNGRY = "model.network={type: own.Hungry}"
+HUNGRY = "model.network={type: own.MemoryHungry}"
 
 
 def test_the_proposed_rate_trains(command, tiny, place, store, tmp_path, train, tracked):
-    """The curve is a table of growing rates and a picture in a folder whose name has a space; the last line on stdout
-    is an override, with which training gets further than with a hundredth of it. No run is recorded."""
-    before = sorted(path.name for path in (store / "0").iterdir()) if (store / "0").exists() else []
+    """The curve is written as a table of growing rates and a picture. The last line on stdout is an override, which
+    trains to a lower loss than a hundredth of its rate. No run is recorded."""
+    before = {*store.glob("0/*")}
     out = tmp_path / "my curves"
     done = command("lr", tiny, "--out", out, cwd=place, code=0)
     *_, proposed, override = done.out.splitlines()
     assert proposed.startswith("proposed ")
     key, _, rate = override.partition("=")
     assert key == "model.optimizer.params.lr"
-    with (out / "tiny.lr.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(out / "tiny.lr.csv")
     rates = [float(row["lr"]) for row in rows]
     assert rates == sorted(rates)
     assert rates[0] == pytest.approx(1e-6)
@@ -36,8 +35,7 @@ def test_the_proposed_rate_trains(command, tiny, place, store, tmp_path, train, 
         assert picture.size == (770, 462)
         assert np.asarray(picture.convert("L")).std() > 5
     assert sorted(path.name for path in out.iterdir()) == ["tiny.lr.csv", "tiny.lr.png"]
-    after = sorted(path.name for path in (store / "0").iterdir()) if (store / "0").exists() else []
-    assert after == before
+    assert {*store.glob("0/*")} == before
     losses = {}
     for factor in (0.01, 1):
         run = train(f"{key}={float(rate) * factor}", "train.num_epochs=5")
@@ -46,12 +44,11 @@ def test_the_proposed_rate_trains(command, tiny, place, store, tmp_path, train, 
 
 
 def test_a_schedules_peak_is_proposed_too_and_the_second_test_replaces_the_first(command, tiny, place, tmp_path):
-    """Of a schedule with `max_lr`; accumulated batches are one step."""
+    """The second proposed value is `max_lr` of the schedule. Accumulated batches count as one step."""
     schedule = "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.1, total_steps: auto}}"
+    words = ["train.accumulator_factor=2", "--steps", 40, "--out", tmp_path]
     for _ in range(2):
-        done = command(
-            "lr", tiny, schedule, "train.accumulator_factor=2", "--steps", 40, "--out", tmp_path, cwd=place, code=0
-        )
+        done = command("lr", tiny, schedule, *words, cwd=place, code=0)
         first, second = done.out.splitlines()[-1].split()
         assert first.partition("=")[2] == second.partition("=")[2]
         assert second.startswith("model.scheduler.params.max_lr=")
@@ -59,7 +56,7 @@ def test_a_schedules_peak_is_proposed_too_and_the_second_test_replaces_the_first
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["--from", "1e-12", "--to", "1e-11"], 5, "the loss does not fall between the rates"),
         (["model.loss={type: own.NaN}"], 5, "the first loss is not finite, whatever the rate"),
@@ -70,17 +67,17 @@ def test_a_schedules_peak_is_proposed_too_and_the_second_test_replaces_the_first
         (["data.module={type: deeplightning.data.image_folder.ImageFolder}", "data.root=absent"], 3, "absent"),
     ],
 )
-def test_what_cannot_be_tested_is_told(command, tiny, place, tmp_path, words, code, said):
-    """With the exit codes of training; the picture is written also where nothing can be proposed."""
+def test_a_failed_test_of_rates_is_reported(command, tiny, place, tmp_path, words, code, message):
+    """The exit codes are those of training; the picture is also written if no rate can be proposed."""
     done = command("lr", tiny, *words, "--out", tmp_path / "out", cwd=place, code=code)
-    assert said in done.err
+    assert message in done.err
     assert done.out == ""
-    assert (tmp_path / "out" / "tiny.lr.png").exists() == ("rates" in said)
+    assert (tmp_path / "out" / "tiny.lr.png").exists() == ("rates" in message)
 
 
 def test_the_steepest_descent_is_proposed_and_at_most_a_tenth_of_the_minimum():
-    """A loss that falls fastest at 1e-3 and shoots up from 1e-1 on; one that falls fastest just before it diverges; of
-    noise alone nothing is proposed, nor of a few steps."""
+    """This holds for a loss that falls fastest at 1e-3 and diverges from 1e-1, and for one that falls fastest just
+    before it diverges; for noise alone and for few steps nothing is proposed."""
     rates = np.logspace(-6, 0, 121)
     position = np.log10(rates)
     falling = 2 - 1 / (1 + np.exp(-4 * (position + 3)))
@@ -93,8 +90,7 @@ def test_the_steepest_descent_is_proposed_and_at_most_a_tenth_of_the_minimum():
 
 
 def test_the_largest_batch_that_fits_is_found(command, tiny, place):
-    """A network takes 8 MB for each sample, and the limit leaves room for some of the 134: powers of two from 16 on,
-    then bisected. What is proposed fits, and what is larger by an eighth does not."""
+    """The search doubles from 16, then bisects. The proposed size fits; one at most an eighth larger does not."""
     done = command("batch", tiny, HUNGRY, "--memory", "1.4GB", "--steps", 1, cwd=place, code=0)
     head, *rows = done.out.splitlines()
     assert head.split() == ["batch_size", "samples/s", "memory"]
@@ -110,17 +106,16 @@ def test_the_largest_batch_that_fits_is_found(command, tiny, place):
 
 
 def test_running_out_of_a_gpus_memory_is_no_error(command, tiny, place):
-    """As torch reports it: the next smaller size is tried, down to one sample; not even that is exit code 5."""
-    found = command("batch", tiny, "model.network={type: own.Hungry, params: {most: 20}}", "--memory", "8GB", cwd=place)
+    """A smaller size is tried, down to one sample; if even that does not fit, the exit code is 5."""
+    network, limit = "model.network={{type: own.MemoryHungry, params: {{most: {}}}}}", ("--memory", "8GB")
+    found = command("batch", tiny, network.format(20), *limit, cwd=place)
     assert found.out.splitlines()[-1] == "data.batch_size=20", found
-    none = command(
-        "batch", tiny, "model.network={type: own.Hungry, params: {most: 0}}", "--memory", "8GB", cwd=place, code=5
-    )
+    none = command("batch", tiny, network.format(0), *limit, cwd=place, code=5)
     assert "not even a batch of one sample fits into the memory of 8 GB" in none.err
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ([], 2, "give a limit, for example --memory 8GB"),
         (["--memory", "lots"], 2, "must be a size such as 8GB or 500MiB, not 'lots'"),
@@ -128,14 +123,13 @@ def test_running_out_of_a_gpus_memory_is_no_error(command, tiny, place):
         (["--memory", "8GB", "data.batch_sise=3"], 2, "Did you mean batch_size?"),
     ],
 )
-def test_what_cannot_be_measured_is_told(command, tiny, place, words, code, said):
-    """With the exit codes of training."""
-    done = command("batch", tiny, *words, cwd=place, code=code)
-    assert said in done.err
+def test_a_failed_search_for_a_batch_size_is_reported(command, tiny, place, words, code, message):
+    """The exit codes are those of training."""
+    assert message in command("batch", tiny, *words, cwd=place, code=code).err
 
 
 def test_ctrl_c_ends_the_process_that_measures(command, tiny, place, tmp_path):
-    """Exit code 130, and no process is left."""
+    """The exit code is 130, and no process remains."""
     until = tmp_path / "never"
     slow = f"model.module={{type: own.Stuck, params: {{file: '{until}'}}}}"
     running = command.start("batch", tiny, slow, "--memory", "8GB", cwd=place)
@@ -154,12 +148,12 @@ def test_ctrl_c_ends_the_process_that_measures(command, tiny, place, tmp_path):
     [("8GB", 8 * 10**9), ("500 MiB", 500 * 2**20), ("1.5gb", 15 * 10**8), ("1000", 1000)],
 )
 def test_sizes_are_read(text, size):
-    """With a unit of thousands or of 1024, or in bytes."""
+    """Sizes are in decimal or binary units, or in bytes."""
     assert bytes_of(text, "--memory") == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "1.2.3GB", "8 apples"])
 def test_what_is_no_size_is_refused(text):
-    """With two examples."""
+    """The error gives two examples."""
     with pytest.raises(ConfigError, match="such as 8GB or 500MiB"):
         bytes_of(text, "--memory")

@@ -1,4 +1,4 @@
-"""`deeplightning plan --format k8s`: objects that Kubernetes takes, and that train as the config says."""
+"""`deeplightning plan --format k8s` writes valid Kubernetes objects that train the config."""
 
 import os
 import re
@@ -10,19 +10,15 @@ import pytest
 import yaml
 from commands import free_port
 
+from deeplightning.config.examine import examine
+
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "configs" / "base.yaml"
-FAST = [
-    "train.num_epochs=1",
-    "train.limit_batches={train: 2, val: 1, test: 1}",
-    "train.export=false",
-    "logger.pictures=null",
-]
 
 
 @pytest.fixture
 def planned(command, place):
-    """`planned(words)`: the objects by kind, and the comments."""
+    """`planned(word, …)` plans a job; returns its objects by kind, and the comments."""
 
     def plan(*words, image="registry.example.org/train:1", **variables):
         done = command("plan", BASE, "--format", "k8s", "--image", image, *words, cwd=place, **variables, code=0)
@@ -38,7 +34,7 @@ def container_of(kinds):
 
 
 def test_one_machine_needs_no_service(planned):
-    """A CPU pod that resumes where one before it was lost."""
+    """The job has one CPU pod, which resumes the run of a lost pod."""
     kinds, comments = planned("engine.processes=2", "data.num_workers=1")
     assert set(kinds) == {"ConfigMap", "Job"}
     container = container_of(kinds)
@@ -51,10 +47,9 @@ def test_one_machine_needs_no_service(planned):
 
 
 def test_several_machines_with_gpus(planned):
-    """Each pod knows its rank by its index, and the first by its name."""
-    kinds, comments = planned(
-        "--gpus", "8xH100", "--nodes", "2", "logger.params.run_name='My Run_7'", "engine.backend=fsdp"
-    )
+    """Each pod gets its rank from its index, and the address of the first pod from its name."""
+    name = "logger.params.run_name='My Run_7'"
+    kinds, comments = planned("--gpus", "8xH100", "--nodes", "2", name, "engine.backend=fsdp")
     assert {each["metadata"]["name"] for each in kinds.values()} == {"my-run-7"}
     spec, pod = kinds["Job"]["spec"], kinds["Job"]["spec"]["template"]["spec"]
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
@@ -72,7 +67,7 @@ def test_several_machines_with_gpus(planned):
 
 
 def test_every_mount_has_its_volume(planned):
-    """The folders of runs and of data, which outlive a pod; those at an address need none."""
+    """The folders of runs and of data are volumes, which outlive a pod; remote ones need none."""
     kinds, _ = planned("data.root=/data/digits")
     pod = kinds["Job"]["spec"]["template"]["spec"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container_of(kinds)["volumeMounts"]}
@@ -83,7 +78,7 @@ def test_every_mount_has_its_volume(planned):
 
 
 def test_what_the_environment_gave_goes_by_a_secret(planned):
-    """No value of it is in the file."""
+    """The file has no values of environment variables, but the command that creates a secret with them."""
     words = ["logger.params.tracking_uri='http://me:${oc.env:TRACKING_WORD}@mlflow:5000'"]
     kinds, comments = planned(*words, TRACKING_WORD="tiger-42")
     assert "tiger-42" not in str(kinds) + comments
@@ -105,15 +100,16 @@ def test_what_the_environment_gave_goes_by_a_secret(planned):
     ],
 )
 def test_what_cannot_be_planned_is_named(command, place, words, code, message):
+    """The exit code is 2, and nothing is printed to stdout."""
     done = command("plan", BASE, *words, cwd=place)
     assert (done.code, done.out) == (code, ""), done
     assert message in done.err
 
 
-@pytest.mark.slow
 def test_the_pods_train_together(planned, tmp_path):
-    """The containers' command with their environment, on this machine: two nodes of one process, one run."""
-    kinds, _ = planned("engine.num_nodes=2", *FAST)
+    """The containers' command and environment, run on this machine, train one run on two nodes."""
+    fast = ["train.num_epochs=1", "train.limit_batches={train: 2, val: 1, test: 1}", "train.export=false"]
+    kinds, _ = planned("engine.num_nodes=2", "logger.pictures=null", *fast)
     config, port = tmp_path / "config.yaml", free_port()
     config.write_text(kinds["ConfigMap"]["data"]["config.yaml"])
     container = container_of(kinds)
@@ -121,15 +117,9 @@ def test_the_pods_train_together(planned, tmp_path):
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     assert container["command"][-1] == "/etc/deeplightning/config.yaml"
     command = [sys.executable, "-m", *container["command"][:-1], str(config)]
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pods = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=os.environ | variables | {"NODE_RANK": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen(command, env=os.environ | variables | {"NODE_RANK": str(index)}, **options)
         for index in range(kinds["Job"]["spec"]["completions"])
     ]
     ended = [(pod.communicate(timeout=300), pod.returncode) for pod in pods]
@@ -138,9 +128,8 @@ def test_the_pods_train_together(planned, tmp_path):
     assert (run / "cfg.yaml").is_file()
 
 
-@pytest.mark.slow
 def test_the_objects_pass_the_schemas_of_kubernetes(command, place, tmp_path):
-    """By `kubernetes-validate`, which has the schemas of Kubernetes' own interface; unknown fields are faults."""
+    """`kubernetes-validate`, which has the schemas of Kubernetes' API, finds no error and no unknown field."""
     done = command("plan", BASE, "--format", "k8s", "--image", "x:1", "--gpus", "8xH100", "--nodes", "2", cwd=place)
     (tmp_path / "job.yaml").write_text(done.out)
     uv = Path(sys.executable).with_name("uv")
@@ -149,3 +138,11 @@ def test_the_objects_pass_the_schemas_of_kubernetes(command, place, tmp_path):
     if re.search("failed to fetch|error sending request|not found in the package", found.stderr.lower()):
         pytest.skip("no package index gives kubernetes-validate")
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("word", ["train.seeds=3", "train.fast=true"])
+def test_a_config_that_cannot_resume_gets_a_valid_job(planned, tmp_path, word):
+    """The job's config does not combine `resume_ckpt` with what excludes it."""
+    kinds, _ = planned(word)
+    (tmp_path / "c.yaml").write_text(kinds["ConfigMap"]["data"]["config.yaml"])
+    assert examine(tmp_path / "c.yaml").faults == []

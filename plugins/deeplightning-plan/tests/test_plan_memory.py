@@ -1,4 +1,4 @@
-"""What a run takes is known before anything is spent: `deeplightning plan --memory`."""
+"""`deeplightning plan --memory` predicts memory and time of a run without a GPU."""
 
 import json
 import re
@@ -77,7 +77,7 @@ SMALL = VIT + "image_size: 8, patch_size: 2, width: 32, depth: 3, heads: 2}}"
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """Put a folder with a user's data module and networks on the path."""
+    """Working directory, and import root, with a user's data modules and networks."""
     folder = tmp_path_factory.mktemp("planned")
     (folder / "planned_own.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patch:
@@ -87,12 +87,8 @@ def here(tmp_path_factory):
 
 
 def config(here, network, size=8, batch=16, *overrides):
-    words = {"SIZE": str(size), "BATCH": str(batch), "NETWORK": network}
-    text = CONFIG
-    for word, value in words.items():
-        text = text.replace(word, value)
     path = here / "config.yaml"
-    path.write_text(text)
+    path.write_text(CONFIG.replace("SIZE", str(size)).replace("BATCH", str(batch)).replace("NETWORK", network))
     return load_config(str(path), list(overrides))
 
 
@@ -102,7 +98,7 @@ def rows_of(plan):
 
 @pytest.fixture(scope="module")
 def large(here):
-    """The plan of a ViT-L/16 on one H100."""
+    """Plan, setting and config of a ViT-L/16 on one H100."""
     cfg = config(here, VIT_L, 224, 64)
     plan, setting = plan_memory(cfg, gpus_of("1xH100"), None)
     return plan, setting, cfg
@@ -117,12 +113,13 @@ def large(here):
     ],
 )
 def test_the_peak_on_an_h100_is_planned(engine, measured, large):
-    """A ViT-L/16 by AdamW in bf16-mixed with batches of 64: what benchmarks/engines.md measured, to 15 %."""
+    """For a ViT-L/16 with AdamW in bf16-mixed and batches of 64, the plan is within 15 % of benchmarks/engines.md."""
     assert rows_of(large[0])[engine, False].peak / GIB == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.slow
 def test_a_plan_names_what_fits_the_batch_and_the_time(large):
+    """Recomputing activations halves the memory, allows a larger batch, and takes more time."""
     plan, setting, cfg = large
     assert plan.block == "Block"
     text = "\n".join(text_of(plan, setting, cfg))
@@ -132,13 +129,13 @@ def test_a_plan_names_what_fits_the_batch_and_the_time(large):
     assert rows["null", True].peak < rows["null", False].peak / 2  # activations are most of it
     assert rows["null", True].largest > 2 * rows["null", False].largest > 64
     assert 1.1 < rows["null", True].seconds[1] / rows["null", False].seconds[1] < 1.4
-    told = json.loads(json_of(plan, setting, cfg))
-    assert [entry["engine"] for entry in told["engines"] if entry["proposed"]] == ["null"]
+    engines = json.loads(json_of(plan, setting, cfg))["engines"]
+    assert [entry["engine"] for entry in engines if entry["proposed"]] == ["null"]
 
 
 def test_a_small_network_is_bound_by_launches_and_holds_the_workspaces_of_cublas(here):
-    """A CNN of 14,538 parameters in bf16 with batches of 32: an H200 held 67.0 MiB and took 2.0 ms a step; recorded
-    steps have no launches."""
+    """A CNN of 14,538 parameters in bf16 with batches of 32 used 67.0 MiB and 2.0 ms per step on an H200; steps with
+    CUDA graphs have no launches."""
     plans = {}
     for compiled in ("false", "graphs"):
         overrides = ["engine.precision=bf16", "engine.gpus=auto", f"engine.compile={compiled}"]
@@ -152,16 +149,16 @@ def test_a_small_network_is_bound_by_launches_and_holds_the_workspaces_of_cublas
 
 @pytest.mark.slow
 def test_shares_of_eight_gpus_on_two_machines(here):
-    """What is shared out is an eighth or a sixteenth; nothing fits where even the least is too much."""
+    """Sharded parameters, gradients and states take less than a seventh of the memory per process of ddp."""
     cfg = config(here, SMALL)
     plan, setting = plan_memory(cfg, Gpus(8, 10**6, None), 2)
     rows, number = rows_of(plan), plan.parameters
     assert setting.world == 16
-    whole = rows["ddp", False].held
-    assert whole["parameters"] == 4 * number
+    unsharded = rows["ddp", False].held
+    assert unsharded["parameters"] == 4 * number
     for engine, kinds in (("fsdp", ("parameters", "gradients", "state")), ("deepspeed_stage_3", ("gradients",))):
         for kind in kinds:
-            assert rows[engine, False].held[kind] < whole[kind] / 7
+            assert rows[engine, False].held[kind] < unsharded[kind] / 7
     assert all(row.fits is not None for row in plan.rows)
     assert "proposal" in "\n".join(text_of(plan, setting, cfg))
 
@@ -169,8 +166,8 @@ def test_shares_of_eight_gpus_on_two_machines(here):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [("fsdp", True), ("deepspeed_stage_1", False), ("fsdp", False)])
 def test_the_largest_batch_fits_and_one_that_is_larger_does_not(here, engine):
-    """Planned again with that batch. The copies of the weights in 16 bits, which a small batch has too, are a part of
-    what autocast keeps and of nothing else."""
+    """A plan with 0.9 of the largest batch fits, and one with 1.1 of it does not: autocast's 16-bit copies of the
+    weights do not grow with the batch."""
     network = VIT + "image_size: 8, patch_size: 2, width: 512, depth: 4, heads: 4}}"
     gpus = gpus_of("2x1GB")
 
@@ -185,14 +182,14 @@ def test_the_largest_batch_fits_and_one_that_is_larger_does_not(here, engine):
 
 @pytest.mark.slow
 def test_a_plan_of_texts_counts_the_longest_one(here):
-    """Activations are those of a batch of the training set's longest text, and grow with it."""
+    """Activations are those of a batch with the training set's longest text, and grow with its length."""
 
     def activations(words):
         (here / "texts.tsv").write_text("sentence\tlabel\n" + "a b c\t0\n" * 20 + " ".join(["d"] * words) + "\t1\n")
         module = "data.module={type: deeplightning.data.text.TextData, params: {train: texts.tsv}}"
         task = "model.module={type: deeplightning.task.text_classif.TextClassification}"
-        network = "{type: deeplightning.model.transformer.TextTransformer, "
-        network += "params: {num_classes: 2, vocabulary_size: 9}}"
+        params = "params: {num_classes: 2, vocabulary_size: 9}"
+        network = f"{{type: deeplightning.model.transformer.TextTransformer, {params}}}"
         cfg = config(here, network, 8, 16, module, task, f"data.root='{here}'")
         plan = plan_memory(cfg, gpus_of("80GB"), None)[0]
         assert plan.partial is None
@@ -203,19 +200,15 @@ def test_a_plan_of_texts_counts_the_longest_one(here):
 
 
 def test_a_plan_of_texts_that_are_elsewhere_counts_those_of_max_length(here):
-    """As on a machine that plans for a cluster; without `max_length` the file that is missing is named."""
-    for length in (100, None):
-        cfg = SimpleNamespace(seed=1, data=SimpleNamespace(**TEXTS, root=str(here)))
-        data = TextData(cfg, "nowhere.tsv", max_length=length)
-        if length is None:
-            with pytest.raises(DataError, match=r"nowhere\.tsv is missing"):
-                data.longest_batch(2)
-        else:
-            assert data.longest_batch(2)["tokens"].shape == (2, 100)
+    """A plan uses texts of `max_length` if the data is missing; without it the error names the missing file."""
+    cfg = SimpleNamespace(seed=1, data=SimpleNamespace(**TEXTS, root=str(here)))
+    assert TextData(cfg, "nowhere.tsv", max_length=100).longest_batch(2)["tokens"].shape == (2, 100)
+    with pytest.raises(DataError, match=r"nowhere\.tsv is missing"):
+        TextData(cfg, "nowhere.tsv", max_length=None).longest_batch(2)
 
 
 def test_a_network_that_branches_on_values_is_planned_in_part(here):
-    """Its parameters, gradients and state are still known."""
+    """Its parameters and gradients are known, and the table says that it is partial."""
     cfg = config(here, "{type: planned_own.Branches}")
     plan, setting = plan_memory(cfg, gpus_of("80GB"), None)
     assert "branches on values" in plan.partial
@@ -225,17 +218,18 @@ def test_a_network_that_branches_on_values_is_planned_in_part(here):
 
 
 def test_data_without_an_example_are_planned_in_part(here):
+    """The plan names the missing `example_batch`."""
     cfg = config(here, SMALL, 8, 16, "data.module={type: planned_own.Bare}")
     assert "example_batch" in plan_memory(cfg, None, None)[0].partial
 
 
 def test_a_loop_of_ones_own_is_counted(here):
-    """A step is all batches until the optimizer steps."""
+    """A step of a custom training loop consists of all batches until the optimizer steps."""
     cfg = config(here, SMALL, 8, 16, "model.module={type: planned_own.OwnLoop}")
     plan, _ = plan_memory(cfg, None, None)
     held = rows_of(plan)["null", False].held
     assert plan.partial is None
-    assert held["state"] == 2 * held["parameters"] + 4 * 2  # AdamW's two numbers, and a count for each tensor
+    assert held["state"] == 2 * held["parameters"] + 4 * 2  # AdamW's two moments, and a step count per tensor
 
 
 @pytest.mark.parametrize(
@@ -243,34 +237,37 @@ def test_a_loop_of_ones_own_is_counted(here):
     [("8x80GB", (8, 80 * 10**9)), ("8xH100", (8, 80 * 10**9)), ("A100", (1, 80 * 10**9)), ("2x 24GiB", (2, 24 * GIB))],
 )
 def test_gpus_are_named_by_size_or_card(words, found):
+    """COUNTxSIZE and COUNTxCARD give number and memory; the count is optional."""
     assert gpus_of(words)[:2] == found
 
 
 @pytest.mark.parametrize("words", ["8xB9000", "0x80GB", "8x", "", "eight"])
 def test_a_device_that_is_not_in_the_table_is_named(words):
+    """The error says that the card is unknown, or shows the format."""
     with pytest.raises(ConfigError, match=r"not in the table|must be"):
         gpus_of(words)
 
 
 def test_cards_are_found_by_their_full_names():
+    """The names are those that NVIDIA's driver reports; another card whose name begins alike is unknown."""
     assert card_of("NVIDIA H100 80GB HBM3").name == "H100 80GB HBM3"
     assert card_of("NVIDIA A100-SXM4-40GB").memory == 40 * 10**9
     assert card_of("NVIDIA A1000") is None
 
 
 def test_the_command_plans_a_run(command, tiny, place):
-    """As a user does it: a table, and JSON."""
-    said = command("plan", tiny, "--memory", "--gpus", "8xH100", "--nodes", "2", cwd=place, code=0)
-    assert "processes: 16" in said.out
-    assert re.search(r"^fsdp .* yes ", said.out, re.M)
-    assert re.search(r"^proposal +\w+", said.out, re.M)
-    said = command("plan", tiny, "--memory", "--format", "json", cwd=place)
-    engines = {row["engine"] for row in json.loads(said.out)["engines"]}
+    """The command prints a table, or JSON."""
+    done = command("plan", tiny, "--memory", "--gpus", "8xH100", "--nodes", "2", cwd=place, code=0)
+    assert "processes: 16" in done.out
+    assert re.search(r"^fsdp .* yes ", done.out, re.M)
+    assert re.search(r"^proposal +\w+", done.out, re.M)
+    done = command("plan", tiny, "--memory", "--format", "json", cwd=place)
+    engines = {row["engine"] for row in json.loads(done.out)["engines"]}
     assert engines >= {"null", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"}
 
 
 def test_parameters_and_optimizer_state_of_a_training_are_as_planned(fit, tiny, place, monkeypatch):
-    """To the byte, in one process."""
+    """In one process they are equal to the byte."""
     settings = ["model.optimizer.type=torch.optim.Adam", "model.optimizer.params={lr: 0.01}"]
     monkeypatch.chdir(place)
     plan, _ = plan_memory(load_config(tiny, settings), None, None)
@@ -296,18 +293,19 @@ def test_parameters_and_optimizer_state_of_a_training_are_as_planned(fit, tiny, 
     ],
 )
 def test_the_peak_of_a_gpu_follows_from_its_name_and_the_precision(device, precision, tf32, expected):
-    """None where it is not known: then no time is planned."""
+    """It is None if it is unknown; then no time is planned."""
     assert card_of(device).peak(precision, tf32) == expected
 
 
 def test_fake_tensors_are_counted_as_real_ones_and_as_mem_tracker_counts():
-    """The same network and step: peaks equal to the byte; torch's MemTracker is the reference."""
+    """Peaks of fake and real tensors are equal to the byte, and within 1 % of torch's MemTracker."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
+    def example():
+        return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)), torch.rand(32, 64)
+
     def peak():
-        held = MemoryTracker()
-        network = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8))
-        inputs = torch.rand(32, 64)
+        held, (network, inputs) = MemoryTracker(), example()
         held.add("parameters", network.parameters())
         held.add("activations", [inputs])
         with held:
@@ -317,8 +315,7 @@ def test_fake_tensors_are_counted_as_real_ones_and_as_mem_tracker_counts():
     with fake_tensors():
         counted = peak()
     assert counted == peak()
-    network, inputs, tracker = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)), torch.rand(32, 64), None
-    tracker = MemTracker()
+    (network, inputs), tracker = example(), MemTracker()
     tracker.track_external(network, inputs)
     with tracker:
         network(inputs).sum().backward()
@@ -327,14 +324,14 @@ def test_fake_tensors_are_counted_as_real_ones_and_as_mem_tracker_counts():
 
 
 def test_blocks_of_the_task_itself_and_a_scalar_are_planned(here):
-    """Fsdp wraps the items of the task's own list in any case; a scalar has no first dimension."""
+    """fsdp wraps the items of the task's list in any case; a scalar cannot be sharded by its first dimension."""
     cfg = config(here, SMALL, 8, 16, "model.module={type: planned_own.Blocks}")
     plan, _ = plan_memory(cfg, gpus_of("2x80GB"), None)
     assert (plan.block, rows_of(plan)["fsdp", False].wrap) == ("Half", None)
 
 
 def test_accumulated_batches_are_samples_of_their_step(here):
-    """So samples/s do not depend on the accumulation."""
+    """Samples per second do not depend on `accumulator_factor`."""
 
     def table(factor):
         cfg = config(here, SMALL, 8, 16, f"train.accumulator_factor={factor}")

@@ -1,4 +1,4 @@
-"""What fails on a GPU or with several processes alone is named before a run, on a machine with neither."""
+"""A dry run on one CPU process finds faults that appear only on a GPU or with several processes."""
 
 import contextlib
 import importlib
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checks import GOOD
 from deeplightning_plan import compared_ranks as ranks
 from deeplightning_plan.compared_ranks import Ranks
 from deeplightning_plan.fake_gpu import CPU, FakeGpu, NotOnCPU, mark_of
@@ -20,21 +21,6 @@ from deeplightning.dry_run.diagnosis import DeviceError
 from deeplightning.process.shared_folder import is_alive
 
 OWN = Path(__file__).with_name("planted_own.py")
-GOOD = """\
-seed: 7
-stages: [train, test]
-data:
-  module: {type: deeplightning.data.digits.Digits}
-  root: nowhere
-  batch_size: 16
-model:
-  module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.05, momentum: 0.9}}
-  loss: {type: torch.nn.CrossEntropyLoss}
-train: {num_epochs: 2}
-"""
-
 TASK, NETWORK = "model.module.type=own.{}", "model.network={{type: own.{}}}"
 METRIC, CALLBACK = "model.metrics={{acc: {{type: own.{}}}}}", "train.callbacks=[{{type: own.{}}}]"
 MIXED = "same device, but found at least two devices"
@@ -48,7 +34,6 @@ PLANTED = {
     "NumberOnTheCpu": (CALLBACK, MIXED),
     "LengthsStay": (f"{TASK} data.module.type=own.WithLengths", MIXED),
     "Numpy": (TASK, NO_NUMPY),
-    "AsArray": (TASK, NO_NUMPY),
     "FirstGpu": (f"{TASK} engine.gpus=2", "rank 1 fails where rank 0 does not"),
     "SecondGpu": (NETWORK, "invalid device ordinal"),
     "Float32": (f"{NETWORK} engine.precision=bf16-true", "same dtype"),
@@ -70,23 +55,23 @@ PLANTED = {
     "OtherCollectives": (f"{TASK} engine.processes=2", "where rank 1 enters broadcast"),
     "FailsOnOneRank": (f"{CALLBACK} engine.processes=2", "rank 1 fails where rank 0 does not"),
 }
-"""By class of planted_own.py: the overrides that use it, by default on one GPU, and words of the message."""
+"""For each class of planted_own.py: overrides that use it, by default on one GPU, and text of the message."""
 
 
 @pytest.fixture
 def tried(command, tmp_path):
-    """`tried(override, …)` tries out a config with a user's module `own`, as `check --dry-run` does."""
+    """`tried(override, …)` runs `check --dry-run` for a config with the user's module `own`."""
 
     def run(*overrides):
         shutil.copy(OWN, tmp_path / "own.py")
         (tmp_path / "good.yaml").write_text(GOOD)
-        return command("check", "good.yaml", "--dry-run", *overrides, cwd=tmp_path)
+        return command("check", "good.yaml", "--dry-run", "seed=7", "stages=[train,test]", *overrides, cwd=tmp_path)
 
     return run
 
 
 def named_line(name):
-    """The line of a class, or of its helper below it, that a dry run names."""
+    """Return the line of a class, or of the helper below it, that a dry run must name."""
     lines = OWN.read_text().splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith(f"class {name}("))
     return next(n for n, line in enumerate(lines[first:], first + 1) if line.endswith("# named"))
@@ -94,13 +79,12 @@ def named_line(name):
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_fault_of_devices_or_ranks_is_named(name, tried):
-    """In one message, with file and line of the user's own code."""
+    """One error has the cause, and file and line of the user's code."""
     part, words = PLANTED[name]
     on_gpu = [] if "engine.processes" in part else ["engine.gpus=1"]
     outcome = tried(*on_gpu, *re.split(r" (?=\w+\.\w+[.=])", part.format(name)))
-    faults = [
-        line for line in outcome.err.splitlines() if line.startswith("error: ") and "engine.gpus: asks" not in line
-    ]
+    errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    faults = [line for line in errors if "engine.gpus: asks" not in line]
     assert len(faults) == 1, outcome
     assert words in faults[0]
     assert f"own.py:{named_line(name)}" in faults[0]
@@ -110,8 +94,8 @@ def test_a_fault_of_devices_or_ranks_is_named(name, tried):
 
 @pytest.mark.parametrize("engine", ["gpus=2", "processes=2", "gpus=1 engine.precision=bf16-mixed"])
 def test_what_is_right_on_a_gpu_is_no_fault(engine, tried):
-    """Packed sequences, tied weights, a device that is chosen at import, numbers on the CPU, collectives of all ranks:
-    the only thing wrong is that this machine has no GPU."""
+    """Packed sequences, tied weights, a device chosen at import, CPU scalars and collectives of all ranks are accepted;
+    the only error is that this machine has no GPU."""
     own = ["model.network={type: own.Network}", "model.module.type=own.Right", "train.callbacks=[{type: own.Notes}]"]
     outcome = tried(*own, *f"engine.{engine}".split(" "))
     faults = [line for line in outcome.err.splitlines() if line.startswith(("error: ", "unchecked: "))]
@@ -121,44 +105,43 @@ def test_what_is_right_on_a_gpu_is_no_fault(engine, tried):
     assert outcome.code == (3 if wanted else 0)
 
 
-# ---- processes that wait for ever, and their end
-
+# ---- processes that hang, and their end
 
 WAITS = """\
 import time, torch
 from torch import distributed
 from deeplightning_plan.compared_ranks import Event
-def wait_for_ever(rank, report):
+def wait_forever(rank, report):
     if rank == 1:
         distributed.recv(torch.zeros(1), 0)
     report("log", "here")
     time.sleep(1000)
     return Event("end")
 """
-"""Rank 1 waits for what rank 0 does not send."""
+"""Rank 1 waits for a tensor that rank 0 does not send."""
 
 
 def test_ranks_that_wait_for_ever_are_given_up_with_the_place_of_each(monkeypatch, tmp_path):
-    """A time-out ends them; the message has the last collective and the line of each."""
+    """A timeout ends hanging ranks; the message has the last collective and the line of each."""
     monkeypatch.setattr(ranks, "SILENCE_SECONDS", 3.0)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "waits_for_ever.py").write_text(WAITS)
-    act = importlib.import_module("waits_for_ever").wait_for_ever
+    (tmp_path / "waits_forever.py").write_text(WAITS)
+    act = importlib.import_module("waits_forever").wait_forever
     begun = time.monotonic()
     with Ranks(act) as both:
         message, certain = both.difference()
     assert time.monotonic() - begun < 30
     assert not certain
     assert "rank 0 last entered no collective (now at " in message
-    assert "waits_for_ever.py:8)" in message
-    assert re.search(r"rank 1 last entered recv_? \(.*waits_for_ever.py:6\)", message), message
+    assert "waits_forever.py:8)" in message
+    assert re.search(r"rank 1 last entered recv_? \(.*waits_forever.py:6\)", message), message
     assert not any(process.is_alive() for process in both.processes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_a_dry_run_that_is_interrupted(number, tmp_path):
-    """Neither after Ctrl-C nor where it is killed, in the middle of a step."""
+    """All processes end after SIGINT and after SIGKILL in the middle of a step."""
     (tmp_path / "waits.py").write_text(
         "import os, sys, time\nfrom deeplightning_plan.compared_ranks import Ranks\n"
         "def act(rank, report):\n    open(f'pid_{rank}', 'w').write(str(os.getpid()))\n"
@@ -178,21 +161,18 @@ def test_no_process_outlives_a_dry_run_that_is_interrupted(number, tmp_path):
         time.sleep(0.02)
 
 
-# ---- the pretended GPU itself
+# ---- the fake GPU itself
 
 GPU = torch.device("cuda", 0)
 
 
 def test_a_number_on_the_cpu_mixes_only_where_a_gpu_takes_it():
-    """An operator takes it, `stack` does not; nor may it be changed by what is on the GPU."""
+    """Operators accept a CPU scalar with a GPU tensor, `stack` does not, and it cannot be modified by a GPU tensor."""
     with FakeGpu(GPU, 1, strict=True):
         number, there = torch.tensor(2.0), torch.ones(3, device="cuda")
         assert (there * number).device == GPU
-        for mixed in (
-            lambda: torch.stack([number, there[0]]),
-            lambda: number.add_(there[0]),
-            lambda: there[0] + there.cpu(),
-        ):
+        stack, add = lambda: torch.stack([number, there[0]]), lambda: number.add_(there[0])
+        for mixed in (stack, add, lambda: there[0] + there.cpu()):
             with pytest.raises(DeviceError):
                 mixed()
         with pytest.raises(NotOnCPU, match="can't convert cuda:0 device type tensor to numpy"):
@@ -202,7 +182,7 @@ def test_a_number_on_the_cpu_mixes_only_where_a_gpu_takes_it():
 
 
 def test_what_moves_is_a_copy():
-    """As on a GPU, what becomes of the copy changes nothing on the CPU."""
+    """As on a GPU, changing the copy does not change the tensor on the CPU."""
     with FakeGpu(GPU, 1, strict=True):
         here = torch.zeros(3)
         for there in (here.cuda(), here.to("cuda:0"), torch.as_tensor(here, device=0), here.to(GPU)):
@@ -214,7 +194,7 @@ def test_what_moves_is_a_copy():
 
 
 def test_what_nobody_has_marked_is_on_the_cpu():
-    """Tensors that were made at import, and by classes that torch's modes do not see."""
+    """Tensors created at import, and by classes that torch's modes do not intercept, are on the CPU."""
     early = torch.ones(2)
     with FakeGpu(GPU, 1, strict=True) as mode:
         for tensor in (early, torch.FloatTensor([1.0, 2.0])):

@@ -1,4 +1,4 @@
-"""`deeplightning stats`: what it says of a training set equals what numpy finds in all of its samples at once."""
+"""The statistics of `deeplightning stats` equal those that NumPy computes from all samples at once."""
 
 import numpy as np
 import pytest
@@ -40,8 +40,8 @@ class Sets(pl.LightningDataModule):
 
 
 @pytest.fixture(scope="module")
-def said(command, tiny, tmp_path_factory):
-    """`said(override, …)`: what `stats` prints, as YAML reads it; `code` is the exit code that is expected."""
+def stats(command, tiny, tmp_path_factory):
+    """`stats(override, …)` returns the parsed output of `stats`, or stderr if the expected exit `code` is not 0."""
     folder = tmp_path_factory.mktemp("stats")
     (folder / "own_sets.py").write_text(DATA)
 
@@ -52,11 +52,11 @@ def said(command, tiny, tmp_path_factory):
     return run
 
 
-def test_pictures_and_classes_are_those_of_the_whole_set(said, tiny):
-    """Mean and std of all pixels on the scale 0 to 1, the size of each class, and weights in which each class counts
-    alike: of all training samples, whatever drop_last, the sampler and the batches are."""
+def test_pictures_and_classes_are_those_of_the_whole_set(stats, tiny):
+    """Mean and std of pixels (0 to 1), class sizes and balanced class weights cover all training samples, whatever
+    drop_last, the sampler and the batch size are."""
     bucketed = "{type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 2, sort_key: labels}}"
-    found = said("data.loader={drop_last: true}", "data.batch_size=50", f"data.sampler={bucketed}")
+    found = stats("data.loader={drop_last: true}", "data.batch_size=50", f"data.sampler={bucketed}")
     data = init_module(load_config(tiny), "data")
     data.setup("fit")
     train = data.dataset("train")
@@ -67,11 +67,11 @@ def test_pictures_and_classes_are_those_of_the_whole_set(said, tiny):
     counts = {str(digit): int((labels == digit).sum()) for digit in range(10)}
     assert found["classes"] == counts
     assert found["class_weights"] == pytest.approx([134 / (10 * n) for n in counts.values()], rel=1e-7)
-    assert found == said("data.batch_size=7")
+    assert found == stats("data.batch_size=7")
 
 
-def test_channels_are_told_apart_and_can_be_pasted(said, tmp_path):
-    """A folder of colour pictures: the three channels' own numbers, in the form that its parameters take."""
+def test_channels_are_told_apart_and_can_be_pasted(stats, tmp_path):
+    """Each channel has its own mean and std, in the format of the data module's params."""
     random = np.random.default_rng(0)
     pixels = (random.integers(0, 256, (40, 8, 8, 3)) * [1.0, 0.5, 0.1]).astype(np.uint8)
     for number, picture in enumerate(pixels):
@@ -79,19 +79,19 @@ def test_channels_are_told_apart_and_can_be_pasted(said, tmp_path):
         Image.fromarray(picture).save(tmp_path / f"class {number % 2}" / f"{number}.png")
     folder = "{type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 8, STATS}}"
     root = f"data.root='{tmp_path}'"
-    found = said(root, f"data.module={folder.replace(', STATS', '')}")
+    found = stats(root, f"data.module={folder.replace(', STATS', '')}")
     kept = sum(found["classes"].values())
     assert kept == found["samples"] == 32
     assert len(found["mean"]) == len(found["std"]) == 3
     assert found["mean"] == pytest.approx(pixels.mean((0, 1, 2)) / 255, rel=0.1)
     pasted = folder.replace("STATS", f"mean: {found['mean']}, std: {found['std']}")
-    assert said(root, f"data.module={pasted}") == found
+    assert stats(root, f"data.module={pasted}") == found
 
 
-def test_numbers_and_masks(said):
-    """Floats by column, exact where their spread is a billionth of them; of masks the pixels of each class, of which
-    one does not occur, and those that are of none."""
-    found = said("data.module={type: own_sets.Sets, params: {kind: maps}}")
+def test_numbers_and_masks(stats):
+    """Floats have statistics by column, exact even if the spread is a billionth of the mean; masks have pixel counts of
+    each class, including one that does not occur, and of pixels without a class."""
+    found = stats("data.module={type: own_sets.Sets, params: {kind: maps}}")
     random = torch.Generator().manual_seed(0)
     numbers = (torch.randn(25, 3, generator=random) * 1e-3 + 1e6).double().numpy()
     assert found["samples"] == 25
@@ -106,27 +106,19 @@ def test_numbers_and_masks(said):
     assert found["class_weights"] == pytest.approx([sum(counts) / (3 * n) if n else 0 for n in counts], rel=1e-7)
 
 
-def test_weights_go_into_a_loss(said, train):
-    """`class_weights`, in the form that is named beside them, is the weight of a loss that trains."""
-    weights = said()["class_weights"]
-    weight = f"{{type: torch.tensor, params: {{data: {weights}}}}}"
-    assert train(f"model.loss.params={{weight: {weight}}}", "train.num_epochs=1").code == 0
-
-
 @pytest.mark.parametrize(
     ("overrides", "code", "words"),
     [
-        (["data.batch_size=0"], 2, "data.batch_size"),
         (["data.module.type=deeplightning.data.digits.Digit"], 2, "Did you mean deeplightning.data.digits.Digits?"),
         (["data.module={type: deeplightning.data.mnist.MNIST}", "data.root=nowhere"], 3, "nowhere"),
         (["data.module={type: own_sets.Sets, params: {kind: pairs}}"], 2, "a list, not a mapping of names to tensors"),
     ],
 )
-def test_what_is_wrong_has_its_exit_code(overrides, code, words, said):
-    """A fault of the config ends with 2, missing data with 3; nothing is printed."""
-    assert words in said(*overrides, code=code)
+def test_what_is_wrong_has_its_exit_code(overrides, code, words, stats):
+    """An error of the config ends with exit code 2, missing data with 3."""
+    assert words in stats(*overrides, code=code)
 
 
-def test_no_network_is_built(said):
-    """A network that cannot be built is no hindrance."""
-    assert said("~model.network", "model.network={type: own_sets.Refuses}")["samples"] == 134
+def test_no_network_is_built(stats):
+    """`stats` works for a network that cannot be built."""
+    assert stats("~model.network", "model.network={type: own_sets.Refuses}")["samples"] == 134

@@ -1,4 +1,4 @@
-"""Canaries for the private names of torch: each exists with the expected signature and behaviour."""
+"""Canaries for private names of torch: each exists with the expected signature and behaviour."""
 
 import contextlib
 import copy
@@ -12,33 +12,33 @@ from torch import nn
 def test_gradients_are_computed_inside_a_context(monkeypatch):
     """`backward` and `torch.autograd.grad` call `_engine_run_backward`."""
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
-    entered = []
+    events = []
 
     @contextlib.contextmanager
     def context():
-        entered.append("begins")
+        events.append("begins")
         yield
-        entered.append("ends")
+        events.append("ends")
 
     torch_private.around_backward(context)
     weight = torch.ones(2, requires_grad=True)
     weight.sum().backward()
     torch.autograd.grad(weight.square().sum(), weight)
-    assert entered == ["begins", "ends"] * 2
+    assert events == ["begins", "ends"] * 2
     assert torch.equal(weight.grad, torch.ones(2))
 
 
 def test_the_part_of_a_shared_tensor_is_known():
-    """`_local_tensor` is the shard of a DTensor; any other tensor is returned as it is."""
+    """`_local_tensor` is the shard of a DTensor; any other tensor is returned unchanged."""
     from torch.distributed.tensor import DTensor
 
-    whole = torch.ones(2)
-    assert torch_private.local_part(whole) is whole
+    plain = torch.ones(2)
+    assert torch_private.local_part(plain) is plain
     assert "_local_tensor" in DTensor.__slots__
 
 
 def test_operators_are_seen_before_they_run():
-    """`TorchDispatchMode` intercepts operators."""
+    """`TorchDispatchMode` gets each operator before it runs."""
     seen = []
 
     class Mode(torch_private.DispatchMode):

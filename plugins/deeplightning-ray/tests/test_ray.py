@@ -1,4 +1,4 @@
-"""A run on a Ray cluster: it is the run that it would be here, and it goes on when workers are lost, come and go."""
+"""A run on a Ray cluster equals a local one, and resumes when workers are lost, removed and added."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ needs_ray = pytest.mark.skipif(
 )
 
 OWN = '''\
-"""A user's own code, in the working directory of the command."""
+"""User code in the working directory of the command."""
 
 import os
 import pathlib
@@ -63,10 +63,10 @@ import pytorch_lightning as pl
 
 
 class Notes(pl.Callback):
-    """Notes each epoch in its first batch, and with how many workers; in the third of some it does what it is told.
+    """Records each epoch in its first batch, with the number of workers; may die or wait in the third batch.
 
-    `dies` is {epoch: rank}: that rank kills itself there, once. `waits` is a list of epochs: rank 0 waits there until
-    the file `go-EPOCH` is in the folder. With `edits` it spoils this code before it dies.
+    `dies` is {epoch: rank}: that rank kills itself in that epoch, once. `waits` is a list of epochs: rank 0 waits until
+    the folder has a file `go-EPOCH`. With `edits` it overwrites this code before it dies.
     """
 
     def __init__(self, folder, dies={}, waits=(), edits=False):
@@ -98,7 +98,7 @@ def hook():
 
 
 class Cluster:
-    """A cluster of one CPU, whose second comes and goes."""
+    """Cluster of one CPU, to which a second one can be added."""
 
     def __init__(self):
         program = [sys.executable, str(Path(__file__).with_name("ray_cluster.py"))]
@@ -137,7 +137,7 @@ def cluster():
 
 @pytest.fixture(scope="module", autouse=True)
 def _patient():
-    """A worker imports all in a fresh process, which takes long where others are at work too."""
+    """Set a limit for workers, each of which imports everything in a new process on a busy machine."""
     before, commands.LIMIT_SECONDS = commands.LIMIT_SECONDS, 280
     yield
     commands.LIMIT_SECONDS = before
@@ -145,7 +145,7 @@ def _patient():
 
 @pytest.fixture
 def work(tmp_path):
-    """A working directory with own code in it."""
+    """Working directory with user code."""
     folder = tmp_path / "a place"
     folder.mkdir()
     (folder / "notes_of.py").write_text(OWN)
@@ -161,20 +161,12 @@ def notes(folder, **params):
 
 
 def epochs(folder):
-    """(epoch, workers, batches accumulated) of each epoch that has begun, in order."""
+    """Return (epoch, workers, accumulated batches) of each epoch that has begun, in order."""
     return [tuple(map(int, line.split())) for line in (folder / "epochs").read_text().splitlines()]
 
 
-def until(happened, what):
-    end = time.monotonic() + commands.LIMIT_SECONDS
-    while not (found := happened()):
-        assert time.monotonic() < end, f"timed out after {what}"
-        time.sleep(0.05)
-    return found
-
-
 def of_launch(name):
-    """The processes whose environment says that they are of a launch."""
+    """Return the processes of a launch, by their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -185,23 +177,20 @@ def of_launch(name):
 
 @needs_ray
 def test_the_cluster_file_of_the_example_is_one():
-    """`ray up` can read examples/ray/cluster.yml: Ray's own check finds nothing wrong with it."""
+    """Ray's validation, which `ray up` uses, accepts examples/ray/cluster.yml."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     found = yaml.safe_load((Path(__file__).parents[3] / "examples" / "ray" / "cluster.yml").read_text())
-    # Raises ValidationError where something is wrong.
-    validate_config(prepare_config(found))
+    assert validate_config(prepare_config(found)) is None  # raises ValidationError for an error
 
 
-# ---- a run, in a cluster of its own
+# ---- a run in a separate cluster
 
 
-@pytest.mark.slow
 @needs_ray
 def test_two_workers_learn_what_two_processes_learn(command, job, tiny, work, tracked, tmp_path):
-    """`engine.launcher.type=…Ray` trains in two workers of a cluster of its own: bit for bit the weights of two
-    processes here, one FINISHED run, own code and variables and the hook in every worker, the secret nowhere, the
-    folder in the last line, and nothing is left of Ray."""
+    """Two workers of a new local cluster train bit-identical weights to two local processes, in one FINISHED run. Each
+    worker has the user's code, variables and hook; the secret appears nowhere, and nothing of Ray remains."""
     home = tmp_path / "home"
     home.mkdir()
     arguments = ["train.num_epochs=2", notes(tmp_path), "engine.setup_hook=notes_of.hook"]
@@ -231,7 +220,7 @@ _STARTED = time.time()
 
 
 def test_an_address_that_does_not_answer_is_named(command, tiny, work):
-    """An address where nothing listens, and one that is none, end with exit code 3 and a note that names it."""
+    """An address without a listener, and an invalid one, end with exit code 3 and an error that names it."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -243,8 +232,8 @@ def test_an_address_that_does_not_answer_is_named(command, tiny, work):
     assert "'nowhere' is not an address: HOST:PORT, ray://HOST:PORT, auto, or null" in done.err
 
 
-def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
-    """`auto` where no cluster is known ends with a note; null then starts a local cluster."""
+def test_auto_without_a_cluster_is_an_error(monkeypatch, tmp_path):
+    """`auto` without a known cluster is an error; null then starts a local cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_cluster, "CURRENT", tmp_path / "none")
     with pytest.raises(SetupError, match="there is no cluster: RAY_ADDRESS is not set"):
@@ -253,7 +242,7 @@ def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
     with socket.socket() as left:
         left.bind(("127.0.0.1", 0))
         (tmp_path / "none").write_text(f"127.0.0.1:{left.getsockname()[1]}\n")
-        assert ray_cluster._find(None) is None  # the note of a cluster that has ended
+        assert ray_cluster._find(None) is None  # the file of a cluster that has ended
         left.listen()
         assert ray_cluster._find("auto") == f"127.0.0.1:{left.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", "auto")
@@ -262,7 +251,7 @@ def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("how", ["of another user", "group", "everybody", "link"])
 def test_the_note_of_another_user_names_no_cluster(how, monkeypatch, tmp_path, caplog):
-    """Everybody may write where `ray start` leaves its address, and a driver sends its code and its variables there."""
+    """An address file that other users may write is ignored, because a driver sends its code and variables there."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     note, fstat = tmp_path / "note", os.fstat
     monkeypatch.setattr(ray_cluster, "CURRENT", note)
@@ -270,9 +259,8 @@ def test_the_note_of_another_user_names_no_cluster(how, monkeypatch, tmp_path, c
         note.write_text(f"127.0.0.1:{theirs.getsockname()[1]}\n")
         if how == "of another user":
             foreign = os.stat_result((*note.stat()[:4], os.geteuid() + 1, *note.stat()[5:]))
-            monkeypatch.setattr(
-                os, "fstat", lambda file: foreign if fstat(file).st_ino == foreign.st_ino else fstat(file)
-            )
+            stat = lambda file: foreign if fstat(file).st_ino == foreign.st_ino else fstat(file)  # noqa: E731
+            monkeypatch.setattr(os, "fstat", stat)
         elif how == "link":
             note.symlink_to(note.rename(tmp_path / "theirs"))
         else:
@@ -288,16 +276,16 @@ def test_the_note_of_another_user_names_no_cluster(how, monkeypatch, tmp_path, c
 
 
 def test_a_missing_ray_is_named_with_the_command_that_installs_it(monkeypatch):
-    """Where Ray is not installed, the note has the command that installs it."""
+    """The error has the install command, and the exit code is 3."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SetupError) as told, ray_cluster.connect("local"):
+    with pytest.raises(SetupError) as raised, ray_cluster.connect("local"):
         pass
-    assert "pip install 'deeplightning[ray]'" in str(told.value)
-    assert told.value.exit_code == 3
+    assert "pip install 'deeplightning[ray]'" in str(raised.value)
+    assert raised.value.exit_code == 3
 
 
 def test_plan_shows_the_workers_and_starts_nothing(command, tiny, work):
-    """`plan` prints command, number and variables of the workers; `check` and `plan` need no cluster."""
+    """`plan` prints the command, number and variables of the workers; `check` and `plan` need no cluster."""
     ray = on("'ray://head:10001'", "min_workers: 1", "storage_path: /checkpoints")
     done = command("plan", tiny, "engine.processes=3", ray, cwd=work, code=0)
     [start] = yaml.safe_load(done.out)
@@ -319,7 +307,7 @@ def test_plan_shows_the_workers_and_starts_nothing(command, tiny, work):
     ],
 )
 def test_impossible_numbers_are_refused(params, words):
-    """By the constructor, in words."""
+    """The constructor raises ValueError with the param and its bound."""
     with pytest.raises(ValueError, match=re.escape(words)):
         Ray(**params)
 
@@ -340,7 +328,7 @@ def three(tiny):
     ],
 )
 def test_fewer_workers_keep_the_samples_of_a_step_where_the_numbers_divide(three, factor, workers, accumulates, words):
-    """With fewer workers the global batch is kept by accumulation if it divides, else a notice has both numbers."""
+    """Accumulation keeps the global batch if the numbers divide; otherwise a notice has both sizes."""
     cfg = dataclasses.replace(three, train=dataclasses.replace(three.train, accumulator_factor=factor))
     made = resize_config(cfg, 3, workers, 1)
     assert (made.engine.processes, made.engine.num_nodes, made.train.accumulator_factor) == (workers, 1, accumulates)
@@ -349,8 +337,8 @@ def test_fewer_workers_keep_the_samples_of_a_step_where_the_numbers_divide(three
 
 
 def test_a_storage_gives_back_what_was_put(tmp_path):
-    """What a run puts into a storage another machine fetches into its own folder, with times and sizes; what changes
-    is put again, what is gone is gone there too, and the newest run of the experiment is found without its launch."""
+    """Another machine fetches the files with their times; changed files are stored again, deleted files are removed,
+    and the newest run of the experiment is found without the name of its launch."""
     here, there = tmp_path / "here", tmp_path / "there"
     folder = here / "0" / "abc" / "artifacts"
     folder.mkdir(parents=True)
@@ -366,10 +354,8 @@ def test_a_storage_gives_back_what_was_put(tmp_path):
     other = Storage(str(tmp_path / "storage"), "ray-1", "Default", there)
     found = other.fetch()
     assert found == there / "0" / "abc" / "artifacts"
-    assert {path.name: path.read_bytes() for path in found.iterdir()} == {
-        "cfg.yaml": b"seed: 1\n",
-        "last.ckpt": b"second, longer",
-    }
+    fetched = {path.name: path.read_bytes() for path in found.iterdir()}
+    assert fetched == {"cfg.yaml": b"seed: 1\n", "last.ckpt": b"second, longer"}
     assert (found / "last.ckpt").stat().st_mtime_ns == (folder / "last.ckpt").stat().st_mtime_ns
     storage.put(folder, everything=True)
     assert (tmp_path / "storage" / "ray-1" / "results.json").exists()
@@ -380,8 +366,8 @@ def test_a_storage_gives_back_what_was_put(tmp_path):
     assert Storage(str(tmp_path / "empty"), "ray-2", "Default", there).fetch("newest") is None
 
 
-def test_a_storage_leads_out_of_no_folder_and_says_what_is_wrong(tmp_path):
-    """A damaged card, and one whose names lead elsewhere, are refused; an address of no known kind is named."""
+def test_a_storage_with_a_wrong_card_or_address_is_rejected(tmp_path):
+    """A damaged card, one with paths outside of the folder, and an unknown kind of address are errors."""
     storage = Storage(str(tmp_path / "storage"), "ray-1", "Default", tmp_path / "root")
     (tmp_path / "storage" / "ray-1").mkdir(parents=True)
     card = tmp_path / "storage" / "ray-1" / CARD
@@ -396,15 +382,13 @@ def test_a_storage_leads_out_of_no_folder_and_says_what_is_wrong(tmp_path):
         Storage("what://x/y", "ray-1", "Default", tmp_path).fetch()
 
 
-# ---- workers that are lost, come and go
+# ---- workers that are lost, removed and added
 
 
 @needs_ray
-@pytest.mark.slow
 def test_a_killed_worker_leaves_no_trace_in_the_weights(command, job, tiny, work, tracked, tmp_path, cluster):
-    """One of two workers is killed by SIGKILL in the middle of an epoch, after the code was edited: all start again,
-    once, with the code of the first start, from the newest checkpoint, which is of the middle as well; the same run
-    ends FINISHED with the weights of an undisturbed one."""
+    """If one of two workers is killed within an epoch, after the code was edited, all restart once with the code of the
+    first start from the latest checkpoint; the same run ends FINISHED with the weights of an undisturbed one."""
     checkpoint = "train.checkpoint={every_n_epochs: 1, every_n_steps: 2}"
     arguments = ["train.num_epochs=3", checkpoint, "engine.processes=2", notes(tmp_path, dies={1: 1}, edits=True)]
     ray = on(f"'{cluster.address}'")
@@ -420,10 +404,9 @@ def test_a_killed_worker_leaves_no_trace_in_the_weights(command, job, tiny, work
 
 
 @needs_ray
-@pytest.mark.slow
 def test_without_restarts_a_lost_worker_ends_the_run(command, tiny, work, tracked, tmp_path, cluster):
-    """`max_restarts: 0`: exit code 5, the last checkpoint is named, the run is FAILED or told so, and its folder is the
-    last line even though rank 0, which says it, is the one that was killed."""
+    """With `max_restarts: 0` the exit code is 5, the error names the last checkpoint, and the last line is the run's
+    folder even if rank 0, which prints it, was killed."""
     arguments = ["train.num_epochs=3", "engine.processes=2", notes(tmp_path, dies={1: 0})]
     done = command("train", tiny, on(f"'{cluster.address}'"), *arguments, cwd=work, **ALONE, code=5)
     assert "error [rank 0]: a worker was lost: the process was killed by SIGKILL" in done.err
@@ -432,11 +415,9 @@ def test_without_restarts_a_lost_worker_ends_the_run(command, tiny, work, tracke
 
 
 @needs_ray
-@pytest.mark.slow
 def test_a_pool_shrinks_and_grows(command, tiny, work, tracked, tmp_path, cluster):
-    """A CPU is withdrawn in the second epoch: one worker resumes from the checkpoint, repeats no epoch before it, and
-    accumulates two batches; the CPU comes back, and at the start of the next epoch there are two again. One run. The
-    config was sent when the run began: that its file is gone since changes nothing."""
+    """If a CPU is removed in the second epoch, one worker resumes from the last checkpoint and accumulates two batches;
+    once it is added again, two workers start the next epoch. It is one run, and it does not read the config again."""
     more = ["min_workers: 1", "resize_cooldown_s: 0", "backoff: {base_s: 0.2}"]
     arguments = ["train.num_epochs=4", "engine.processes=2", "engine.max_restarts=1", notes(tmp_path, waits=[1, 2])]
     config = work / "config.yaml"
@@ -448,7 +429,7 @@ def test_a_pool_shrinks_and_grows(command, tiny, work, tracked, tmp_path, cluste
     (tmp_path / "go-1").touch()
     running.says("waits in epoch 2")
     cluster.say("add")
-    running._wait(lambda: "there is room for 1 more worker" in running._read("err"), "room")
+    running.says("there is room for 1 more worker", "err")
     (tmp_path / "go-2").touch()
     done = running.end(code=0)
     assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (3, 2, 1)], done
@@ -462,11 +443,10 @@ def test_a_pool_shrinks_and_grows(command, tiny, work, tracked, tmp_path, cluste
 
 
 @needs_ray
-@pytest.mark.slow
-def test_workers_without_a_shared_folder_go_on_through_the_storage(command, job, tiny, work, tmp_path, cluster):
-    """Each worker has a folder of its own, and only `storage_path` is shared. After a loss the rank without the
-    checkpoint fetches it; after the second the launch ends, and one in new folders goes on by `resume_ckpt: auto`, to
-    the weights of an undisturbed run."""
+def test_workers_without_a_shared_folder_resume_through_the_storage(command, job, tiny, work, tmp_path, cluster):
+    """Each worker has a separate folder, and only `storage_path` is shared. After a loss the other rank fetches the
+    checkpoint; after the second loss a launch in new folders resumes with `resume_ckpt: auto`, to the weights of an
+    undisturbed run."""
     storage = tmp_path / "storage"
 
     def launch(name, code, *more):
@@ -487,10 +467,9 @@ def test_workers_without_a_shared_folder_go_on_through_the_storage(command, job,
 
 
 @needs_ray
-@pytest.mark.slow
-def test_ctrl_c_is_polite(command, tiny, work, tracked, tmp_path, cluster):
-    """Ctrl-C in the command: the batch is finished, the checkpoint saved, the run KILLED, exit code 130, no worker
-    left."""
+def test_ctrl_c_saves_and_ends_the_run(command, tiny, work, tracked, tmp_path, cluster):
+    """SIGINT to the command finishes the batch and saves a checkpoint; the run is KILLED, the exit code 130, and no
+    worker remains."""
     arguments = ["train.num_epochs=100", "engine.processes=2", notes(tmp_path, waits=[1])]
     running = command.start("train", tiny, on(f"'{cluster.address}'"), *arguments, cwd=work, **ALONE)
     running.says("waits in epoch 1")
@@ -503,21 +482,19 @@ def test_ctrl_c_is_polite(command, tiny, work, tracked, tmp_path, cluster):
 
     assert 5 < torch.load(done.folder / "last.ckpt", weights_only=True)["global_step"] < 500
     launch = json.loads((done.folder / "environment.json").read_text())["launch"]
-    until(lambda: not of_launch(launch), "the end of the workers")
+    commands.wait_for(lambda: not of_launch(launch), "the end of the workers")
 
 
 @needs_ray
-@pytest.mark.slow
 def test_a_killed_driver_takes_its_workers_along_and_auto_goes_on(command, job, tiny, work, tracked, tmp_path):
-    """The command is killed by SIGKILL: its workers, and the cluster that it had started, end. The same command with
-    `train.resume_ckpt=auto` goes on in the same run, to the weights of an undisturbed one."""
+    """If the command is killed, its workers end. The same command with `train.resume_ckpt=auto` resumes the run, to the
+    weights of an undisturbed one."""
     arguments = ["train.num_epochs=3", "engine.processes=2", "train.resume_ckpt=auto", notes(tmp_path, waits=[1])]
     arguments += ["logger.params.experiment_name=driver"]
     running = command.start("train", tiny, on("local", SMALL), *arguments, cwd=work)
-    said = running.says("waits in epoch 1")
-    worker = int(said.rpartition("process ")[2].split()[0])
+    worker = int(running.says("waits in epoch 1").rpartition("process ")[2].split()[0])
     running.signal(signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{worker}").exists(), "the end of a worker")
+    commands.wait_for(lambda: not Path(f"/proc/{worker}").exists(), "the end of a worker")
     assert running.end().code == -signal.SIGKILL
     (tmp_path / "go-1").touch()
     done = command("train", tiny, on("local", SMALL), *arguments, cwd=work, code=0)
@@ -530,17 +507,15 @@ def test_a_killed_driver_takes_its_workers_along_and_auto_goes_on(command, job, 
 
 
 @needs_ray
-@pytest.mark.slow
-def test_a_cluster_without_gpus_is_told(command, tiny, work, cluster):
-    """`engine.gpus` on a cluster that has none: exit code 3, naming what it has."""
+def test_a_cluster_without_gpus_is_reported(command, tiny, work, cluster):
+    """`engine.gpus` on such a cluster ends with exit code 3 and the resources of the cluster."""
     done = command("train", tiny, "engine.gpus=1", on(f"'{cluster.address}'"), cwd=work, **ALONE, code=3)
     assert "engine.gpus: asks for 1 GPUs, and the Ray cluster has 2 CPUs and no GPU" in done.err
 
 
 @needs_ray
-@pytest.mark.slow
 def test_too_few_cpus_are_waited_for_with_doubling_pauses(command, tiny, work, cluster):
-    """Where there is no room it waits, twice as long each time, and after the last try ends with exit code 3."""
+    """Each pause is twice as long, and the last try ends with exit code 3."""
     params = ["backoff: {base_s: 0.2, factor: 2, max_tries: 4}"]
     done = command("train", tiny, "engine.processes=3", on(f"'{cluster.address}'", *params), cwd=work, **ALONE, code=3)
     lines = [line for line in done.err.splitlines() if "has room for 2, and the run needs 3 workers" in line]
@@ -549,23 +524,21 @@ def test_too_few_cpus_are_waited_for_with_doubling_pauses(command, tiny, work, c
 
 
 @needs_ray
-@pytest.mark.slow
-def test_what_listens_and_is_no_ray_is_told(command, tiny, work):
-    """An address where something listens that is no Ray cluster: exit code 3 after the time-out, not a hang."""
+def test_an_address_of_another_program_is_an_error(command, tiny, work):
+    """It ends with exit code 3 after the timeout instead of hanging."""
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        done = command("train", tiny, on(f"'{address}'", "connect_timeout_s: 1"), cwd=work, **ALONE)
-    assert done.code == 3, done
+        done = command("train", tiny, on(f"'{address}'", "connect_timeout_s: 1"), cwd=work, **ALONE, code=3)
     assert address in done.err
     assert "Traceback" not in done.err
 
 
 @needs_ray
 def test_each_worker_gets_the_code_once_sealed(monkeypatch):
-    """All workers get the code of the launch as it was when that began, also when they start again; each imports from
-    the folders that it shares with this machine, and from those whose code was sent."""
+    """All workers get the code of the start of the launch, also after a restart, and import from the folders that they
+    share with this machine and from the folder with that code."""
     sent = []
 
     def unpack(code, shared, git):
@@ -587,13 +560,12 @@ def test_each_worker_gets_the_code_once_sealed(monkeypatch):
 
 
 def test_a_worker_has_the_code_and_the_files_beside_it(tmp_path):
-    """An agent lays the code out in a folder that its owner alone can read; what lies beside is linked where the worker
-    has the folder too. It is gone when the worker is cleaned up."""
+    """An agent unpacks the code into a folder with mode 700, and links the other files if the worker shares the
+    original folder; `clean_up` removes it."""
     (tmp_path / "code" / "data").mkdir(parents=True)
     (tmp_path / "code" / "data" / "words.bin").write_bytes(b"words")
-    code = Code(
-        roots=[str(tmp_path / "code")], files={(0, "of_a_user/inner.py"): b"X = 1\n", (0, "beside.py"): b"Y = 2\n"}
-    )
+    files = {(0, "of_a_user/inner.py"): b"X = 1\n", (0, "beside.py"): b"Y = 2\n"}
+    code = Code(roots=[str(tmp_path / "code")], files=files)
     for shared, expected in (([], {"of_a_user", "beside.py"}), (code.roots, {"of_a_user", "beside.py", "data"})):
         agent = Agent()
         seal = Path(agent.unpack(code, shared))
@@ -607,7 +579,7 @@ def test_a_worker_has_the_code_and_the_files_beside_it(tmp_path):
 
 
 def test_a_worker_that_nobody_sends_a_config_says_so(monkeypatch):
-    """The module by hand, with an empty standard input."""
+    """The module, run by hand with an empty stdin, ends with an error that names the launcher."""
     with open(os.devnull) as nothing:  # noqa: PTH123
         monkeypatch.setattr(worker_stdin, "_STDIN", nothing.fileno())
         with pytest.raises(SetupError, match="is started by the launcher `Ray`"):
@@ -615,7 +587,7 @@ def test_a_worker_that_nobody_sends_a_config_says_so(monkeypatch):
 
 
 def test_a_run_that_a_worker_has_made_is_own(tmp_path):
-    """Where its folder is on this machine in the end: the output of the first worker has its path."""
+    """A run whose folder the output of the first worker names counts as one of this user."""
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.config.write_text(f"seed: 1  # {tmp_path}\n")
@@ -625,7 +597,7 @@ def test_a_run_that_a_worker_has_made_is_own(tmp_path):
 
 
 def test_a_worker_adds_its_callback_and_copies_files(monkeypatch, tmp_path):
-    """Where the launcher has started the process; any other process has no hooks of this launcher."""
+    """The launcher's hooks apply only to processes that it has started."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     assert hooks_here().copies_files is False
@@ -642,7 +614,7 @@ def test_a_worker_adds_its_callback_and_copies_files(monkeypatch, tmp_path):
 
 
 def test_the_parameters_of_the_launcher_have_the_names_of_older_systems():
-    """What the manual has for `num_cpus_per_worker` is a parameter."""
+    """The param that the manual gives for `num_cpus_per_worker` exists."""
     migrate = pytest.importorskip("deeplightning_migrate")
     page = Path(migrate.__file__).parent / "docs" / "words.md"
     (name,) = re.findall(r"\| `num_cpus_per_worker` \| `engine\.launcher\.params\.(\w+)` \|", page.read_text())
@@ -666,21 +638,16 @@ except ray.exceptions.RayActorError as error:
 @needs_ray
 @pytest.mark.slow
 def test_an_actor_of_ray_says_that_its_module_is_missing(tmp_path):
-    """Where the workers lack the module that the actor's class is in."""
+    """Canary: Ray's error for an actor whose module is missing contains the text that the launcher looks for."""
     (tmp_path / "only_here.py").write_text("class Agent:\n    def about(self):\n        return 1\n")
-    done = subprocess.run(
-        [sys.executable, "-c", ON_RAY, str(tmp_path)],
-        env=os.environ | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TMPDIR": "/tmp"},
-        cwd=Path.cwd().root,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    env = os.environ | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TMPDIR": "/tmp"}
+    program = [sys.executable, "-c", ON_RAY, str(tmp_path)]
+    done = subprocess.run(program, env=env, cwd=Path.cwd().root, capture_output=True, text=True, timeout=180)
     assert ray_workers.NO_MODULE in done.stdout, done
 
 
 def test_a_local_cluster_for_all_gpus_has_all_cpus(monkeypatch):
-    """Each of an unknown number of GPUs needs a worker's CPUs."""
+    """Each GPU, of an unknown number, needs the CPUs of a worker."""
     seen = {}
     monkeypatch.setattr(launcher, "connect", lambda *_, **own: seen.update(own) or contextlib.nullcontext())
     monkeypatch.setattr(launcher, "Supervisor", lambda *_: SimpleNamespace(run=lambda: 0))
@@ -691,6 +658,6 @@ def test_a_local_cluster_for_all_gpus_has_all_cpus(monkeypatch):
 
 @needs_ray
 def test_workers_that_need_nothing_are_refused(tiny):
-    """Ray reserves nothing for them."""
+    """`cpus_per_worker: 0` without GPUs is rejected, because Ray would reserve nothing."""
     with pytest.raises(ConfigError, match="cpus_per_worker: 0"):
         Supervisor(Ray(cpus_per_worker=0), Job(load_config(tiny), tiny), ray_cluster.Connection("of no one", True))

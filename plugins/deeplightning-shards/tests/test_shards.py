@@ -1,4 +1,4 @@
-"""Pictures in tar shards: found by one pass, read shard after shard, each once in an epoch, resumed bit for bit."""
+"""Pictures in tar shards are indexed in one pass, read shard by shard, once per epoch, and resumed bit-identically."""
 
 import io
 import itertools
@@ -6,11 +6,11 @@ import json
 import logging
 import pickle
 import tarfile
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import digest
+from modules import data_config, on_rank
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -20,8 +20,7 @@ module = pytest.importorskip("deeplightning_shards.tar_files")
 parts = pytest.importorskip("deeplightning_shards.data")
 expand, ShardBatches, Shards = module.expand, parts.ShardBatches, parts.Shards
 
-EACH = 25  # samples of a shard
-ROWS = 240  # samples in `tars`
+SAMPLES_PER_SHARD = 25
 
 
 def encoded(pixels):
@@ -31,7 +30,7 @@ def encoded(pixels):
 
 
 def write(path, members):
-    """A tar file of names and contents."""
+    """Write a tar file with these names and contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in members:
@@ -42,7 +41,7 @@ def write(path, members):
 
 
 def digits(numbers):
-    """Members of so many digits; every third label is in JSON."""
+    """Yield the members of digits; every third label is in JSON."""
     pictures, labels = load_digits(return_X_y=True)
     for n in numbers:
         yield f"{n:05}.png", encoded((pictures[n].reshape(8, 8) * 15).astype(np.uint8))
@@ -52,12 +51,12 @@ def digits(numbers):
 
 @pytest.fixture(scope="module")
 def tars(tmp_path_factory):
-    """Eight shards of digits to learn from, and one each to validate and test with."""
+    """Eight training shards of digits, and one each for validation and test."""
     folder = tmp_path_factory.mktemp("shards")
     for shard in range(8):
-        write(folder / f"train-{shard:03}.tar", digits(range(shard * EACH, (shard + 1) * EACH)))
+        write(folder / f"train-{shard:03}.tar", digits(range(shard * 25, (shard + 1) * 25)))
     write(folder / "val.tar", digits(range(200, 220)))
-    write(folder / "test.tar", digits(range(220, ROWS)))
+    write(folder / "test.tar", digits(range(220, 240)))
     return folder
 
 
@@ -72,15 +71,14 @@ TRAIN = "train-{000..007}.tar"
 
 
 def ready(root, train=TRAIN, *, workers=0, batch=8, seed=1, stage=None, **params):
-    data = {"batch_size": batch, "num_workers": workers, "num_splits": None, "fold": 0, "loader": {}}
-    cfg = SimpleNamespace(seed=seed, data=SimpleNamespace(root=str(root), **data))
+    cfg = data_config(root, seed, batch_size=batch, num_workers=workers)
     found = Shards(cfg, train, **({"image_size": 8, "mode": "L"} | params))
     found.setup(stage)
     return found
 
 
-def seen(batches):
-    """Index, label and pixels of each sample, in order."""
+def samples(batches):
+    """Return index, label and pixels of each sample, in order."""
     return [
         (index, label, image.numpy().tobytes())
         for batch in batches
@@ -88,7 +86,7 @@ def seen(batches):
     ]
 
 
-# Finding
+# ---- finding shards
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,7 @@ def seen(batches):
     ],
 )
 def test_a_pattern_stands_for_names(pattern, names):
-    """Ranges keep their zeros, and several braces give each pair."""
+    """Ranges keep leading zeros, and several braces give all combinations."""
     assert expand(pattern) == names
 
 
@@ -125,13 +123,14 @@ def test_a_pattern_stands_for_names(pattern, names):
     ],
 )
 def test_what_is_typed_wrong_is_named(params, words, tars):
-    """Patterns that match nothing, sets that overlap and impossible values end with the key and what is there."""
+    """Patterns without a match, overlapping sets and impossible values end with an error that has the key or the
+    available shards."""
     with pytest.raises((DataConfigError, DataError), match=words):
         ready(tars, **params)
 
 
 def test_samples_are_those_of_the_archives(tars):
-    """Pixels and labels of all sets, in data order, are what went into the shards; classes are in order of number."""
+    """Pixels and labels of all sets, in data order, equal those in the shards; classes are sorted by number."""
     found = ready(tars, validation="val.tar", test="test.tar")
     pictures, labels = load_digits(return_X_y=True)
     assert found.class_names == [str(n) for n in range(10)]
@@ -144,29 +143,29 @@ def test_samples_are_those_of_the_archives(tars):
     assert sum(map(len, (names.dataset(split) for split in ("train", "val", "test")))) == 200
 
 
-# Order
+# ---- order
 
 
 @pytest.mark.slow
 def test_each_sample_once_an_epoch_in_an_order_of_seed_and_epoch(tars):
-    """Also with loader workers; samples that follow each other are of few shards."""
+    """The order is the same with loader workers; samples within a window come from few shards."""
     one, other = ready(tars, validation="val.tar", window=50), ready(tars, validation="val.tar", window=50, workers=1)
-    first, again = seen(one.train_dataloader()), seen(other.train_dataloader())
-    assert first == again
+    first = samples(one.train_dataloader())
+    assert first == samples(other.train_dataloader())
     assert sorted(index for index, *_ in first) == [*range(200)]
     sampler = one.train_dataloader().sampler
     sampler.set_epoch(1)
     second = np.concatenate([*sampler.arrays()])
     assert sorted(second) == [*range(200)]
     assert second.tolist() != [index for index, *_ in first]
-    assert all(len({*(second[at : at + 50] // EACH)}) <= 2 for at in range(0, 200, 50))
-    assert seen(ready(tars, validation="val.tar", window=50, seed=2).train_dataloader()) != first
+    assert all(len({*(second[at : at + 50] // SAMPLES_PER_SHARD)}) <= 2 for at in range(0, 200, 50))
+    assert samples(ready(tars, validation="val.tar", window=50, seed=2).train_dataloader()) != first
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 16, 300])
 def test_processes_have_parts_of_their_own(world, tars):
-    """Over all processes each sample occurs once, all have equally many batches, and a process reads the shards of its
-    part alone, whether there are more processes than shards, or than samples."""
+    """Each sample occurs once over all processes, all have the same number of batches, and each reads only the shards
+    of its part, also with more processes than shards or samples."""
     dataset = ready(tars, validation="val.tar").dataset("train")
     parts = []
     for rank in range(world):
@@ -174,26 +173,19 @@ def test_processes_have_parts_of_their_own(world, tars):
         batches = [*sampler.arrays()]
         assert len(batches) == len(sampler)
         parts.append(np.concatenate(batches))
-        assert len({*(parts[-1][parts[-1] >= 0] // EACH)}) <= -(-8 // world) + 1
+        assert len({*(parts[-1][parts[-1] >= 0] // SAMPLES_PER_SHARD)}) <= -(-8 // world) + 1
     together = np.concatenate(parts)
     assert sorted(together[together >= 0]) == [*range(200)]
 
 
 def test_fewer_shards_than_processes(tars, caplog):
-    """A warning names both numbers, and the run trains."""
-    found = ready(tars, "train-000.tar", validation="val.tar", test="test.tar")
-    found.trainer = SimpleNamespace(
-        world_size=2, global_rank=0, is_global_zero=True, limit_train_batches=1.0, training=False, strategy=None,
-        fit_loop=SimpleNamespace(
-            epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=0, ready=0)),
-            epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0))),
-        ),
-    )  # fmt: skip
-    assert len(seen(found.train_dataloader())) == 13
+    """A warning has both numbers, and the run trains."""
+    found = on_rank(ready(tars, "train-000.tar", validation="val.tar", test="test.tar"), world=2)
+    assert len(samples(found.train_dataloader())) == 13
     assert "There are 1 training shards for 2 processes" in caplog.text
 
 
-# Damage
+# ---- damaged shards
 
 
 def good(n):
@@ -212,8 +204,8 @@ def good(n):
         ([("b.png", b""), ("b.json", b"[" * 100_000)], "b.json is not JSON"),
     ],
 )
-def test_a_sample_that_is_not_whole(member, words, tmp_path, caplog):
-    """It ends the run with shard and key (exit code 3), or is left out and counted."""
+def test_an_incomplete_sample_is_an_error_or_skipped(member, words, tmp_path, caplog):
+    """The error has shard and key, and exit code 3; a skipped sample is counted in a warning."""
     members = [pair for n in range(15) for pair in good(n)]
     write(tmp_path / "bad.tar", members[:8] + member + members[8:])
     with pytest.raises(DataError, match=words) as caught:
@@ -226,7 +218,7 @@ def test_a_sample_that_is_not_whole(member, words, tmp_path, caplog):
 
 
 def test_a_picture_that_cannot_be_decoded(tmp_path, caplog):
-    """The batch that needs it ends the run with shard and member and the remedy; `skip` leaves it out."""
+    """The batch that contains it ends with an error that has shard, member and remedy; `skip` leaves it out."""
     members = [pair for n in range(15) for pair in good(n)]
     write(tmp_path / "bad.tar", [*members, ("b.png", b"no picture"), ("b.cls", b"cat")])
     found = ready(tmp_path, "bad.tar")
@@ -240,9 +232,8 @@ def test_a_picture_that_cannot_be_decoded(tmp_path, caplog):
 
 @pytest.mark.parametrize("ending", module.PICKLE_EXTENSIONS)
 def test_pickles_are_refused(ending, tmp_path):
-    """A member that only pickle reads ends the run before anything is decoded."""
-    members = [*good(1), (f"1.meta.{ending.upper()}", pickle.dumps({"a": 1}))]
-    write(tmp_path / "bad.tar", members)
+    """A member that requires pickle is an error even with `skip`."""
+    write(tmp_path / "bad.tar", [*good(1), (f"1.meta.{ending.upper()}", pickle.dumps({"a": 1}))])
     with pytest.raises(DataError, match=rf"bad.tar, member 1.meta.{ending.upper()}: it needs pickle, which can run"):
         ready(tmp_path, "bad.tar", on_bad_sample="skip")
 
@@ -268,14 +259,14 @@ def cut(path):
     ids=["no tar", "cut", "header", "empty"],
 )
 def test_a_damaged_shard(damage, words, tmp_path):
-    """It is named, and never taken for a shorter one."""
+    """A damaged shard is an error, and is never accepted as a shorter one."""
     damage(write(tmp_path / "bad.tar", [pair for n in range(15) for pair in good(n)]))
     with pytest.raises(DataError, match=words):
         ready(tmp_path, "bad.tar")
 
 
 def test_headers_are_read_once(tars, monkeypatch):
-    """A later start takes the index from the cache; a changed shard is read again."""
+    """A later start reads the index from the cache; a changed shard is indexed again."""
     read, index_of = [], module.index_of
     monkeypatch.setattr(module, "index_of", lambda *args: read.append(args[1].name) or index_of(*args))
     first, again = ready(tars, test="test.tar"), ready(tars, test="test.tar", seed=4)
@@ -287,7 +278,7 @@ def test_headers_are_read_once(tars, monkeypatch):
 
 
 def test_shards_at_an_address(tars, cache, monkeypatch):
-    """They are copied when they are needed, into a folder of limited size, and give the same batches."""
+    """Remote shards are copied on demand into a folder of limited size, and give the same batches."""
     import fsspec
 
     store = fsspec.filesystem("memory")
@@ -296,7 +287,7 @@ def test_shards_at_an_address(tars, cache, monkeypatch):
     size = max(path.stat().st_size for path in tars.glob("*.tar"))
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(3.5 * size / 2**30))
     found, wanted = ready("memory://bucket", validation="val.tar"), ready(tars, validation="val.tar")
-    assert seen(found.train_dataloader()) == seen(wanted.train_dataloader())
+    assert samples(found.train_dataloader()) == samples(wanted.train_dataloader())
     assert 1 <= len([*(cache / "deeplightning" / "shards" / "copies").glob("*.tar")]) <= 3
     with pytest.raises(DataError, match=r"memory://bucket has no shard valid\.tar"):
         ready("memory://bucket", validation="valid.tar")
@@ -312,7 +303,7 @@ def test_shards_at_an_address(tars, cache, monkeypatch):
     ],
 )
 def test_an_address_that_cannot_be_read_is_one_note(root, error, words, monkeypatch):
-    """Without a password or a signature; a missing library is named as fsspec names it."""
+    """The error contains no password or signature, and names a missing library."""
     from fsspec.core import url_to_fs
 
     def without_s3(root):
@@ -327,12 +318,12 @@ def test_an_address_that_cannot_be_read_is_one_note(root, error, words, monkeypa
     assert "s3cret" not in str(caught.value)
 
 
-# Runs
+# ---- runs
 
 
 @pytest.fixture(scope="module")
 def settings(tars, tmp_path_factory):
-    """Overrides of the tiny config, and where its runs keep the index."""
+    """Overrides of the tiny config, and variables with the folder of the cache."""
     params = f"image_size: 8, mode: L, window: 60, train: '{TRAIN}', validation: val.tar, test: test.tar"
     words = [
         "~data.module",
@@ -345,37 +336,36 @@ def settings(tars, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(train, settings):
+def uninterrupted(train, settings):
     words, variables = settings
     return train(*words, "train.num_epochs=2", "train.export=true", "stages=[train,test]", **variables)
 
 
-def test_a_run_that_stops_inside_an_epoch_resumes_bit_for_bit(whole, train, settings):
-    """13 batches an epoch; ended after 17, it reads what an uninterrupted run reads."""
+def test_a_run_that_stops_inside_an_epoch_resumes_bit_for_bit(uninterrupted, train, settings):
+    """An epoch has 13 batches; a run that stops after 17 resumes to the weights of an uninterrupted one."""
     words, variables = settings
     words = [*words, "train.num_epochs=2", "train.export=true", "stages=[train,test]"]
-    parts = train(*words, "train.max_steps=17", **variables)
-    resumed = train(*words, f"train.resume_ckpt='{parts.folder}'", **variables)
-    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    stopped = train(*words, "train.max_steps=17", **variables)
+    resumed = train(*words, f"train.resume_ckpt='{stopped.folder}'", **variables)
+    assert digest(resumed.folder / "last.ckpt") == digest(uninterrupted.folder / "last.ckpt")
 
 
-@pytest.mark.slow
 def test_two_processes_resume_bit_for_bit(job, settings):
-    """Each process resumes in its own part of the shards."""
+    """Each process resumes in its part of the shards."""
     words, variables = settings
     words = [*words, "train.num_epochs=2", "data.batch_size=8"]
     expected = job(*words, **variables)
-    parts = job(*words, "train.max_steps=17", **variables)
-    resumed = job(*words, f"train.resume_ckpt='{parts.folder}'", **variables)
+    stopped = job(*words, "train.max_steps=17", **variables)
+    resumed = job(*words, f"train.resume_ckpt='{stopped.folder}'", **variables)
     assert digest(resumed.folder / "last.ckpt") == digest(expected.folder / "last.ckpt")
 
 
-def test_the_other_verbs_take_shards(command, tiny, settings, tars, tmp_path, whole):
-    """`check`, its dry run, `stats` and `export` do with shards what they do with a folder of pictures."""
+def test_the_other_verbs_take_shards(command, tiny, settings, tars, tmp_path, uninterrupted):
+    """`check`, its dry run, `stats` and `export` work with shards as with a folder of pictures."""
     words, variables = settings
     for verb in (["check"], ["check", "--dry-run"], ["stats"]):
         outcome = command(verb[0], tiny, *verb[1:], *words, cwd=tmp_path, **variables, code=0)
     assert "200" in outcome.out
-    outcome = command("export", whole.folder, cwd=tmp_path, **variables, code=0)
+    command("export", uninterrupted.folder, cwd=tmp_path, **variables, code=0)
     missing = command("train", tiny, *words, "data.module.params.test=tests.tar", cwd=tmp_path, **variables)
     assert (missing.code, "has no shard tests.tar" in missing.err) == (3, True), missing

@@ -1,10 +1,9 @@
-"""Runs in Slurm: the real one, started here with two emulated nodes and no cgroups, and taken down at the end.
+"""Runs in a real Slurm, which is started with two emulated nodes and no cgroups, and stopped at the end.
 
-It needs root and Debian's `slurm-wlm` and `munge` (`apt-get install slurm-wlm munge`).
+This needs root and Debian's `slurm-wlm` and `munge` (`apt-get install slurm-wlm munge`).
 """
 
 import contextlib
-import csv
 import ctypes
 import os
 import re
@@ -18,9 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import commands
 import pytest
 from commands import LIMIT_SECONDS, Outcome, environment, free_port
 from conftest import digest
+from tiny import csv_rows
 
 from deeplightning.config.examine import load_config
 from deeplightning.config.own_runs import is_own
@@ -44,7 +45,7 @@ CONF = """\
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
-# A job that goes back into the queue waits a second longer than a credential lasts.
+# A requeued job waits a second longer than a credential lasts.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
@@ -76,7 +77,7 @@ PartitionName=gpu Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=5
 """
 
 OWN = '''\
-"""A user's own code, beside the config."""
+"""User code beside the config."""
 
 import os
 import pathlib
@@ -87,7 +88,7 @@ import pytorch_lightning as pl
 
 
 class Waits(pl.Callback):
-    """Stops in the third batch of the second epoch until a file is there."""
+    """Waits in the third batch of the second epoch until a file exists."""
 
     def __init__(self, until):
         self.until = pathlib.Path(until)
@@ -95,14 +96,14 @@ class Waits(pl.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.current_epoch == 1 and batch_idx == 2:
             print("waits", flush=True)
-            longest = time.monotonic() + 600  # Slurm's tasks outlive tests that are killed
+            longest = time.monotonic() + 600  # Slurm's tasks survive killed tests
             while not self.until.exists():
                 assert time.monotonic() < longest
                 time.sleep(0.01)
 
 
 class Dies(pl.Callback):
-    """Rank 1 is killed in the third batch of the second epoch, the first time."""
+    """Kills rank 1 in the third batch of the second epoch, once."""
 
     def __init__(self, times):
         self.times = pathlib.Path(times)
@@ -115,16 +116,15 @@ class Dies(pl.Callback):
 
 
 def dies_with_its_parent():
-    """In a child: whatever becomes of the tests, no daemon of theirs stays (PR_SET_PDEATHSIG is 1)."""
+    """Kill this child when the tests end, in any way (PR_SET_PDEATHSIG is 1)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Cluster:
-    """A Slurm of two nodes on this machine."""
+    """Slurm with two nodes on this machine."""
 
     def __init__(self, folder):
-        self.folder, self.conf = folder, folder / "slurm.conf"
-        self.daemons = []
+        self.folder, self.conf, self.daemons = folder, folder / "slurm.conf", []
 
     def up(self):
         folder = self.folder
@@ -148,31 +148,18 @@ class Cluster:
 
     def start(self, *command):
         with (self.folder / f"{command[0]}.{len(self.daemons)}.log").open("w") as log:
-            path = shutil.which(command[0]) or f"/usr/sbin/{command[0]}"
-            self.daemons.append(
-                subprocess.Popen(
-                    [path, *command[1:]],
-                    stdout=log,
-                    stderr=log,
-                    env=environment(**self.variables),
-                    preexec_fn=dies_with_its_parent,
-                )
-            )
+            program = [shutil.which(command[0]) or f"/usr/sbin/{command[0]}", *command[1:]]
+            options = {"env": environment(**self.variables), "preexec_fn": dies_with_its_parent}
+            self.daemons.append(subprocess.Popen(program, stdout=log, stderr=log, **options))
 
     def ask(self, *command, check=True, cwd=None):
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=environment(**self.variables),
-            timeout=LIMIT_SECONDS,
-            cwd=cwd or self.folder,
-        )
+        options = {"cwd": cwd or self.folder, "env": environment(**self.variables), "timeout": LIMIT_SECONDS}
+        done = subprocess.run(command, capture_output=True, text=True, **options)
         assert done.returncode == 0 or not check, (command, done.stdout, done.stderr)
         return done.stdout if check else done.stdout + done.stderr
 
     def about(self, job, check=True):
-        """What Slurm knows of a job; without `check`, nothing where it knows no such job."""
+        """Return the properties of a job; without `check`, {} for an unknown job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", "-o", job, check=check)))
 
     def down(self):
@@ -190,26 +177,22 @@ class Cluster:
                 daemon.wait()
 
 
-LONG = 4 * LIMIT_SECONDS  # seconds; processes that Slurm starts import all they need, once more after a requeue
+LONG_SECONDS = 4 * LIMIT_SECONDS  # processes that Slurm starts import everything, and again after a requeue
 
 
-def wait_for(happened, what, longest=LONG):
-    until = time.monotonic() + longest
-    while not (found := happened()):
-        assert time.monotonic() < until, f"timed out after {what}"
-        time.sleep(0.05)
-    return found
+def wait_for(happened, what, seconds=LONG_SECONDS):
+    return commands.wait_for(happened, what, seconds)
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """The Slurm that this file's tests share."""
+    """Slurm, shared by the tests of this file."""
     names = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
     missing = [name for name in names if shutil.which(name) is None and not Path(f"/usr/sbin/{name}").exists()]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge")
     if os.getuid() != 0:
-        pytest.skip("Slurm's daemons start the processes of others: they need root")
+        pytest.skip("Slurm's daemons start processes of other users, which requires root")
     folder = Path(tempfile.mkdtemp(prefix="deeplightning-slurm-"))  # a socket's path must be short
     folder.chmod(0o755)
     made = Cluster(folder)
@@ -224,7 +207,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory, tiny):
-    """A working directory of jobs, with a config and own code beside it in a folder below."""
+    """Working directory of jobs; config and user code are in its folder `configs`."""
     folder = tmp_path_factory.mktemp("jobs") / "a place"
     (folder / "configs").mkdir(parents=True)
     shutil.copy(tiny, folder / "configs" / "tiny.yaml")
@@ -234,7 +217,7 @@ def work(tmp_path_factory, tiny):
 
 @pytest.fixture
 def submit(cluster, work, command):
-    """`submit(override, …)` is the command that submits and follows a job, just started."""
+    """`submit(override, …)` starts a command that submits and follows a job."""
 
     def start(*overrides, config="configs/tiny.yaml", **variables):
         given = [LAUNCHER, "engine.launcher.params.master_addr=127.0.0.1", *overrides]
@@ -243,55 +226,51 @@ def submit(cluster, work, command):
     return start
 
 
+@pytest.fixture(scope="module")
+def local(job):
+    """Folder of the run of two local processes."""
+    return job("engine.backend=ddp").folder
+
+
 def job_of(running):
-    """The number of the job that a command has submitted."""
-    found = wait_for(lambda: re.search(r"job (\d+) is submitted", running._read("err")) or ended(running), "the job")
-    return found[1]
+    """Return the number of the job that a command has submitted."""
+    submitted = r"job (\d+) is submitted"
+    return wait_for(lambda: re.search(submitted, running._read("err")) or fail_if_ended(running), "the job")[1]
 
 
-def ended(running):
+def fail_if_ended(running):
     assert not running._read("code"), running.end()
 
 
-def end_of(running):
-    """How it ended, when it has."""
-    wait_for(lambda: running._read("code"), "its end")
-    return running.end()
+def end_of(running, code=None):
+    """Wait for the end of a command, longer than `Running.end`; return its outcome, whose exit code must be `code`."""
+    running.ended(LONG_SECONDS)
+    return running.end(code)
 
 
-def stands(running):
-    """When rank 0 waits in its batch."""
+def wait_for_batch(running):
+    """Wait until rank 0 waits in its batch."""
     wait_for(lambda: "waits\n" in running._read("out"), "the batch")
 
 
 # ---- without Slurm
 
 
-STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[03-04]",
-}
+STEP = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "3", "LOCALID": "1", "NODEID": "1", "STEP_NUM_TASKS": "4"}
+STEP |= {"STEP_NUM_NODES": "2", "STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "n[03-04]"}
+STEP = {f"SLURM_{name}": value for name, value in STEP.items()}
 
 
 def test_the_address_of_the_config_wins(command, tiny, place):
-    """master_addr and master_port of the launcher hold for tasks that srun starts, too."""
-    params = "engine.launcher.params={master_addr: 10.0.0.9, master_port: 4711}"
-    planned = command(
-        "plan", tiny, LAUNCHER, params, "engine.processes=2", cwd=place, **STEP | {"MASTER_ADDR": "n9"}, code=0
-    )
+    """The launcher's master_addr and master_port also apply to tasks that srun starts."""
+    words = ["engine.launcher.params={master_addr: 10.0.0.9, master_port: 4711}", "engine.processes=2"]
+    planned = command("plan", tiny, LAUNCHER, *words, cwd=place, **STEP | {"MASTER_ADDR": "n9"}, code=0)
     assert "MASTER_ADDR: 10.0.0.9\n" in planned.out
     assert "MASTER_PORT: '4711'\n" in planned.out
 
 
 def test_plan_prints_the_script(command, tiny, place, tmp_path):
-    """What would be handed to sbatch, with every option, and nothing is written; no Slurm is needed."""
+    """`plan` prints the script for sbatch with every option; it writes nothing and does not need Slurm."""
     params = (
         "{partition: long, time: '1-00:00:00', mem: 4G, cpus_per_task: 3, account: us, constraint: a100, qos: high, "
         f"sbatch: {{mail_type: END, exclusive: true, requeue: false}}, setup: [module load x], folder: '{tmp_path}/s', "
@@ -311,28 +290,27 @@ def test_plan_prints_the_script(command, tiny, place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "variables", "code", "told"),
+    ("words", "variables", "code", "message"),
     [
         ([], {"PATH": "/nowhere"}, 3, "error: .*engine.launcher: `sbatch` is not installed here"),
         ([], {"SLURM_JOB_ID": "7"}, 3, "this command runs in Slurm job 7 and would.*srun deeplightning train"),
         (["engine.gpus=auto"], {}, 2, "engine.gpus: auto: a job needs a number of GPUs"),
     ],
 )
-def test_a_job_that_cannot_be_is_not_submitted(command, tiny, place, tmp_path, words, variables, code, told):
-    """Without Slurm, in a batch script, which would submit a second job, or for all GPUs, which is no number: one note
-    that names it, and nothing is left."""
+def test_an_impossible_job_is_not_submitted(command, tiny, place, tmp_path, words, variables, code, message):
+    """Missing Slurm, a surrounding job and `gpus: auto` are reported, and no file is written."""
     for name in ("sbatch", "scontrol"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables
     folder = f"engine.launcher.params.folder={tmp_path}/s"
     refused = command("train", tiny, LAUNCHER, folder, *words, cwd=place, **variables, code=code)
-    assert re.search(told, " ".join(refused.err.split())), refused
+    assert re.search(message, " ".join(refused.err.split())), refused
     assert not (tmp_path / "s").exists()
 
 
 def test_a_missing_submitit_is_named_with_its_remedy(tiny, monkeypatch):
-    """Where the extra is not installed: the command that installs it, exit code 3."""
+    """Without submitit the error has the command that installs the extra `slurm`."""
     monkeypatch.setitem(sys.modules, "submitit.slurm.slurm", None)
     with pytest.raises(SetupError, match=r"pip install 'deeplightning\[slurm\]'"):
         Slurm().plan(Job(load_config(tiny), tiny))
@@ -349,13 +327,13 @@ def test_a_missing_submitit_is_named_with_its_remedy(tiny, monkeypatch):
     ],
 )
 def test_impossible_arguments_are_refused(params, words):
-    """By the constructor, in words."""
+    """The constructor raises ValueError with the param and its value."""
     with pytest.raises(ValueError, match=words):
         Slurm(**params)
 
 
 def test_times_are_read_as_sbatch_reads_them():
-    """Every form of sbatch's manual, in seconds; no limit, and what is none of them, as None."""
+    """Every format of sbatch's manual is converted to seconds; no limit and an unknown format give None."""
     forms = {90: 5400, "1:30": 90, "1:30:05": 5405, "2-12": 216000, "2-12:30": 217800, "2-12:30:10": 217810}
     assert {form: seconds_of(form) for form in forms} == forms
     assert {seconds_of(form) for form in (0, "UNLIMITED", None, "soon")} == {None}
@@ -365,8 +343,8 @@ def test_times_are_read_as_sbatch_reads_them():
 
 @pytest.fixture
 def script(tmp_path):
-    """`script(batches, code, …)` ends the tasks of a job with an exit code, after so many batches where they asked to
-    go back into the queue; gives what the lines behind them did: exit code, stderr, and what Slurm was asked."""
+    """`script(batches, code, …)` runs the end of a job's script after its tasks ended with an exit code and, if
+    `batches` is not None, asked for a requeue after so many batches; returns exit code, stderr and scontrol calls."""
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>"{tmp_path}/asked"\n')
     (tmp_path / "scontrol").chmod(0o755)
 
@@ -378,9 +356,8 @@ def script(tmp_path):
         lines = [*place, f"(exit {code})", *after_tasks(restarts, max_requeues)]
         variables = {"DEEPLIGHTNING_REQUEUE": f"{tmp_path}/again"}
         env = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        done = subprocess.run(
-            ["bash", "-c", "\n".join(lines)], env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS
-        )
+        program = ["bash", "-c", "\n".join(lines)]
+        done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
         asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
         return done.returncode, done.stderr, asked
 
@@ -388,8 +365,8 @@ def script(tmp_path):
 
 
 def test_a_job_that_never_trains_is_not_started_for_ever(script):
-    """Three starts in a row that trained nothing, killed before they could ask or not: the job ends with exit code 5
-    and the reason; batches, a preemption or a file that somebody else made begin the count anew."""
+    """After three starts in a row without a batch the job ends with exit code 5 and the reason; a trained batch, a
+    preemption or an empty file resets the count."""
     again = (0, "", "requeue 7\n")
     for batches in ("12", "preempted", ""):
         assert script(None, 138) == again
@@ -397,25 +374,25 @@ def test_a_job_that_never_trains_is_not_started_for_ever(script):
         assert script(batches, 143) == again
     assert script("0", 143) == again
     assert script(None, 138) == again
-    code, told, asked = script(None, 138)
+    code, err, asked = script(None, 138)
     assert (code, asked) == (5, "")
-    assert "error: the job started 3 times in a row without training a batch" in told
-    assert "engine.launcher.params.time" in told
+    assert "error: the job started 3 times in a row without training a batch" in err
+    assert "engine.launcher.params.time" in err
 
 
 def test_requeues_have_a_limit(script):
-    """`max_requeues: 2`: the third time the job ends with exit code 5, however much it has trained; a job that ends by
-    itself keeps its exit code."""
+    """With `max_requeues: 2` the third requeue is refused with exit code 5; a job that ends by itself keeps its exit
+    code."""
     assert script("12", 143, 2) == (0, "", "requeue 7\n")
     assert script("12", 143, 2) == (0, "", "requeue 7\n")
     assert script(None, 4, 2) == (4, "", "")
-    code, told, asked = script("12", 143, 2)
+    code, err, asked = script("12", 143, 2)
     assert (code, asked) == (5, "")
-    assert "requeued 2 times, the limit set by engine.launcher.params.max_requeues" in told
+    assert "requeued 2 times, the limit set by engine.launcher.params.max_requeues" in err
 
 
 def test_a_lost_worker_sends_the_job_back_as_often_as_asked(script):
-    """A killed task, `engine.max_restarts` times; not one that somebody has ended, or that has failed."""
+    """`engine.max_restarts` requeues a job with a killed task, but not with one that was terminated or that failed."""
     assert script(None, 137) == (137, "", "")
     for code in (143, 2):
         assert script(None, code, restarts=1) == (code, "", "")
@@ -425,7 +402,7 @@ def test_a_lost_worker_sends_the_job_back_as_often_as_asked(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_the_example_scripts_are_shell(script):
-    """bash can read them, and each asks to be warned before its time is over."""
+    """bash can parse them, and each requests a signal before its time limit."""
     subprocess.run(["bash", "-n", script], check=True, timeout=LIMIT_SECONDS)
     assert "#SBATCH --signal=USR1@" in script.read_text()
 
@@ -435,32 +412,31 @@ def test_the_example_scripts_are_shell(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_slurm_takes_the_example_scripts(script, cluster):
-    """`sbatch --test-only` finds nothing to refuse."""
+    """`sbatch --test-only` accepts them."""
     assert "to start at" in cluster.ask("sbatch", "--test-only", "--gres=none", script, check=False)
 
 
 def test_an_impossible_partition_is_refused_in_slurms_words(submit):
-    """Exit code 3, and what sbatch says, once."""
+    """The exit code is 3, and the message of sbatch appears once."""
     refused = submit("engine.launcher.params.partition=nowhere").end(code=3)
     assert refused.err.count("nvalid partition name specified") == 1, refused
     assert "error: override engine.launcher" in refused.err or "engine.launcher: Slurm refuses the job" in refused.err
 
 
-def test_a_job_that_waits_says_why_and_a_cancelled_one_is_told(submit, cluster, work):
-    """The reason is said once; `scancel` ends the command with exit code 5 and the state."""
+def test_the_reason_of_a_waiting_job_and_a_cancelled_job_are_reported(submit, cluster, work):
+    """The reason is printed once; after `scancel` the command ends with exit code 5 and the state."""
     running = submit("engine.launcher.params.sbatch.hold=true")
     job = job_of(running)
     wait_for(lambda: f"job {job} waits: JobHeldUser" in running._read("err"), "the reason")
     cluster.ask("scancel", job)
-    outcome = end_of(running)
-    assert outcome.code == 5
+    outcome = end_of(running, code=5)
     assert outcome.err.count("waits: ") == 1, outcome
     assert f"error: job {job} ended as CANCELLED" in outcome.err
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
 def test_the_command_may_go_and_the_job_stays(sent, submit, cluster):
-    """Ctrl-C says how to follow and how to end the job, which a closed shell leaves alone as well."""
+    """The job survives SIGINT, after which the command prints how to follow and end it, and SIGHUP."""
     running = submit("engine.launcher.params.sbatch.hold=true")
     job = job_of(running)
     running.signal(sent)
@@ -473,17 +449,18 @@ def test_the_command_may_go_and_the_job_stays(sent, submit, cluster):
         assert re.search(rf"tail -F .*{job}_0_log.out", outcome.err)
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, 0), (4, 4), pytest.param(137, 5, marks=pytest.mark.slow)])
-def test_output_and_exit_code_of_a_job_are_passed_on(code, told, submit):
-    """What the first task writes comes out here, on stdout and stderr as there; a killed one is a lost worker."""
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (4, 4), (137, 5)])
+def test_output_and_exit_code_of_a_job_are_passed_on(code, expected, submit):
+    """The command prints stdout and stderr of the first task; a killed task is a lost worker (5)."""
     fake = f"sh -c 'echo said; echo error: shown >&2; echo Artifact storage path: /x; exit {code}'"
-    outcome = submit(f'engine.launcher.params.python="{fake}"').end(code=told)
+    outcome = submit(f'engine.launcher.params.python="{fake}"').end(code=expected)
     assert outcome.out.splitlines() == ["said", "Artifact storage path: /x"]
     assert "error: shown" in outcome.err
 
 
 def test_a_frozen_config_has_no_secrets(submit):
-    """What came from the environment stands in the job's config by its name; the rest as it was submitted."""
+    """Values of the environment are references in the job's config, and no file contains them; other overrides are
+    resolved."""
     given = ("logger.params.tags={key: '${oc.env:THE_KEY}'}", "engine.launcher.params.python=/bin/true")
     given += ("engine.env.MY_API=hunter2-of-engine-env",)
     outcome = submit(*given, "data.batch_size=8", THE_KEY="hunter2").end(code=0)
@@ -500,17 +477,15 @@ def test_a_frozen_config_has_no_secrets(submit):
 
 @pytest.mark.slow
 def test_a_script_without_srun_is_one_process(cluster, work):
-    """A batch script, and a shell of salloc, are told from the tasks that srun starts."""
-    asked = (
-        "from deeplightning.process.identity import identity; found = identity(); "
-        "print(found and (found.rank, found.world, found.nodes, found.address))"
-    )
+    """Only tasks that srun starts have a rank, not a batch script or a shell of salloc."""
+    asked = "from deeplightning.process.identity import identity; found = identity(); "
+    asked += "print(found and (found.rank, found.world, found.nodes, found.address))"
     python = shlex.quote(sys.executable)
     script = f'#!/bin/bash\n{python} -c "{asked}"\nsrun {python} -c "{asked}" | sort\n'
     (work / "asks.sh").write_text(script)
-    cluster.ask("sbatch", "--wait", "-N2", "--ntasks-per-node=1", "-o", "said", "asks.sh", cwd=work)
+    cluster.ask("sbatch", "--wait", "-N2", "--ntasks-per-node=1", "-o", "ranks", "asks.sh", cwd=work)
     expected = ["None", "(0, 2, 2, '127.0.0.1')", "(1, 2, 2, '127.0.0.1')"]
-    assert (work / "said").read_text().splitlines() == expected
+    assert (work / "ranks").read_text().splitlines() == expected
     shell = cluster.ask("salloc", "-Q", "-N1", "-n2", sys.executable, "-c", asked, cwd=work)
     assert shell.splitlines() == ["None"]
 
@@ -518,55 +493,45 @@ def test_a_script_without_srun_is_one_process(cluster, work):
 # ---- with Slurm and training
 
 
-def srun(cluster, work, *words):
-    """How `srun … deeplightning train` ended, as a person gives it."""
+def srun(cluster, work, *words, code=0):
+    """Run `srun … deeplightning train`; return its outcome, whose exit code must be `code`."""
     options = [word for word in words if word.startswith("-")]
     overrides = [word for word in words if not word.startswith("-")]
-    done = subprocess.run(
-        ["srun", *options, sys.executable, "-m", "deeplightning", "train", "configs/tiny.yaml", *overrides],
-        cwd=work,
-        env=environment(**cluster.variables),
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-    )
+    words = ["srun", *options, sys.executable, "-m", "deeplightning", "train", "configs/tiny.yaml", *overrides]
+    env = environment(**cluster.variables)
+    done = subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, timeout=LONG_SECONDS)
+    assert done.returncode == code, (done.stdout, done.stderr)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-def test_srun_starts_the_processes_of_two_nodes(cluster, work, job, tracked):
-    """`srun --nodes=2 --ntasks-per-node=1 deeplightning train` is one run of two processes, with the weights and losses
-    of two processes on one machine."""
+def test_srun_starts_the_processes_of_two_nodes(cluster, work, local, tracked):
+    """`srun --nodes=2 --ntasks-per-node=1 deeplightning train` is one run, with the weights and losses of two processes
+    on one machine."""
     done = srun(cluster, work, "--nodes=2", "--ntasks-per-node=1")
-    assert done.code == 0, done
     assert len(re.findall("^Artifact storage path", done.out, re.M)) == 1
     folder = done.folder
-    local = job("engine.backend=ddp").folder
     assert digest(folder / "last.ckpt") == digest(local / "last.ckpt")
     assert tracked(folder).series() == tracked(local).series()
     assert "num_nodes: 2" in (folder / "cfg.yaml").read_text()
     assert (folder / "logs" / "rank_1.log").exists()
 
 
-@pytest.mark.slow
-def test_srun_with_tasks_alone(cluster, work, job):
-    """`srun -n 2` on one node, which Lightning's own support refuses, is a run of two processes."""
+def test_srun_with_tasks_alone(cluster, work, local):
+    """`srun -n 2` on one node, which Lightning rejects, is a run of two processes."""
     done = srun(cluster, work, "-n2")
-    assert done.code == 0, done
-    assert digest(done.folder / "last.ckpt") == digest(job("engine.backend=ddp").folder / "last.ckpt")
+    assert digest(done.folder / "last.ckpt") == digest(local / "last.ckpt")
 
 
 @pytest.mark.slow
-def test_sizes_that_contradict_are_told_with_both_numbers(cluster, work):
-    """Three processes are asked for, and Slurm has started two: exit code 3."""
-    done = srun(cluster, work, "-n2", "engine.processes=3")
-    assert done.code == 3
+def test_contradicting_sizes_are_reported_with_both_numbers(cluster, work):
+    """A config with three processes for two tasks of Slurm ends with exit code 3."""
+    done = srun(cluster, work, "-n2", "engine.processes=3", code=3)
     assert "requests 3 processes, but Slurm started 2" in done.err
 
 
-@pytest.mark.slow
-def test_a_submitted_job_is_followed_to_its_end(submit, cluster, work, job, tracked):
-    """Own code beside the config reaches the tasks; editing config and code while the job waits changes nothing; the
-    last line is the run's folder, and the run is that of two processes on one machine."""
+def test_a_submitted_job_is_followed_to_its_end(submit, cluster, work, local, tracked):
+    """Tasks import user code beside the config; edits of config and code while the job waits have no effect. The last
+    line is the run's folder, and the weights are those of two processes on one machine."""
     config = work / "configs" / "waiting.yaml"
     shutil.copy(work / "configs" / "tiny.yaml", config)
     go_on = work / "go on"
@@ -587,24 +552,21 @@ def test_a_submitted_job_is_followed_to_its_end(submit, cluster, work, job, trac
     assert str(work / "configs") in kept.roots
     assert f"job {number} runs on n[1-2]" in outcome.err
     assert "waits" in outcome.out.splitlines()
-    assert digest(outcome.folder / "last.ckpt") == digest(job("engine.backend=ddp").folder / "last.ckpt")
+    assert digest(outcome.folder / "last.ckpt") == digest(local / "last.ckpt")
     assert tracked(outcome.folder).status == "FINISHED"
 
 
-@pytest.mark.slow
 def test_a_job_is_made_again_by_a_job(submit, cluster, work, command):
-    """`reproduce` of a run that Slurm started submits another job, which comes to the same weights."""
-    first = end_of(submit("engine.num_nodes=2"))
-    assert first.code == 0, first
-    again = end_of(command.start("reproduce", first.folder, cwd=work, **cluster.variables))
-    assert again.code == 0, again
+    """`reproduce` of a run in Slurm submits another job, which trains the same weights."""
+    first = end_of(submit("engine.num_nodes=2"), code=0)
+    again = end_of(command.start("reproduce", first.folder, cwd=work, **cluster.variables), code=0)
     assert "is submitted" in again.err
     assert "runs on n[1-2]" in again.err
     assert digest(again.folder / "last.ckpt") == digest(first.folder / "last.ckpt")
 
 
-def goes_on(outcome, undisturbed, tracked):
-    """One run, FINISHED, whose weights and losses are those of an undisturbed one."""
+def assert_resumed(outcome, undisturbed, tracked):
+    """Assert that there is one FINISHED run with the weights and losses of an undisturbed one."""
     assert outcome.code == 0, outcome
     paths = re.findall("^Artifact storage path: (.*)", outcome.out, re.M)
     assert len(set(paths)) == 1, outcome
@@ -614,83 +576,73 @@ def goes_on(outcome, undisturbed, tracked):
     assert run.series() == tracked(undisturbed).series()
 
 
-@pytest.mark.slow
-def test_a_warned_job_goes_back_into_the_queue_and_goes_on(submit, cluster, job, tracked, tmp_path):
-    """SIGUSR1 on every process of both nodes: one requeue, the same run, and an end that equals an undisturbed run's
-    bit for bit."""
+def test_a_job_that_nears_its_time_limit_is_requeued_and_resumes(submit, cluster, local, tracked, tmp_path):
+    """SIGUSR1 to every process of both nodes requeues the job once; the run resumes to bit-identical weights."""
     waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
     running = submit("engine.num_nodes=2", waits)
-    stands(running)
+    wait_for_batch(running)
     cluster.ask("scancel", "--signal=USR1", job_of(running))
     (tmp_path / "go").touch()
     outcome = end_of(running)
     assert cluster.about(job_of(running))["Restarts"] == "1"
     assert outcome.err.count("returns to the queue") == 1
-    goes_on(outcome, job("engine.backend=ddp").folder, tracked)
+    assert_resumed(outcome, local, tracked)
 
 
-@pytest.mark.slow
 def test_a_job_whose_time_is_shorter_than_a_start_ends(submit, cluster):
-    """Tasks that SIGUSR1 kills before they have begun: two requeues, then exit code 5 with what to change."""
+    """If SIGUSR1 kills the tasks before they start, two requeues are followed by exit code 5 with the reason."""
     running = submit("engine.launcher.params.python=\"sh -c 'kill -USR1 $$'\"")
-    outcome = end_of(running)
-    assert outcome.code == 5, outcome
+    outcome = end_of(running, code=5)
     assert cluster.about(job_of(running))["Restarts"] == "2"
     assert "error: the job started 3 times in a row without training a batch" in outcome.err
 
 
-@pytest.mark.slow
-def test_a_preempted_job_goes_on(submit, cluster, job, tracked, tmp_path):
-    """A job of a partition that comes first takes the nodes away: SIGTERM, a checkpoint, back into the queue, and the
-    run goes on when the nodes are free again."""
+def test_a_preempted_job_resumes(submit, cluster, local, tracked, tmp_path):
+    """A job of a partition with priority preempts the run, which saves a checkpoint, is requeued, and resumes."""
     waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
     running = submit("engine.num_nodes=2", waits)
-    stands(running)
+    wait_for_batch(running)
     number = job_of(running)
     cluster.ask("sbatch", "-p", "urgent", "-N2", "-n4", "-o", "/dev/null", "--wrap", "true")
     wait_for(lambda: cluster.about(number)["PreemptTime"] != "None", "the preemption")
     (tmp_path / "go").touch()
     outcome = end_of(running)
     assert cluster.about(number)["Restarts"] == "1"
-    goes_on(outcome, job("engine.backend=ddp").folder, tracked)
+    assert_resumed(outcome, local, tracked)
 
 
-@pytest.mark.slow
-def test_a_lost_worker_restarts_the_job(submit, cluster, job, tracked, tmp_path):
-    """`engine.max_restarts: 1`: a rank killed with SIGKILL sends the job back into the queue."""
+def test_a_lost_worker_restarts_the_job(submit, cluster, local, tracked, tmp_path):
+    """With `engine.max_restarts: 1` a killed rank requeues the job."""
     dies = f"train.callbacks=[{{type: mine.Dies, params: {{times: '{tmp_path}/once'}}}}]"
     running = submit("engine.num_nodes=2", "engine.max_restarts=1", dies)
     outcome = end_of(running)
     assert cluster.about(job_of(running))["Restarts"] == "1"
-    goes_on(outcome, job("engine.backend=ddp").folder, tracked)
+    assert_resumed(outcome, local, tracked)
 
 
-@pytest.mark.slow
-def test_a_single_task_starts_processes_and_goes_on(cluster, work, job, tracked, tmp_path):
-    """A batch script with one task whose config asks for two processes: they are started on that node, and after
-    SIGUSR1 the same run goes on."""
+def test_a_single_task_starts_processes_and_resumes(cluster, work, local, tmp_path):
+    """A batch script with one task starts the two processes of its config; after SIGUSR1 the run resumes."""
     script = f"""#!/bin/bash
-#SBATCH --signal=USR1@60 --requeue --open-mode=append -n1 -c2 -o said.%j
+#SBATCH --signal=USR1@60 --requeue --open-mode=append -n1 -c2 -o out.%j
 srun {shlex.quote(sys.executable)} -m deeplightning train configs/tiny.yaml engine.processes=2 \
 "train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
 """
     (work / "one.sh").write_text(script)
     number = cluster.ask("sbatch", "--parsable", "one.sh", cwd=work).strip()
-    said = work / f"said.{number}"
-    wait_for(lambda: said.exists() and "waits\n" in said.read_text(), "the batch")
+    out = work / f"out.{number}"
+    wait_for(lambda: out.exists() and "waits\n" in out.read_text(), "the batch")
     cluster.ask("scancel", "--signal=USR1", number)
     (tmp_path / "go").touch()
-    # While it puts a job back into the queue, Slurm may say for a moment that there is no such job.
+    # While it requeues a job, Slurm may report for a moment that there is no such job.
     wait_for(lambda: cluster.about(number, check=False).get("JobState") == "COMPLETED", "its end")
     assert cluster.about(number)["Restarts"] == "1"
-    paths = re.findall("^Artifact storage path: (.*)", said.read_text(), re.M)
-    assert len(paths) == 2
-    assert len(set(paths)) == 1
-    assert digest(Path(paths[0]) / "last.ckpt") == digest(job("engine.backend=ddp").folder / "last.ckpt")
+    paths = re.findall("^Artifact storage path: (.*)", out.read_text(), re.M)
+    assert (len(paths), len(set(paths))) == (2, 1)
+    assert digest(Path(paths[0]) / "last.ckpt") == digest(local / "last.ckpt")
 
 
 def test_a_process_outside_of_a_job_has_no_hooks(monkeypatch):
-    """SIGUSR1 and SIGUSR2 belong to the user there; a task of an array has the number of the array and its own."""
+    """SIGUSR1 and SIGUSR2 are left to the user. A task of an array is identified by the array's and its own number."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -703,8 +655,7 @@ def test_a_process_outside_of_a_job_has_no_hooks(monkeypatch):
 
 @pytest.fixture
 def hooks(monkeypatch, tmp_path):
-    """The hooks of the launcher that has started this process: a task of job 7, whose script requeues it. Functions
-    that are registered for the exit are in `hooks.at_exit`."""
+    """Hooks of the launcher in a task of job 7, whose script requeues it; `hooks.at_exit` has its exit functions."""
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(REQUEUE_FILE, str(tmp_path / "again"))
@@ -728,7 +679,7 @@ def hooks(monkeypatch, tmp_path):
 def test_a_signal_before_the_end_of_the_time_requeues_the_job(
     number, preempt_time, written, hooks, monkeypatch, tmp_path
 ):
-    """Once, at the very end of the process: SIGUSR1, SIGUSR2, and SIGTERM where Slurm preempts the job."""
+    """SIGUSR1, SIGUSR2, and SIGTERM of a preemption request one requeue, at the exit of the process."""
     assert [*hooks.signals] == [signal.SIGUSR1, signal.SIGUSR2]
     monkeypatch.setattr(requeue, "state_of", lambda job: {"JobState": "RUNNING", "PreemptTime": preempt_time})
     hooks.before_end(number, 12)
@@ -741,7 +692,7 @@ def test_a_signal_before_the_end_of_the_time_requeues_the_job(
 
 
 def test_a_run_that_a_job_has_started_is_own(tmp_path):
-    """Where its folder is on this machine in the end: the first process prints its path."""
+    """A run whose folder the first process prints counts as one of this user."""
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.config.write_text(f"seed: 1  # {tmp_path}\n")
@@ -767,7 +718,7 @@ tune:
 
 @pytest.fixture
 def searching(cluster, work, command):
-    """`searching(name, override, …)` is a search under Slurm, just started; with its log file."""
+    """`searching(name, override, …)` starts a search under Slurm."""
     if not is_installed("optuna"):
         pytest.skip("Optuna is not installed: pip install 'deeplightning[tune]'")
     config = work / "configs" / "search.yaml"
@@ -782,25 +733,23 @@ def searching(cluster, work, command):
 
 def trials_of(outcome):
     assert outcome.code == 0, outcome
-    with (outcome.folder / "trials.csv").open() as file:
-        return list(csv.DictReader(file))
+    return csv_rows(outcome.folder / "trials.csv")
 
 
 def home_of(store, name):
-    """The folder of a search."""
+    """Return the folder of a search."""
     return store / "searches" / "Default" / name
 
 
 def queue(cluster):
-    """Jobs and tasks in the queue, by number: their states."""
+    """Return the states of the jobs and tasks in the queue by number."""
     listed = cluster.ask("squeue", "-h", "-r", "-o", "%i %T")
     return dict(line.split() for line in listed.splitlines())
 
 
-@pytest.mark.slow
 def test_a_search_is_one_array(searching, cluster, store):
-    """Four trials, two at a time: four tasks of one array, none of them started before its trial is drawn, each a run
-    with the results of a search without Slurm; the queue is empty in the end, and so is the note of the array."""
+    """Four trials, two at a time, are four tasks of one array with the results of a search without Slurm. No task runs
+    before its trial is drawn; at the end the queue is empty and the record of the array is removed."""
     running, seen = searching("array"), []
     while not running._read("code"):
         seen.append(queue(cluster))
@@ -810,23 +759,19 @@ def test_a_search_is_one_array(searching, cluster, store):
     figures = [key for key in here[0] if key.startswith("val_acc") or key.endswith("lr")]
     assert figures
     assert [[row[key] for key in figures] for row in there] == [[row[key] for key in figures] for row in here]
-    arrays = {number.partition("_")[0] for states in seen for number in states}
-    (array,) = arrays
+    (array,) = {number.partition("_")[0] for states in seen for number in states}
     assert {number for states in seen for number in states} == {f"{array}_{task}" for task in range(4)}
     assert max(sum(state != "PENDING" for state in states.values()) for states in seen) <= 2
     assert not queue(cluster)
     assert not (home_of(store, "array") / "slurm-array").exists()
 
 
-@pytest.mark.slow
 def test_the_runs_of_a_grid_are_one_array(cluster, work, command):
-    """`--multirun`: a task for each combination, with its own seed; the second command has nothing to submit."""
+    """`--multirun` has one task per combination; a second command submits nothing."""
     shutil.copy(work / "configs" / "tiny.yaml", work / "configs" / "jobs.yaml")  # `tiny` has other grids in the store
     words = ("train", "configs/jobs.yaml", LAUNCHER, "seed=5,6", "--multirun", "--jobs", "2")
-    outcome = end_of(command.start(*words, cwd=work, **cluster.variables))
-    assert outcome.code == 0, outcome
-    with (outcome.folder / "runs.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    outcome = end_of(command.start(*words, cwd=work, **cluster.variables), code=0)
+    rows = csv_rows(outcome.folder / "runs.csv")
     assert [(row["state"], row["seed"]) for row in rows] == [("finished", "5"), ("finished", "6")]
     logs = [path.read_text() for path in (outcome.folder / "points").glob("*.log")]
     numbers = [re.search(r"job (\d+_\d) is submitted", text)[1].split("_") for text in logs]
@@ -837,41 +782,39 @@ def test_the_runs_of_a_grid_are_one_array(cluster, work, command):
     assert not queue(cluster)
 
 
-@pytest.mark.slow
 def test_an_interrupted_search_leaves_no_job(searching, cluster, store, tmp_path):
-    """Ctrl-C: the trials under way save and end, the held ones are cancelled; the same command finishes the search in
-    the same runs."""
+    """On SIGINT running trials save and end, held ones are cancelled; the same command resumes these runs and finishes
+    the search."""
     waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
     running = searching("interrupted-jobs", waits)
-    wait_for(lambda: sum(state == "RUNNING" for state in queue(cluster).values()) == 2 or ended(running), "two trials")
-    logs = home_of(store, "interrupted-jobs") / "trials"
-    wait_for(lambda: all("waits" in (logs / f"trial-{n}.log").read_text() for n in (0, 1)) or ended(running), "batches")
+    wait_for(lambda: [*queue(cluster).values()].count("RUNNING") == 2 or fail_if_ended(running), "two trials")
+    logs = [home_of(store, "interrupted-jobs") / "trials" / f"trial-{number}.log" for number in (0, 1)]
+    wait_for(lambda: all("waits" in log.read_text() for log in logs) or fail_if_ended(running), "batches")
     running.signal(signal.SIGINT)
     (tmp_path / "go").touch()
-    outcome = end_of(running)
-    assert outcome.code == 130, outcome
+    end_of(running, code=130)
     assert not queue(cluster)
     again = end_of(searching("interrupted-jobs", waits))
     assert [row["state"] for row in trials_of(again)] == ["finished"] * 4
     assert again.out.count("(continues)") == 2
 
 
-@pytest.mark.slow
 def test_a_killed_search_ends_its_former_tasks(searching, cluster):
-    """kill -9: held tasks stay in the queue, and take no machine; the same command ends them, and finishes."""
+    """After SIGKILL held tasks stay in the queue without using a node; the same command ends them, and finishes."""
     running = searching("killed-jobs")
-    wait_for(lambda: "RUNNING" in queue(cluster).values() or ended(running), "a trial")
+    wait_for(lambda: "RUNNING" in queue(cluster).values() or fail_if_ended(running), "a trial")
     running.signal(signal.SIGKILL)
     wait_for(lambda: {*queue(cluster).values()} == {"PENDING"}, "the end of trials without a search", 120)
     former = {number.partition("_")[0] for number in queue(cluster)}
     again = searching("killed-jobs")
-    wait_for(lambda: not former & {number.partition("_")[0] for number in queue(cluster)} or ended(again), "their end")
+    arrays = lambda: {number.partition("_")[0] for number in queue(cluster)}  # noqa: E731
+    wait_for(lambda: not former & arrays() or fail_if_ended(again), "their end")
     assert len(trials_of(end_of(again))) == 4
     assert not queue(cluster)
 
 
 def test_further_options_of_sbatch_win(command, tiny, place):
-    """Over those of the launcher, also those whose value is 0."""
+    """Options in `sbatch` override those of the launcher, and a value of 0 is kept."""
     params = "engine.launcher.params.sbatch={job-name: mine, mem: 0}"
     planned = command("plan", tiny, LAUNCHER, params, cwd=place, code=0)
     assert re.findall(r"--job-name=(\w+)", planned.out) == ["mine"]

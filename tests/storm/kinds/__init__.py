@@ -1,1 +1,1 @@
-"""One module per kind of case; `storm` has what each must have."""
+"""One module per kind of case; `storm/__init__.py` documents what each defines."""

@@ -1,8 +1,8 @@
-"""Each call of a run on its files fails once: the run ends with a note, or continues and reports what it did not write.
+"""Each call of a run on its files fails once: the run ends with one error, or continues and names the missing files.
 
-The run's calls on its store, its folder and its config are counted once; then a case has one of them fail, with an
-error that such a call can have. What remains is looked at, and the same command without a fault has to bring the run to
-the end that nothing disturbed.
+The run's calls on its store, folder and config are counted once; then each case makes one of them fail with an error
+that the call can have. The remaining files are checked, and the same command without a fault must reach the result of
+an undisturbed run.
 """
 
 import errno
@@ -12,7 +12,7 @@ from pathlib import Path
 from commands import Outcome
 
 from storm import shim
-from storm.ended import Whole, end_of, expect_readable, folder_of, names_of, statuses, undisturbed
+from storm.ended import Reference, end_of, expect_readable, folder_of, names_of, statuses, undisturbed
 from storm.place import Place, expect
 
 WHAT = "each call on a file fails once: open, write (short too), fsync, rename, link, unlink, mkdir, close, map, lock"
@@ -32,7 +32,7 @@ VARIANTS: dict[str, tuple[list[str], list[str] | None]] = {
     "resumed": ([], ["train.num_epochs=1"]),
     "exported": (["train.export=true"], ["train.num_epochs=2"]),
 }
-"""What a run has beside `COMMON`, and what the run before had that it resumes."""
+"""Overrides in addition to `COMMON`, and those of the earlier run that it resumes, if any."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 ANY = (errno.EIO, errno.ESTALE, errno.EINTR)
@@ -52,7 +52,7 @@ ERRORS: dict[str, tuple[int, ...]] = {
     "map": (errno.EIO, errno.ENOMEM, errno.ESTALE),
     "lock": (errno.EIO, errno.EINTR, errno.ENOLCK, errno.ESTALE),
 }
-"""That each kind of call can have."""
+"""Errors that each kind of call can have."""
 
 
 def environment() -> dict[str, str]:
@@ -60,42 +60,42 @@ def environment() -> dict[str, str]:
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """One call fails, or all that change something from it on."""
-    whole = {name: _whole(place, name) for name in VARIANTS}
-    counts = {name: shim.read(known.folder / "calls")[-1].number for name, known in whole.items()}
+    """Let one call fail, or all calls from it on that change something."""
+    references = {name: _reference(place, name) for name in VARIANTS}
+    counts = {name: shim.read(run.folder / "calls")[-1].number for name, run in references.items()}
     calls = [(name, number) for name, count in counts.items() for number in range(1, count + 1)]
     random.Random(1).shuffle(calls)
     variant, number = calls[place.number % len(calls)]
     errors = {kind: draw.choice(allowed) for kind, allowed in ERRORS.items()}
-    if sticky := draw.random() < 0.15:  # every program tries an interrupted call again, without end
+    if sticky := draw.random() < 0.15:  # every program repeats an interrupted call endlessly
         errors = {kind: errno.EIO if error == errno.EINTR else error for kind, error in errors.items()}
     _before(place, place.folder, variant)
     journal = place.folder / "calls"
     done = _start(place, place.folder, variant, **_order(place.folder, journal, number, sticky, errors))
     tried = shim.read(journal)
     failed = next((call for call in tried if call.number == number), None)
-    what = f"{variant}: {failed or f'call {number}, which did not come'}{', and each later change' * sticky}"
+    what = f"{variant}: {failed or f'call {number}, which did not happen'}{', and each later change' * sticky}"
     if failed is not None and not failed.error:
         what += f", short by half of {failed.kind}"
-    _judge(place, variant, done, what, whole[variant])
+    _judge(place, variant, done, what, references[variant])
     return f"{what}; exit code {done.code}"
 
 
-def _judge(place: Place, variant: str, done: Outcome, what: str, whole: Whole) -> None:
+def _judge(place: Place, variant: str, done: Outcome, what: str, reference: Reference) -> None:
     store = place.folder / "mlruns"
     expect("Traceback" not in done.err, "a failing call shows a traceback", what, done.err)
     expect(done.code in (0, 3, 4), "a failing call does not end the run with exit code 0, 3 or 4", what, done.err)
     if done.code:
         notes = [line for line in done.err.splitlines() if line.startswith("error: ")]
-        expect(len(notes) == 1, "there is not one note", what, done.err)
+        expect(len(notes) == 1, "there is not exactly one error", what, done.err)
         note = done.err[done.err.index("error: ") :]
         has_path = str(place.folder) in note or "error: tiny.yaml: " in note  # the config by its name
-        expect(has_path, "the note does not have the path", what, done.err)
+        expect(has_path, "the error does not name the path", what, done.err)
     expect_readable(store.glob("*/*/artifacts/*.ckpt"), what, done.err)
     if variant != "new":
-        expect(list(store.glob("*/*/artifacts/last.ckpt")), "the checkpoint that was there is gone", what, done.err)
-    listed = place.run("runs", "--tracking-uri", store)  # this writes what is left in journals
-    lists = listed.code == 0 or not (store / "mlflow.db").exists()  # the call came before the store was made
+        expect(list(store.glob("*/*/artifacts/last.ckpt")), "the earlier checkpoint is gone", what, done.err)
+    listed = place.run("runs", "--tracking-uri", store)  # this sends unsent points
+    lists = listed.code == 0 or not (store / "mlflow.db").exists()  # the call failed before the store was created
     expect(lists and "Traceback" not in listed.err, "`runs` fails afterwards", what, done.err, listed.err)
     after = statuses(store, EXPERIMENT)
     if done.code:
@@ -110,19 +110,19 @@ def _judge(place: Place, variant: str, done: Outcome, what: str, whole: Whole) -
     finished = [run for run, status in after.items() if status == "FINISHED"]
     expect(len(finished) == 1, f"the runs are {after} at the end", what, done.err)
     (run,) = finished
-    folder, told = folder_of(store, run), done.err + done.out
-    there = names_of(folder)
-    (intact,) = whole.folder.glob("mlruns/*/*/artifacts")
-    gone = [name for name in names_of(intact) if name not in there and name not in told]
-    if "the run chooses a new best checkpoint" in told:
+    folder, output = folder_of(store, run), done.err + done.out
+    names = names_of(folder)
+    (intact,) = reference.folder.glob("mlruns/*/*/artifacts")
+    gone = [name for name in names_of(intact) if name not in names and name not in output]
+    if "the run chooses a new best checkpoint" in output:
         gone = [name for name in gone if not name.endswith(".ckpt")]
-    if "code.zip is not written" in told:
+    if "code.zip is not written" in output:
         gone = [name for name in gone if not name.startswith("code.")]
-    expect(not gone, f"files are missing without a word: {gone}", what, done.err)
-    differs = end_of(store, EXPERIMENT, run).differs(whole.end)
-    words = ("not written", "cannot be written", "could not be written", "Not tracked", "a new best checkpoint")
-    named = "warning" in told and any(each in told for each in words)
-    expect(not differs or named, f"it ends otherwise, without a word: {differs}", what, done.err)
+    expect(not gone, f"files are missing without a warning: {gone}", what, done.err)
+    differs = end_of(store, EXPERIMENT, run).differs(reference.end)
+    texts = ("not written", "cannot be written", "could not be written", "Not tracked", "a new best checkpoint")
+    is_named = "warning" in output and any(text in output for text in texts)
+    expect(not differs or is_named, f"the result differs without a warning: {differs}", what, done.err)
     expect_readable(folder.rglob("[!.]*"), what)
 
 
@@ -138,18 +138,18 @@ def _start(place: Place, folder: Path, variant: str, *overrides: str, **variable
 
 
 def _before(place: Place, folder: Path, variant: str) -> None:
-    """The config, and the run that is resumed."""
+    """Write the config, and make the run that is resumed, if any."""
     place.config(folder=folder)
     if (before := VARIANTS[variant][1]) is not None:
         done = _start(place, folder, variant, *before, "train.export=false", "stages=[train]")
-        expect(done.code == 0, "the run before does not end with 0", done)
+        expect(done.code == 0, "the earlier run does not end with 0", done)
 
 
-def _whole(place: Place, variant: str) -> Whole:
-    """The run whose calls are counted, and its end."""
+def _reference(place: Place, variant: str) -> Reference:
+    """Return the undisturbed run, whose calls are counted."""
 
     def run(folder: Path) -> list[Outcome]:
         _before(place, folder, variant)
         return [_start(place, folder, variant, **_order(folder, folder / "calls", 0, False, {}))]
 
-    return undisturbed(place, EXPERIMENT, run, f"whole-{variant}")
+    return undisturbed(place, EXPERIMENT, run, f"reference-{variant}")

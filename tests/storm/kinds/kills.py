@@ -1,9 +1,8 @@
-"""A training is killed at random instants, or told to end, up to five times, and started again by the same command each
-time.
+"""A training is killed or signalled at random instants, up to five times, and restarted each time by the same command.
 
-Its end is that of a run that nothing disturbed: weights, points, the best and their files, its bundle, one FINISHED
-run. An instant is one of the run's events (`tests/killing.py`), or a moment in time. A run that gets SIGTERM or SIGINT
-while it trains ends with the exit code of the signal.
+Its result equals that of an undisturbed run: weights, points, best checkpoints, bundle, and one FINISHED run. An
+instant is an event of the run (`tests/killing.py`) or a time. A run that gets SIGTERM or SIGINT while it trains ends
+with the exit code of the signal.
 """
 
 import contextlib
@@ -34,66 +33,64 @@ VARIANTS: dict[str, tuple[int, int, list[str]]] = {
     "stage_2": (1, 2, ["engine.backend=deepspeed_stage_2", "model.scheduler.warmup=0"]),
     "stage_3": (1, 2, ["engine.backend=deepspeed_stage_3", "model.scheduler.warmup=0"]),
 }
-"""Weight, processes and settings. Workers for data cost seconds at each start."""
+"""Weight, processes and settings. Data workers cost seconds at each start."""
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """One run, killed up to five times."""
+    """Kill or signal one run up to five times."""
     (variant,) = draw.choices(list(VARIANTS), [weight for weight, _, _ in VARIANTS.values()])
     _, processes, _ = VARIANTS[variant]
-    whole = undisturbed(
-        place, EXPERIMENT, lambda folder: [_start(place, _prepare(place, folder), variant).end()], f"whole-{variant}"
-    )
-    events = [(whole.folder / f"events.{rank}").read_text().splitlines() for rank in range(processes)]
+    reference = undisturbed(place, EXPERIMENT, lambda f: [_start(place, _prepare(place, f), variant).end()], variant)
+    events = [(reference.folder / f"events.{rank}").read_text().splitlines() for rank in range(processes)]
     config = _prepare(place, place.folder)
-    told = []
+    kills = []
     for _ in range(draw.randint(1, 5)):
         how = draw.choice(["event", "event", "writing", "time", "signal"])
         if how == "time":
-            delay = draw.random() * whole.seconds
+            delay = draw.random() * reference.seconds
             running = _start(place, config, variant)
             time.sleep(delay)
             for rank in range(processes):
-                with contextlib.suppress(ProcessLookupError):  # it was faster
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
                     running.signal(signal.SIGKILL, rank)
             running.end()
-            told.append(f"after {delay:.2f} s")
+            kills.append(f"after {delay:.2f} s")
             continue
         victims = "0" if processes == 1 else draw.choice(["01", "10", "0", "1"])
         own = events[int(victims[0])]
         number = draw.randint(1, len(own))
         if how == "signal":
-            told.append(_signalled(draw, place, config, variant, own))
+            kills.append(_signalled(draw, place, config, variant, own))
             continue
         if how == "writing" and (places := [n for n, event in enumerate(own, 1) if event in WRITING]):
             number = draw.choice(places)
         ended = _start(place, config, variant, KILL=f"{victims}:{number}").end()
-        # What resumes late has fewer events than the number, and ends.
-        told.append(own[number - 1] if ended.code else "not: it had ended")
+        # A run that resumes late has fewer events, and ends by itself.
+        kills.append(own[number - 1] if ended.code else "not: it had ended")
     done = _start(place, config, variant).end()
-    what = f"{variant}: {', '.join(told)}"
-    expect(all(each.code == 0 for each in done.ranks or [done]), "the run that resumes does not end with 0", what, done)
-    differs = end_of(place.folder / "mlruns", EXPERIMENT).differs(whole.end)
-    expect(not differs, f"a run that was killed ends otherwise: {differs}", what, done)
+    what = f"{variant}: {', '.join(kills)}"
+    expect(all(each.code == 0 for each in done.ranks or [done]), "the resumed run does not end with 0", what, done)
+    differs = end_of(place.folder / "mlruns", EXPERIMENT).differs(reference.end)
+    expect(not differs, f"the result differs: {differs}", what, done)
     return what
 
 
 def _signalled(draw: random.Random, place: Place, config: Path, variant: str, events: list[str]) -> str:
-    """Sends every process a signal after a batch of the first half of the training, counted from where it resumes."""
+    """Signal every process after a batch in the first half of the training, counted from where it resumes."""
     name, processes = draw.choice(["SIGTERM", "SIGINT"]), VARIANTS[variant][1]
     batches = [number for number, event in enumerate(events, 1) if event.startswith("after batch")]
     number = draw.choice(batches[: len(batches) // 2])
     (place.folder / "events.0").unlink(missing_ok=True)
     ended = _start(place, config, variant, KILL=f"{'01'[:processes]}:{number}", HOW=name).end()
     codes, own = {each.code for each in ended.ranks or [ended]}, {"SIGTERM": 143, "SIGINT": 130}[name]
-    # What resumes late has fewer events than the number, or others in their place, and may end before.
+    # A run that resumes late has fewer or other events, and may end earlier.
     log = (place.folder / "events.0").read_text().splitlines()
     reached = len(log) >= number and log[number - 1].startswith("after batch")
     what = f"{name} {events[number - 1]}"
-    if not reached:  # a process that has ended its run does not catch signals any more; to a shell it is the same code
+    if not reached:  # after its run a process no longer catches signals; a shell reports the same code
         codes = {128 - code if code < 0 else code for code in codes}
     expect(codes <= {0, own}, f"{what}: the processes end with {codes}", ended)
-    expect(not reached or codes == {own}, f"{what}: it does not end by the signal, but with {codes}", ended)
+    expect(not reached or codes == {own}, f"{what}: the exit codes are {codes}", ended)
     return what
 
 

@@ -1,7 +1,7 @@
-"""Files of a run are damaged: flipped bits, cut ends, swapped and foreign parts; each is caught, or without effect.
+"""Files of a run are damaged: flipped bits, truncation, swapped and foreign parts; each damage is detected or harmless.
 
-Each target has a whole original, a way to read it as the commands do, and what it may answer: a note with its exit code
-(4; 3 for a store), or exactly what the original answers.
+Each target has an intact original and a way to read it as the commands do. The result is an error with its exit code
+(4; 3 for a store), or exactly that of the original.
 """
 
 import hashlib
@@ -29,26 +29,25 @@ WHAT = "flipped bits, cut ends, swapped parts in checkpoint, pieces, bundle, cod
 HOUR = 10_000
 LIMIT = 300
 TIMES = 25
-"""Damages of a case, each to a fresh copy."""
+"""Damages per case, each to a fresh copy."""
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """One target, damaged a few times."""
-    whole = place.once("whole", lambda folder: _make(place, folder))
+    """Damage one target several times."""
+    originals = place.once("originals", lambda folder: _make(place, folder))
     (name,) = draw.choices(list(TARGETS), [weight for weight, _ in TARGETS.values()])
     _, target = TARGETS[name]
     place.count, caught = 0, 0
     for number in range(TIMES if name not in SLOW else 5):
         copy = place.folder / f"copy-{number}"
-        caught += target(draw, whole, copy)
+        caught += target(draw, originals, copy)
         shutil.rmtree(copy, ignore_errors=True)
         place.count += 1
-    return f"{name}: {caught} of {place.count} caught, the others without effect"
+    return f"{name}: {caught} of {place.count} detected, the others harmless"
 
 
 def _damaged(draw: random.Random, source: Path, copy: Path, pattern: str = "") -> str:
-    """Copies a folder, and damages one of its files whose name has the pattern, perhaps by parts of the others; returns
-    what was done."""
+    """Copy a folder, damage one of the files whose name matches, perhaps with parts of others; return a description."""
     shutil.copytree(source, copy)
     files = [path for path in sorted(copy.rglob("*")) if path.is_file() and re.search(pattern, path.name)]
     path = draw.choice([path for path in files if path.stat().st_size])
@@ -56,7 +55,7 @@ def _damaged(draw: random.Random, source: Path, copy: Path, pattern: str = "") -
 
 
 def _code_of(error: Exception, what: str, *codes: int) -> int:
-    """The exit code of an error. Raises `Broken` unless it is one of these."""
+    """Return the exit code of an error; raise `Broken` unless it is one of `codes`."""
     code = getattr(error, "exit_code", 0)
     expect(code in codes, f"{what}: {type(error).__name__} (exit code {code}): {error!s:.500}")
     return code
@@ -66,17 +65,15 @@ def _code_of(error: Exception, what: str, *codes: int) -> int:
 
 
 def _refused_or_equal(name: str, read: Callable[[Path], Any]) -> Target:
-    """A folder of the originals that, damaged, is refused with exit code 4, or read as the original is."""
+    """Return a target for a folder that, once damaged, is rejected with exit code 4 or read like the original."""
 
-    def target(draw: random.Random, whole: Path, copy: Path) -> bool:
-        expected, what = read(whole / name), _damaged(draw, whole / name, copy)
+    def target(draw: random.Random, originals: Path, copy: Path) -> bool:
+        expected, what = read(originals / name), _damaged(draw, originals / name, copy)
         try:
             found = read(copy)
         except Exception as error:
             return bool(_code_of(error, what, 4))
-        expect(
-            found == expected, f"{what}: it is believed, and read otherwise", f"{found!s:.500}", f"{expected!s:.500}"
-        )
+        expect(found == expected, f"{what}: other content is read", f"{found!s:.500}", f"{expected!s:.500}")
         return False
 
     return target
@@ -102,13 +99,13 @@ def _code(folder: Path) -> Any:
     return read_code(folder / "code.zip")
 
 
-def _metrics(draw: random.Random, whole: Path, copy: Path) -> bool:
-    """A line that is damaged costs no other line. The lines have no check sums: a number may be another one."""
+def _metrics(draw: random.Random, originals: Path, copy: Path) -> bool:
+    """A damaged line loses no other line. Lines have no checksums, so a number may change."""
     from deeplightning.tracking.metrics_file import read_points
     from deeplightning.tracking.store import locate
     from deeplightning.tracking.unsent import SILENT_SECONDS, send_leftovers
 
-    shutil.copytree(whole / "killed", copy)
+    shutil.copytree(originals / "killed", copy)
     (path,) = copy.glob("*/*/artifacts/metrics.jsonl")
     (claim,) = copy.glob("mlflow.db.unsent/*.unsent")
     claim.write_text(json.dumps(json.loads(claim.read_text()) | {"metrics": str(path)}))
@@ -118,32 +115,32 @@ def _metrics(draw: random.Random, whole: Path, copy: Path) -> bool:
     intact.write_bytes(b"\n".join([line for line in path.read_bytes().split(b"\n")[:-1] if line in original] + [b""]))
     expected = {(point.name, point.step, point.value) for point in read_points(intact)}
     try:
-        told = list(send_leftovers(locate(copy), silent=SILENT_SECONDS))
+        sent = list(send_leftovers(locate(copy), silent=SILENT_SECONDS))
     except Exception as error:
         return bool(_code_of(error, what, 3))
     points = []
     if (copy / "mlflow.db").stat().st_size:
         with closing(sqlite3.connect(copy / "mlflow.db")) as database:
             points = database.execute("SELECT key, step, value FROM metrics").fetchall()
-    expect(len(points) == len(set(points)), f"{what}: a point twice", told)
-    is_refused = "refused" in str(told)
-    expect(is_refused or expected <= set(points), f"{what}: points are lost", sorted(expected - set(points)), told)
-    return is_refused or " damaged line" in str(told)
+    expect(len(points) == len(set(points)), f"{what}: duplicate points", sent)
+    is_refused = "refused" in str(sent)
+    expect(is_refused or expected <= set(points), f"{what}: points are lost", sorted(expected - set(points)), sent)
+    return is_refused or " damaged line" in str(sent)
 
 
-def _cache(draw: random.Random, whole: Path, copy: Path) -> bool:
-    """The pictures are always those that decoding gives."""
-    what = _damaged(draw, whole / "cache", copy, "^(pixels|index)$")
-    expected = json.loads((whole / "pictures.json").read_text())
-    expect(_pictures(whole / "pictures", copy) == expected, f"{what}: it is believed, and the pictures are others")
+def _cache(draw: random.Random, originals: Path, copy: Path) -> bool:
+    """The pictures always equal the decoded ones."""
+    what = _damaged(draw, originals / "cache", copy, "^(pixels|index)$")
+    expected = json.loads((originals / "pictures.json").read_text())
+    expect(_pictures(originals / "pictures", copy) == expected, f"{what}: the cache returns other pictures")
     return False
 
 
-def _store(draw: random.Random, whole: Path, copy: Path) -> bool:
-    """SQLite has no check sums: what is promised is a note with exit code 3, or a listing; nothing worse."""
+def _store(draw: random.Random, originals: Path, copy: Path) -> bool:
+    """SQLite has no checksums: the promise is an error with exit code 3, or a listing."""
     from deeplightning.cli.listing import listing
 
-    what = _damaged(draw, whole / "store", copy)
+    what = _damaged(draw, originals / "store", copy)
     try:
         listing(str(copy))
     except Exception as error:
@@ -166,7 +163,7 @@ SLOW = ("bundle",)
 
 
 def _plain(value: Any) -> Any:
-    """The same without tensors, which `==` does not compare."""
+    """Replace tensors, which `==` does not compare, by dtype, shape and digest."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -183,7 +180,7 @@ def _plain(value: Any) -> Any:
 
 
 def _make(place: Place, folder: Path) -> None:
-    """A finished run with its bundle, a checkpoint in pieces, the store of a killed process, and a cache."""
+    """Make a finished run with its bundle, a sharded checkpoint, the store of a killed process, and a cache."""
     config = place.config(folder=folder)
     (folder / "kills.py").write_text("import pytorch_lightning as pl\n\n\nclass Events(pl.Callback):\n    pass\n")
     usual = [*SETTINGS, "data.num_workers=0", "train.num_epochs=2", "train.export=true"]
@@ -211,7 +208,7 @@ def _make(place: Place, folder: Path) -> None:
 
 
 def logged(store: Path, points: int, how: str) -> str:
-    """The id of a run that a process of its own has made, which then ends: killed, or with a status."""
+    """Log a run in a forked process, which ends with SIGKILL or sets the status `how`; return the run's id."""
     from deeplightning.tracking import MLflowLogger
 
     reading, writing = os.pipe()
@@ -228,14 +225,14 @@ def logged(store: Path, points: int, how: str) -> str:
         logger.finalize(how)
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as told:
-        found = told.read()
+    with os.fdopen(reading) as pipe:
+        run_id = pipe.read()
     os.waitpid(child, 0)
-    return found
+    return run_id
 
 
 def draw_pictures(root: Path, count: int = 36) -> None:
-    """Pictures of noise in three classes, which count as old."""
+    """Write pictures of noise in three classes, with old modification times."""
     import numpy as np
     from PIL import Image
 
@@ -248,7 +245,7 @@ def draw_pictures(root: Path, count: int = 36) -> None:
 
 
 def picture_settings(root: Path, resize: str) -> list[str]:
-    """A training on pictures of `draw_pictures`, for one epoch."""
+    """Return overrides for a training of one epoch on pictures of `draw_pictures`."""
     params = f"{{image_size: 8, resize: {resize}}}"
     return [
         f"data={{module: {{type: deeplightning.data.image_folder.ImageFolder, params: {params}}}, "
@@ -259,7 +256,7 @@ def picture_settings(root: Path, resize: str) -> list[str]:
 
 
 def _pictures(root: Path, cache: Path) -> list[str]:
-    """The digests of the pictures, as the data module gives them with this cache."""
+    """Return the digests of the pictures that the data module loads with this cache."""
     from deeplightning.data.cache import decoded
     from deeplightning.image_spec import ImageSpec
 

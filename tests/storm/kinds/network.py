@@ -1,8 +1,7 @@
-"""The network between two machines, a process on each, is cut once or several times, for moments or for longer than
-processes wait.
+"""The network between two machines, with a process on each, is cut one or more times, briefly or beyond the timeout.
 
-A run that is cut for moments ends as one that nothing disturbed. After a longer cut each machine ends within the
-time-out with one cause, the run is FAILED, and the same command, started again, ends so.
+After short cuts the result equals that of an undisturbed run. After a longer cut each machine ends within the timeout
+with one error, the run is FAILED, and the same command, started again, reaches that result.
 """
 
 import random
@@ -22,7 +21,7 @@ LIMIT = 240
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """One run, whose network is cut."""
+    """Cut the network of one run."""
     try:
         cable = Cable()
     except NoCable as reason:
@@ -34,7 +33,7 @@ def case(draw: random.Random, place: Place) -> str:
 
 
 def _case(draw: random.Random, place: Place, cable: Cable) -> str:
-    whole = undisturbed(place, "network", lambda folder: [each.end() for each in _start(place, folder, cable, 0)])
+    reference = undisturbed(place, "network", lambda folder: [each.end() for each in _start(place, folder, cable, 0)])
     cuts = {
         "for moments": [draw.uniform(0.2, 5)],
         "several times": [draw.uniform(0.1, 1) for _ in range(draw.randint(2, 4))],
@@ -43,7 +42,7 @@ def _case(draw: random.Random, place: Place, cable: Cable) -> str:
     }
     how = draw.choice(list(cuts))
     step = draw.randrange(12)
-    told = f"cut {how} at step {step}: {', '.join(f'{pause:.1f} s' for pause in cuts[how])}"
+    what = f"cut {how} at step {step}: {', '.join(f'{pause:.1f} s' for pause in cuts[how])}"
     running = _start(place, place.folder, cable, step)
     mark = place.folder / "mark"
     while not mark.exists() and not all(each.ended(0) for each in running):
@@ -58,28 +57,28 @@ def _case(draw: random.Random, place: Place, cable: Cable) -> str:
     begun = time.monotonic()
     ended = [each.end() for each in running]
     seconds = time.monotonic() - begun
-    shown = "\n".join(map(str, ended))
+    outcomes = "\n".join(map(str, ended))
     store = place.folder / "mlruns"
     code = 0 if how in ("for moments", "several times") else 5
-    expect([each.code for each in ended] == [code, code], f"{told}: the processes do not end with {code}", shown)
+    expect([each.code for each in ended] == [code, code], f"{what}: the processes do not end with {code}", outcomes)
     if code:
-        expect(seconds < TIMEOUT + 60, f"{told}: the last process ends after {seconds:.0f} s", shown)
+        expect(seconds < TIMEOUT + 60, f"{what}: the last process ends after {seconds:.0f} s", outcomes)
         for each in ended:
             causes = [line for line in each.err.splitlines() if line.startswith("error")]
-            expect(len(causes) == 1, f"{told}: a machine has {len(causes)} causes", shown)
+            expect(len(causes) == 1, f"{what}: a machine has {len(causes)} errors", outcomes)
         cable.mend()
         place.run("runs", "--tracking-uri", store)
         status = end_of(store, "network").status
-        expect(status == "FAILED", f"{told}: the run is {status}", shown)
+        expect(status == "FAILED", f"{what}: the run is {status}", outcomes)
         again = [each.end() for each in _start(place, place.folder, cable, step)]
-        expect([each.code for each in again] == [0, 0], f"{told}: it does not resume", shown, *again)
-    differs = end_of(store, "network").differs(whole.end)
-    expect(not differs, f"{told}: the end is another: {differs}", shown)
-    return told
+        expect([each.code for each in again] == [0, 0], f"{what}: it does not resume", outcomes, *again)
+    differs = end_of(store, "network").differs(reference.end)
+    expect(not differs, f"{what}: the result differs: {differs}", outcomes)
+    return what
 
 
 def _start(place: Place, folder: Path, cable: Cable, step: int) -> list[Running]:
-    """Starts the command on both machines; each has a folder for temporary files of its own."""
+    """Start the command on both machines, each with a separate temporary folder."""
     (folder / "faulty.py").write_text(FAULTY)
     config, port, running = place.config(folder=folder), free_port(), []
     settings = [

@@ -1,7 +1,7 @@
-"""The power is lost at a random call of a run; from each state that the disk may then have, the run resumes.
+"""The power fails after a random call of a run; the run resumes from each state that the disk may then have.
 
-A case makes a run, whose journal has each of its calls and what it has written (`storm/disk.py`), draws a call, and
-builds states of the disk after it. In each the same command is given again.
+A case makes a run, whose journal has each of its calls with the data, draws a call, and builds states of the disk after
+it (`storm/disk.py`). In each state it repeats the command.
 """
 
 import io
@@ -23,7 +23,7 @@ WHAT = "power loss: unsynced writes are torn or lost, unsynced names are lost; t
 HOUR = 2000
 LIMIT = 300
 STATES = 20
-"""That are built after one call."""
+"""Maximum number of states per case."""
 
 
 def environment() -> dict[str, str]:
@@ -31,8 +31,8 @@ def environment() -> dict[str, str]:
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """One call of one run, and the states after it."""
-    whole = undisturbed(
+    """Draw one call of one run, and resume from states after it."""
+    reference = undisturbed(
         place, EXPERIMENT, lambda folder: [place.run("train", place.config(folder=folder), *COMMON, cwd=folder)]
     )
     config, store = place.config(), place.folder / "mlruns"
@@ -43,13 +43,12 @@ def case(draw: random.Random, place: Place) -> str:
     calls = shim.read(journal)
     expect(not any(call.kind == "map" and call.offset for call in calls), "the journal does not see a shared map")
     last = [number for number, call in enumerate(calls, 1) if call.kind != "lock"]
-    # Most calls are of the database, which SQLite sees to, and then of checkpoints: a file is drawn first.
+    # Most calls are on the database, which SQLite protects, and on checkpoints, so draw a file first.
     files: dict[str, list[int]] = {}
     for number in last:
         if "mlflow.db" not in calls[number - 1].path:
             files.setdefault(calls[number - 1].path, []).append(number)
-    # A file that is written under its own name may be torn, and one that is written beside it may be believed: a fourth
-    # of the cases are after each of these.
+    # A file written in place may be torn, and a temporary file may be used by mistake: a quarter of the cases each.
     bare = [number for number in last if _is_written(calls[number - 1], hidden=False)]
     beside = [number for number in last if _is_written(calls[number - 1], hidden=True)]
     number = draw.choice(draw.choice([last, files[draw.choice(sorted(files))], bare or last, beside or last]))
@@ -63,14 +62,14 @@ def case(draw: random.Random, place: Place) -> str:
     what = f"after {calls[number - 1]}, {disk.pending()} changes not durable, {len(states)} states"
     for count, state in enumerate(states):
         restore(state, store)
-        # In a process of its own: MLflow keeps a connection to a database, and the next state has another one.
+        # In a separate process: MLflow keeps a connection to the database, which the next state replaces.
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as apart:
-            apart.submit(_judge, place, config, store, steps, f"{what}; state {count}", whole.end).result()
+            apart.submit(_judge, place, config, store, steps, f"{what}; state {count}", reference.end).result()
     return what
 
 
 def _is_written(call: shim.Call, hidden: bool) -> bool:
-    """Whether it writes a file that is read again: under its own name, or hidden beside it until it is renamed."""
+    """Return whether a call writes a file that is read later: in place, or hidden until it is renamed."""
     name = Path(call.path).name
     if name.startswith(".") != hidden:
         return False
@@ -78,7 +77,7 @@ def _is_written(call: shim.Call, hidden: bool) -> bool:
     return call.kind in ("create", "write", "truncate") and is_read
 
 
-def _judge(place: Place, config: Path, store: Path, steps: list[int], what: str, whole: End) -> None:
+def _judge(place: Place, config: Path, store: Path, steps: list[int], what: str, reference: End) -> None:
     if (store / "mlflow.db").exists():
         with closing(sqlite3.connect(store / "mlflow.db")) as connection:
             found = connection.execute("PRAGMA integrity_check").fetchall()
@@ -97,14 +96,14 @@ def _judge(place: Place, config: Path, store: Path, steps: list[int], what: str,
     finished = [run for run, status in after.items() if status == "FINISHED"]
     expect(finished and set(after.values()) <= {"FINISHED", "FAILED"}, f"the runs are {after}", what, done.err)
     folder = done.folder
-    differs = end_of(store, EXPERIMENT, folder.parent.name).differs(whole)
-    expect(not differs, f"it ends otherwise: {differs}", what, done.out[-1500:], done.err)
+    differs = end_of(store, EXPERIMENT, folder.parent.name).differs(reference)
+    expect(not differs, f"the result differs: {differs}", what, done.out[-1500:], done.err)
     expect_readable(folder.rglob("[!.]*"), what)
 
 
 def _saved(store: Path, calls: list[shim.Call]) -> list[int]:
-    """The steps of the checkpoints that had their name in a folder that was synced then: of `last.ckpt`, from which a
-    run resumes; of others, where that was not there yet."""
+    """Return the steps of the checkpoints whose names were durable: of `last.ckpt`, from which a run resumes, or of
+    others if it did not exist yet."""
     import torch
 
     disk, named = Disk(store), dict[Path, list[tuple[str, int]]]()

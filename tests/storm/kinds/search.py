@@ -1,11 +1,10 @@
-"""Other commands are killed at a random moment: searches, cleaning, syncing, migrating, caching, beginning a project.
+"""Other commands are killed at a random moment: search, export, cleaning, sync, init, reproduce, caching, a program.
 
-The same command, started again, continues or begins anew, and its end is that of one that nothing disturbed; the store
-opens in MLflow.
+The same command, started again, resumes or starts over, with the result of an undisturbed one; MLflow can open the
+store.
 """
 
 import contextlib
-import csv
 import json
 import random
 import shutil
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import Outcome
-from tiny import digest
+from tiny import csv_rows, digest
 
 from storm.kinds.mutations import draw_pictures, logged, picture_settings
 from storm.mutate import damage
@@ -46,23 +45,23 @@ tune:
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """One command, killed up to three times."""
+    """Kill one command up to three times."""
     (name,) = draw.choices(list(COMMANDS), [weight for weight, _ in COMMANDS.values()])
     return f"{name}: {COMMANDS[name][1](draw, place)}"
 
 
 def _kill(draw: random.Random, place: Place, longest: float, *arguments: object, **options: Any) -> str:
-    """Kills a command up to three times, at moments within so many seconds."""
-    told = []
+    """Kill a command up to three times, each within `longest` seconds; return exit codes and times."""
+    ends = []
     for _ in range(draw.randint(1, 3)):
         delay = draw.uniform(0, longest)
         running = place.start(*arguments, **options)
         running.ended(delay)
         if running.processes():
-            with contextlib.suppress(ProcessLookupError):  # it ends by itself at this moment
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 running.signal(signal.SIGKILL)
-        told.append(f"{running.end().code} after {delay:.2f} s")
-    return ", ".join(told)
+        ends.append(f"{running.end().code} after {delay:.2f} s")
+    return ", ".join(ends)
 
 
 def _good(outcome: Outcome, what: str) -> Outcome:
@@ -71,7 +70,7 @@ def _good(outcome: Outcome, what: str) -> Outcome:
 
 
 def _opens(store: Path) -> dict[str, str]:
-    """The status of each run, by MLflow."""
+    """Return the status of each run, read with MLflow's client."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
@@ -83,7 +82,7 @@ def _opens(store: Path) -> dict[str, str]:
 
 
 def _search(place: Place, folder: Path | None = None) -> Path:
-    """The config of a search."""
+    """Write the config of a search."""
     config = place.config(folder=folder)
     config.write_text(config.read_text() + SEARCH)
     return config
@@ -91,45 +90,44 @@ def _search(place: Place, folder: Path | None = None) -> Path:
 
 def _tune(draw: random.Random, place: Place) -> str:
     def rows(folder: Path) -> list[dict[str, str]]:
-        with (folder / "trials.csv").open(newline="") as file:
-            return [row | {"run": ""} for row in csv.DictReader(file)]
+        return [row | {"run": ""} for row in csv_rows(folder / "trials.csv")]
 
     def make(folder: Path) -> None:
         begun = time.monotonic()
         done = place.run("tune", _search(place, folder), cwd=folder)
-        expect(done.code == 0, "the search that nothing disturbs fails", done)
+        expect(done.code == 0, "the undisturbed search fails", done)
         (folder / "rows.json").write_text(json.dumps(rows(done.folder)))
         (folder / "seconds").write_text(str(time.monotonic() - begun))
 
-    whole = place.once("tune", make)
+    reference = place.once("tune", make)
     config = _search(place)
-    what = _kill(draw, place, float((whole / "seconds").read_text()), "tune", config)
+    what = _kill(draw, place, float((reference / "seconds").read_text()), "tune", config)
     done = _good(place.run("tune", config), what)
-    found, expected = rows(done.folder), json.loads((whole / "rows.json").read_text())
-    expect(found == expected, f"{what}: the trials are others than those of an undisturbed search", found, expected)
+    found, expected = rows(done.folder), json.loads((reference / "rows.json").read_text())
+    expect(found == expected, f"{what}: the trials differ from those of an undisturbed search", found, expected)
     statuses = _opens(place.folder / "mlruns")
-    is_whole = sorted(statuses.values()) == ["FINISHED"] * 4
-    expect(is_whole, f"{what}: there are not four runs that have finished", statuses)
+    all_finished = sorted(statuses.values()) == ["FINISHED"] * 4
+    expect(all_finished, f"{what}: there are not four FINISHED runs", statuses)
     return what
 
 
 def _study(draw: random.Random, place: Place) -> str:
-    """The database of a search is damaged, before the search is started again."""
+    """Damage the database of a search, then start the search again."""
     config = _search(place)
     _good(place.run("tune", config), "undisturbed")
     (database,) = (place.folder / "mlruns").glob("**/study.db")
-    whole = database.read_bytes()
-    told = []
+    intact = database.read_bytes()
+    damages = []
     for _ in range(4):
-        told.append(damage(draw, database, []))
+        damages.append(damage(draw, database, []))
         done = place.run("tune", config)
-        expect(done.code in (0, 3, 4), f"{told[-1]}: the search ends with {done.code}", done)
-        expect("Traceback" not in done.err, f"{told[-1]}: a traceback is shown", done)
-        expect(done.code == 0 or "study.db" in done.err, f"{told[-1]}: the file is not named", done)
-        database.write_bytes(whole)
-    _good(place.run("tune", config), "mended")
-    place.count = len(told)
-    return "; ".join(told)
+        expect(done.code in (0, 3, 4), f"{damages[-1]}: the search ends with {done.code}", done)
+        expect("Traceback" not in done.err, f"{damages[-1]}: a traceback is shown", done)
+        expect(done.code == 0 or "study.db" in done.err, f"{damages[-1]}: the file is not named", done)
+        database.write_bytes(intact)
+    _good(place.run("tune", config), "restored")
+    place.count = len(damages)
+    return "; ".join(damages)
 
 
 def _export(draw: random.Random, place: Place) -> str:
@@ -146,7 +144,7 @@ def _export(draw: random.Random, place: Place) -> str:
     _good(place.run("export", run), what)
     Bundle.open(run)
     left = [path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".metrics.sent"]
-    expect(not left, f"{what}: a later export leaves what the killed one had begun", left)
+    expect(not left, f"{what}: a later export does not remove the files of the killed one", left)
     return what
 
 
@@ -157,10 +155,10 @@ def _clean(draw: random.Random, place: Place) -> str:
     asked = ("runs", "--clean", "--delete", "--tracking-uri", store)
     what = _kill(draw, place, 0.4, *asked)
     _good(place.run(*asked), what)
-    expect(_opens(store) == dict.fromkeys(kept, "FINISHED"), f"{what}: other runs are left than the finished", gone)
+    expect(_opens(store) == dict.fromkeys(kept, "FINISHED"), f"{what}: the wrong runs remain", gone)
     for run_id in kept:
         found = list(store.glob(f"*/{run_id}/artifacts/cfg.yaml"))
-        expect(found, f"{what}: a file of a run that is kept is gone")
+        expect(found, f"{what}: a kept run has lost a file")
     return what
 
 
@@ -169,7 +167,7 @@ def _sync(draw: random.Random, place: Place) -> str:
     points = [draw.randint(1, 300) for _ in range(draw.randint(1, 4))]
     folder = store / "mlflow.db.unsent"
     killed = []
-    for count in points:  # each starts without the claims before: it would send what they name
+    for count in points:  # hide earlier claims, since each process sends what they name
         killed.append(logged(store, count, "killed"))
         if folder.exists():
             folder.rename(store / f"aside-{len(killed)}")
@@ -182,18 +180,18 @@ def _sync(draw: random.Random, place: Place) -> str:
     with closing(sqlite3.connect(store / "mlflow.db")) as database:
         for run_id, count in zip(killed, points, strict=True):
             rows = database.execute("SELECT key, step, value FROM metrics WHERE run_uuid = ?", (run_id,)).fetchall()
-            said = [point for step in range(count) for point in (("x", step, float(step)), ("y", step, step / 3))]
-            expect(sorted(rows) == sorted(said), f"{what}: points are missing or twice", rows)
+            logged_points = [(name, n, value) for n in range(count) for name, value in (("x", float(n)), ("y", n / 3))]
+            expect(sorted(rows) == sorted(logged_points), f"{what}: points are missing or duplicate", rows)
     expect(set(_opens(store).values()) == {"FAILED"}, f"{what}: a run that was killed is not FAILED")
     return what
 
 
 def _init(draw: random.Random, place: Place) -> str:
     kind = draw.choice(["images", "table", "text", "own", "regression"])
-    whole, torn = (place.folder / name / "project" for name in ("whole", "torn"))
-    whole.parent.mkdir()
+    intact, torn = (place.folder / name / "project" for name in ("intact", "torn"))
+    intact.parent.mkdir()
     torn.parent.mkdir()
-    _good(place.run("init", "project", "--kind", kind, cwd=whole.parent), "undisturbed")
+    _good(place.run("init", "project", "--kind", kind, cwd=intact.parent), "undisturbed")
     what = f"{kind}, {_kill(draw, place, 0.3, 'init', 'project', '--kind', kind, cwd=torn.parent)}"
 
     def files(folder: Path) -> dict[str, bytes]:
@@ -203,15 +201,15 @@ def _init(draw: random.Random, place: Place) -> str:
             if path.is_file() and "__pycache__" not in path.parts
         }
 
-    expected = files(whole)
+    expected = files(intact)
     half = {name for name, text in files(torn).items() if expected.get(name) != text}
-    expect(not {name for name in half if not Path(name).name.startswith(".")}, f"{what}: half a file is there", half)
+    expect(not {name for name in half if not Path(name).name.startswith(".")}, f"{what}: a partial file remains", half)
     again = place.run("init", "project", "--kind", kind, cwd=torn.parent)
     is_refused = again.code == 3 and "already exists and is not overwritten; remove it" in again.err
     expect(again.code == 0 or is_refused, f"{what}: started again it ends with {again.code}", again)
     shutil.rmtree(torn)
     _good(place.run("init", "project", "--kind", kind, cwd=torn.parent), what)
-    expect(files(torn) == expected, f"{what}: the project is another one", files(torn).keys() ^ expected.keys())
+    expect(files(torn) == expected, f"{what}: the project differs", files(torn).keys() ^ expected.keys())
     return what
 
 
@@ -224,7 +222,7 @@ def _cache(draw: random.Random, place: Place) -> str:
     what = _kill(draw, place, 0.8, "train", config, *settings, **cached)
     done = _good(place.run("train", config, *settings, **cached), what)
     same = digest(done.folder / "last.ckpt") == digest(plain.folder / "last.ckpt")
-    expect(same, f"{what}: what is learned from the cache is something else")
+    expect(same, f"{what}: training from the cache gives other weights")
     return what
 
 
@@ -237,25 +235,25 @@ def _reproduce(draw: random.Random, place: Place) -> str:
 
 
 def train_from_python() -> None:
-    """Instead of `deeplightning.cli:main`: a program that trains."""
+    """Train from a Python program, instead of `deeplightning.cli:main`."""
     import deeplightning
 
     deeplightning.train(sys.argv[2], sys.argv[3:])
 
 
 def _program(draw: random.Random, place: Place) -> str:
-    """The training is a process of its own, which would not end for long; it ends with the program."""
+    """A training, which would run for long in a separate process, ends when the program that called it is killed."""
     config, store = place.config(), place.folder / "mlruns"
     running = place.start(
         *("train", config, "train.num_epochs=100000"), main="storm.kinds.search:train_from_python", cwd=place.folder
     )
     delay = draw.uniform(1, 10)
     running.ended(delay)
-    expect(running.processes(), "the program has ended before it was killed")
+    expect(running.processes(), "the program ended before it was killed")
     running.signal(signal.SIGKILL)
     running.end()
     left = living_after(GRACE)
-    expect(not left, f"killed after {delay:.1f} s; what it had started is left: {left}")
+    expect(not left, f"killed after {delay:.1f} s; processes are left: {left}")
     if list(store.glob("*/*/artifacts")):
         _good(place.run("runs", "--tracking-uri", store), "listed")
         expect(set(_opens(store).values()) <= {"FAILED", "KILLED"}, "a run is not FAILED", _opens(store))

@@ -1,8 +1,8 @@
-"""The prediction server under load: good clients and bad ones at once, and in the midst of it another bundle, a damaged
-one, SIGHUP, a worker that is killed; SIGTERM at the end.
+"""The prediction server under load from good and bad clients, while the bundle is replaced or damaged, SIGHUP is sent
+and workers are killed; SIGTERM at the end.
 
-Every good client gets the right answer to each request that it could send; only those of a worker that was killed may
-lose theirs. After SIGTERM nothing that was accepted is lost, and no process is left.
+Every good client gets the right answer to each request that it could send; only clients of a killed worker may lose
+theirs. After SIGTERM no accepted request is lost, and no process is left.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ HOUR = 100
 LIMIT = 120
 GOOD, BAD = 5, 2
 SECONDS = 10
-"""That an answer may take on a machine with three cases at work."""
+"""Limit for an answer on a machine that runs three cases."""
 
 EVENTS = ("reload", "reload", "hup", "damage", "worker", "idle", "nothing")
 ORDERS = (("red", "green", "blue"), ("green", "blue", "red"))
-"""Labels of the two bundles, by the same network."""
+"""Labels of the two bundles, which have the same network."""
 
 
 @dataclass
 class Load:
-    """What clients share.
+    """State that the clients share.
 
     Attributes:
-        right: for each colour the labels that are right now.
-        answered: by good clients.
-        lost: what went wrong for good clients, in words.
+        right: for each colour the labels that are correct at present.
+        answered: number of answers to good clients.
+        lost: errors of good clients.
     """
 
     port: int
@@ -54,40 +54,40 @@ class Load:
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """One server, and up to four events."""
+    """Run one server with up to four events."""
     from served import COLOURS, Server
 
     from serve.worker import GRACE_SECONDS
 
-    whole = place.once("whole", _make)
+    bundles = place.once("bundles", _make)
     folder = place.folder / "a run"
-    shutil.copytree(whole / "0", folder)
+    shutil.copytree(bundles / "0", folder)
     server = Server(folder, place.folder / "errors")
     load = Load(server.port, {colour: {colour} for colour in COLOURS})
     clients = [threading.Thread(target=_good, args=(load, draw.random())) for _ in range(GOOD)]
     clients += [threading.Thread(target=_bad, args=(load, draw.random())) for _ in range(BAD)]
     for client in clients:
         client.start()
-    told, now, kills = [], 0, 0
+    events, now, kills = [], 0, 0
     try:
         for event in draw.choices(EVENTS, k=draw.randint(1, 4)):
-            told.append(event)
+            events.append(event)
             time.sleep(draw.uniform(0, 0.4))
             if event == "reload":
                 now = 1 - now
                 with load.lock:
                     for colour, label in zip(ORDERS[0], ORDERS[now], strict=True):
                         load.right[colour].add(label)
-                _replace(folder, whole / str(now))
+                _replace(folder, bundles / str(now))
             elif event == "hup":
                 server.process.send_signal(signal.SIGHUP)
             elif event == "damage":
                 damage(draw, folder / "bundle" / "model.onnx", [])
                 time.sleep(draw.uniform(0, 0.5))
-                _replace(folder, whole / str(now))
+                _replace(folder, bundles / str(now))
             elif event == "worker":
                 for worker in server.workers()[:1]:
-                    with contextlib.suppress(ProcessLookupError):  # it ends by itself
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
                         os.kill(worker, signal.SIGKILL)
                         kills += 1
             elif event == "idle":
@@ -96,7 +96,7 @@ def case(draw: random.Random, place: Place) -> str:
                 for one in idle:
                     one.close()
             time.sleep(draw.uniform(0, 0.6))
-        what = ", ".join(told)
+        what = ", ".join(events)
         expect(server.process.poll() is None, f"{what}: the server ended", server.errors.read_text())
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
@@ -108,13 +108,13 @@ def case(draw: random.Random, place: Place) -> str:
             client.join(30)
         if server.process.poll() is None:
             server.process.kill()
-    said = server.errors.read_text()[-3000:]
-    expect(code == 0, f"{what}: it ends with {code} after SIGTERM", said)
-    # A worker that was killed had a request of each good client at most.
-    expect(len(load.lost) <= GOOD * kills, f"{what}: good clients lost {len(load.lost)} answers", *load.lost[:5], said)
-    expect(load.answered > 0, f"{what}: nobody was answered", said)
-    expect(load.longest < SECONDS, f"{what}: an answer took {load.longest:.1f} s", said)
-    expect('"error"' not in said, f"{what}: a fault of ours is in the log", said)
+    log = server.errors.read_text()[-3000:]
+    expect(code == 0, f"{what}: it ends with {code} after SIGTERM", log)
+    # A killed worker had at most one request of each good client.
+    expect(len(load.lost) <= GOOD * kills, f"{what}: good clients lost {len(load.lost)} answers", *load.lost[:5], log)
+    expect(load.answered > 0, f"{what}: no request was answered", log)
+    expect(load.longest < SECONDS, f"{what}: an answer took {load.longest:.1f} s", log)
+    expect('"error"' not in log, f"{what}: the log has an internal error", log)
     return f"{what}: {load.answered} answers, the slowest in {load.longest:.2f} s, gone {seconds:.1f} s after SIGTERM"
 
 
@@ -125,10 +125,10 @@ def _make(folder: Path) -> None:
         colour_run(folder / str(number), labels)
 
 
-def _replace(folder: Path, whole: Path) -> None:
-    """Another bundle by two renames, as an export does it."""
+def _replace(folder: Path, other: Path) -> None:
+    """Replace the bundle by two renames, like an export."""
     beside, former = folder / "bundle.new", folder / "bundle.former"
-    shutil.copytree(whole / "bundle", beside)
+    shutil.copytree(other / "bundle", beside)
     (folder / "bundle").rename(former)
     beside.rename(folder / "bundle")
     shutil.rmtree(former)
@@ -138,7 +138,7 @@ def _replace(folder: Path, whole: Path) -> None:
 
 
 def _good(load: Load, seed: float) -> None:
-    """Asks until the port is closed; each answer has to be right."""
+    """Send requests until the load is over; check each answer."""
     from served import COLOURS, encoded, picture
 
     draw = random.Random(seed)
@@ -159,12 +159,12 @@ def _good(load: Load, seed: float) -> None:
                 begun = time.monotonic()
                 connection.request("POST", "/predict", body, {"Content-Type": kind})
                 response = connection.getresponse()
-                said = response.read()
+                answer = response.read()
                 with load.lock:
                     load.longest = max(load.longest, time.monotonic() - begun)
                     load.answered += 1
-                    if response.status != 200 or json.loads(said)["label"] not in load.right[colour]:
-                        load.lost.append(f"{colour}: {response.status} {said[:200]!r}")
+                    if response.status != 200 or json.loads(answer)["label"] not in load.right[colour]:
+                        load.lost.append(f"{colour}: {response.status} {answer[:200]!r}")
                 if response.will_close:
                     break
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
@@ -175,7 +175,7 @@ def _good(load: Load, seed: float) -> None:
 
 
 def _bad(load: Load, seed: float) -> None:
-    """Sends what is no request, half of one, too much, or nothing; leaves by a reset."""
+    """Send noise, a partial request, too much, or nothing; close the connection or reset it."""
     draw = random.Random(seed)
     head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
     while not load.over.is_set():

@@ -1,4 +1,4 @@
-"""The set-up of the environment is killed at a random moment, up to three times; the next one makes it whole."""
+"""The set-up of the environment is killed at a random moment, up to three times; the next one completes it."""
 
 import os
 import random
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from commands import environment
 
@@ -19,23 +20,22 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """One clone, and its environment."""
-    whole = place.once("seconds", lambda folder: _whole(place, folder))
-    longest = float((whole / "seconds").read_text())
+    """Kill the set-up of one clone, then complete it."""
+    longest = float((place.once("seconds", _measure) / "seconds").read_text())
     clone = _clone(place.folder)
-    told = []
+    ends = []
     for _ in range(draw.randint(1, 3)):
         delay = draw.uniform(0, longest)
-        with (place.folder / "said").open("a") as said:
+        with (place.folder / "log").open("a") as log:
             running = subprocess.Popen(
-                ["bash", "env.sh"], cwd=clone, env=environment(), stdout=said, stderr=said, start_new_session=True
+                ["bash", "env.sh"], cwd=clone, env=environment(), stdout=log, stderr=log, start_new_session=True
             )
             try:
                 running.wait(delay)
             except subprocess.TimeoutExpired:
                 os.killpg(running.pid, signal.SIGKILL)
-            told.append(f"{running.wait()} after {delay:.0f} s")
-    what = ", ".join(told)
+            ends.append(f"{running.wait()} after {delay:.0f} s")
+    what = ", ".join(ends)
     done = _set_up(clone)
     expect(done.returncode == 0, f"{what}: started again, the set-up ends with {done.returncode}", done.stdout[-2000:])
     _works(clone, what)
@@ -49,33 +49,26 @@ def _clone(folder: Path) -> Path:
 
 
 def _set_up(clone: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "env.sh"],
-        cwd=clone,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    merged: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(["bash", "env.sh"], cwd=clone, env=environment(), **merged)
 
 
 def _works(clone: Path, what: str) -> None:
-    """A command of the clone starts, and what trains can be imported."""
+    """Import the packages that training needs, and the commands of the clone."""
     code = "import deepspeed, flask, mlflow, omegaconf, pytorch_lightning, torchvision, yaml, deeplightning.cli"
     done = subprocess.run(
         [clone / ".venv" / "bin" / "python", "-c", code], cwd=clone, env=environment(), capture_output=True, text=True
     )
-    expect(done.returncode == 0, f"{what}: the environment lacks something", done.stderr[-2000:])
+    expect(done.returncode == 0, f"{what}: a package is missing", done.stderr[-2000:])
 
 
-def _whole(place: Place, folder: Path) -> None:
-    """How long a set-up takes that nothing disturbs; there may be no packages to be had."""
+def _measure(folder: Path) -> None:
+    """Measure an undisturbed set-up; skip the kind if it fails, for example without a package index."""
     clone = _clone(folder)
     begun = time.monotonic()
     done = _set_up(clone)
     if done.returncode != 0:
-        raise Skipped(f"the environment cannot be made here: {done.stdout.strip().splitlines()[-1]}")
+        raise Skipped(f"env.sh fails on this machine: {done.stdout.strip().splitlines()[-1]}")
     _works(clone, "undisturbed")
     (folder / "seconds").write_text(str(time.monotonic() - begun))
     shutil.rmtree(clone)

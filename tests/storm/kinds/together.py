@@ -1,8 +1,8 @@
-"""Two to eight of everything at once: trainings on one store and cache, exports of one run, two commands that resume
-one run, syncs, cleaning.
+"""Two to eight commands run at once: trainings on one store and cache, exports of one run, two commands that resume one
+run, syncs, cleaning.
 
-The end is that of one after the other: each training is FINISHED with its points once, the weights are those of the
-same training alone, what is exported opens, the store opens in MLflow.
+The result equals that of sequential commands: each training is FINISHED without duplicate points, its weights are those
+of the same training alone, and the exported bundle can be opened.
 """
 
 import json
@@ -28,82 +28,78 @@ RESUMED = ["train.num_epochs=3", "train.resume_ckpt=auto", "logger.params.experi
 
 
 def case(draw: random.Random, place: Place) -> str:
-    """A schedule of commands that begin within a second."""
+    """Start a random list of commands, each shortly after the previous one."""
     from serve.bundle import Bundle
 
-    whole = place.once("whole", lambda folder: _make(place, folder))
-    known = json.loads((whole / "known.json").read_text())
+    originals = place.once("originals", lambda folder: _make(place, folder))
+    known = json.loads((originals / "known.json").read_text())
     config = place.config()
     store, cache = place.folder / "mlruns", place.folder / "cache"
-    words = [draw.choice(KINDS) for _ in range(draw.randint(2, 8))]
+    kinds = [draw.choice(KINDS) for _ in range(draw.randint(2, 8))]
     shared = place.run("train", config, "train.num_epochs=1").folder
-    if "resume" in words:
-        words.append("resume")  # one alone meets nobody
+    if "resume" in kinds:
+        kinds.append("resume")  # at least two, so that they compete
         begun = place.run("train", config, *RESUMED, "train.num_epochs=1")
-        expect(begun.code == 0, "the run that is to be resumed fails", begun)
+        expect(begun.code == 0, "the run to be resumed fails", begun)
     running = []
-    for number, word in enumerate(words):
+    for number, kind in enumerate(kinds):
         named = f"logger.params.experiment_name=own-{number}"
-        if word == "train":
+        if kind == "train":
             started = place.start("train", config, "train.num_epochs=1", named)
-        elif word.startswith("cached"):
-            pictures = picture_settings(whole / "pictures", word.removeprefix("cached-"))
+        elif kind.startswith("cached"):
+            pictures = picture_settings(originals / "pictures", kind.removeprefix("cached-"))
             started = place.start("train", config, *pictures, named, DEEPLIGHTNING_CACHE=str(cache))
-        elif word == "resume":
+        elif kind == "resume":
             started = place.start("train", config, *RESUMED)
-        elif word == "export":
+        elif kind == "export":
             started = place.start("export", shared)
         else:
-            asked = {"sync": ["--sync"], "clean": ["--clean", "--delete"], "list": []}[word]
+            asked = {"sync": ["--sync"], "clean": ["--clean", "--delete"], "list": []}[kind]
             started = place.start("runs", *asked, "--tracking-uri", store)
         running.append(started)
         time.sleep(draw.choice([0, 0, draw.random() * 0.3]))
     ended = [each.end() for each in running]
-    what = ", ".join(words)
-    for number, (word, outcome) in enumerate(zip(words, ended, strict=True)):
-        expect(outcome.code == 0, f"{what}: {word} (number {number}) ends with {outcome.code}", outcome)
-        expect("Traceback" not in outcome.err, f"{what}: {word} (number {number}) shows a traceback", outcome)
-        if word == "train" or word.startswith("cached"):
+    what = ", ".join(kinds)
+    for number, (kind, outcome) in enumerate(zip(kinds, ended, strict=True)):
+        expect(outcome.code == 0, f"{what}: {kind} (number {number}) ends with {outcome.code}", outcome)
+        expect("Traceback" not in outcome.err, f"{what}: {kind} (number {number}) shows a traceback", outcome)
+        if kind == "train" or kind.startswith("cached"):
             end = end_of(store, f"own-{number}")
             expect(end.status == "FINISHED", f"{what}: a training is {end.status}")
             found = [digest(outcome.folder / "last.ckpt"), end.series]
-            expect(found == known[word], f"{what}: {word} ends otherwise than alone", found, known[word])
-    if "export" in words:
+            expect(found == known[kind], f"{what}: {kind} has another result than alone", found, known[kind])
+    if "export" in kinds:
         Bundle.open(shared)
-    if "resume" in words:
-        _resumed(store, what, ended, words, known["resume"])
+    if "resume" in kinds:
+        _check_resumed(store, what, ended, kinds, known["resume"])
     left = sorted(path.name for path in [*store.glob("*.unsent/*"), *store.glob("*.lock")])
-    expect(not left, f"{what}: the store is left with {left}")
+    expect(not left, f"{what}: the store still has {left}")
     return what
 
 
-def _resumed(store: Path, what: str, ended: list[Outcome], words: list[str], known: list[Any]) -> None:
-    """One command resumes the run; another one that finds it at work has a run of its own."""
-    for word, outcome in zip(words, ended, strict=True):
-        if word == "resume":
+def _check_resumed(store: Path, what: str, ended: list[Outcome], kinds: list[str], known: list[Any]) -> None:
+    """Check that one command resumes the run, and that another one that finds it running starts a new run."""
+    for kind, outcome in zip(kinds, ended, strict=True):
+        if kind == "resume":
             found = digest(outcome.folder / "last.ckpt")
-            expect(found == known[0], f"{what}: what resumes ends with other weights", outcome)
+            expect(found == known[0], f"{what}: a resumed run has other weights", outcome)
     ends = {run: end_of(store, "resumed", run) for run in statuses(store, "resumed")}
     expect({end.status for end in ends.values()} == {"FINISHED"}, f"{what}: resumed runs are not all FINISHED", ends)
-    twice = {
-        name
-        for end in ends.values()
-        for name, points in end.series.items()
-        if len(points) > len({step for step, _ in points})
-    }
-    expect(not twice, f"{what}: points are twice in the store: {', '.join(sorted(twice))}")
+    series = [(name, points) for end in ends.values() for name, points in end.series.items()]
+    duplicate = {name for name, points in series if len(points) > len({step for step, _ in points})}
+    expect(not duplicate, f"{what}: the store has duplicate points: {', '.join(sorted(duplicate))}")
     expect(any(end.series == known[1] for end in ends.values()), f"{what}: no run has all points of one alone", ends)
 
 
 def _make(place: Place, folder: Path) -> None:
-    """What each training gives alone."""
+    """Record the result of each training alone."""
     draw_pictures(folder / "pictures", 90)
     config = place.config(folder=folder)
     settings = {"train": ["train.num_epochs=1"], "resume": [*RESUMED]}
     settings |= {f"cached-{resize}": picture_settings(folder / "pictures", resize) for resize in ("crop", "stretch")}
     known = {}
-    for word, own in settings.items():
-        done = place.run("train", config, *own, f"logger.params.experiment_name={word}", cwd=folder)
-        expect(done.code == 0, f"a training alone fails: {word}", done)
-        known[word] = [digest(done.folder / "last.ckpt"), end_of(folder / "mlruns", word).series]
+    for kind, overrides in settings.items():
+        done = place.run("train", config, *overrides, f"logger.params.experiment_name={kind}", cwd=folder)
+        expect(done.code == 0, f"a training alone fails: {kind}", done)
+        known[kind] = [digest(done.folder / "last.ckpt"), end_of(folder / "mlruns", kind).series]
     (folder / "known.json").write_text(json.dumps(known))

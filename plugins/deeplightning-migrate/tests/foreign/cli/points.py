@@ -21,7 +21,7 @@ class Encoder(nn.Module):
 
 
 class Points(pl.LightningDataModule):
-    """Points with the class that the sign of their sum gives."""
+    """Points whose class is the sign of their sum."""
 
     def __init__(self, batch_size: int = 16, samples: int = 96):
         super().__init__()
@@ -39,7 +39,7 @@ class Points(pl.LightningDataModule):
 
 
 class Plain(pl.LightningModule):
-    """Makes its own network and optimizer of numbers."""
+    """Builds its network and optimizer from numbers."""
 
     def __init__(self, hidden: int = 4, lr: float = 1e-3, dropout: float = 0.0):
         super().__init__()
@@ -83,7 +83,7 @@ class Composed(Plain):
 
 
 class Shrink(pl.Callback):
-    """Multiplies all weights by a factor when an epoch ends."""
+    """Multiplies all weights by a factor at the end of each epoch."""
 
     def __init__(self, factor: float = 1.0):
         self.factor = factor
@@ -95,7 +95,7 @@ class Shrink(pl.Callback):
 
 
 class Alternating(Composed):
-    """Steps two optimizers by hand, each over one of its networks."""
+    """Steps two optimizers manually, one for each of its networks."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ class Dense(nn.Module):
 
 
 class PointsData(pl.LightningDataModule):
-    """Points with the class that the sign of their sum gives."""
+    """Points whose class is the sign of their sum."""
 
     def __init__(self, data_dir: str = "data/", batch_size: int = 16, train_val_test_split=(60, 20, 16)):
         super().__init__()
@@ -43,7 +43,7 @@ class PointsData(pl.LightningDataModule):
 
 
 class PointsTask(pl.LightningModule):
-    """Gets its network as an object, optimizer and schedule as partials, and compiles where it is told to."""
+    """Gets its network as an object, optimizer and schedule as partials, and compiles if asked to."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, scheduler, compile: bool):
         super().__init__()
