@@ -204,6 +204,8 @@ def record_cause(folder: Path, cause: Cause, by: int | None = None) -> bool:
             return False
         finally:
             new.unlink(missing_ok=True)
+        if requeue := os.environ.get("DEEPLIGHTNING_REQUEUE"):  # its batch script reads the causes of all nodes
+            Path(f"{requeue}.causes", "lost" if cause.lost else "error").touch()
     except OSError:  # the folder is gone, and so are the others
         pass
     return True

@@ -7,7 +7,8 @@ import shlex
 
 REQUEUE_FILE = "DEEPLIGHTNING_REQUEUE"
 """Environment variable with the path of a file. If a task wrote it, the batch script requeues the job, because a task
-in a container cannot call Slurm. It contains the number of batches since this start, or `preempted`, or nothing."""
+in a container cannot call Slurm. It contains the number of batches since this start, or `preempted`, or nothing. The
+folder with `.causes` after this path is for the first failure cause of each node, an empty file `lost` or `error`."""
 
 FOLDER, NUMBER = "deeplightning_folder", "deeplightning_job"
 """Shell variables of the script: the folder of this job, or of this task of an array, and its number in Slurm.
@@ -71,9 +72,10 @@ def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
     lines += ['  scontrol requeue "$' + NUMBER + '" && exit', "fi"]
     if restarts:
         lines += [
-            "case $code in",
-            "130|143) ;;  # interrupted or terminated",
-            f"5|13[0-9]|14[0-9])  # a worker was lost; engine.max_restarts: {restarts}",
+            "# an error on one node is a loss for the others, which exit with 5, or NCCL aborts them (134)",
+            f'case "$code "$(ls "${REQUEUE_FILE}.causes") in',
+            '130*|143*|"5 "*error*|134*error*) ;;  # interrupted, terminated, or an error of the run',
+            f'"5 "*lost*|13[0-9]*|14[0-9]*)  # a worker was lost; engine.max_restarts: {restarts}',
             f"  lost=$(($(cat {counter} 2>/dev/null || echo 0) + 1))",
             f"  if [ $lost -le {restarts} ]; then",
             f"    echo $lost >{counter}",

@@ -256,6 +256,7 @@ class Slurm:
         else:
             lines += [f"{NUMBER}=$SLURM_JOB_ID", f"{FOLDER}={_quoted(folder)}"]
         lines += [f'export {LAUNCH}="slurm-$SLURM_JOB_ID"', f'export {REQUEUE_FILE}="${FOLDER}/again"']
+        lines += [f'rm -rf "${REQUEUE_FILE}.causes"; mkdir "${REQUEUE_FILE}.causes"']
         if self.master_addr is not None:
             lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
         if self.master_port is not None:

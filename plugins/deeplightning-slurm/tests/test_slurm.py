@@ -28,6 +28,7 @@ from deeplightning.config.own_runs import is_own
 from deeplightning.config.target import is_installed
 from deeplightning.faults import SetupError
 from deeplightning.launch import Job, hooks_here
+from deeplightning.process.failure import Cause, record_cause
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import read_code
 
@@ -284,7 +285,8 @@ def test_plan_prints_the_script(command, tiny, place, tmp_path):
     ):
         assert f"#SBATCH --{option}\n" in planned.out.replace("'\n", "\n"), option
     assert "--requeue" not in planned.out
-    for line in ("module load x", "export MASTER_PORT=4711", "apptainer exec i.sif python -m deeplightning train"):
+    lines = ["module load x", "export MASTER_PORT=4711", "apptainer exec i.sif python -m deeplightning train"]
+    for line in (*lines, 'mkdir "$DEEPLIGHTNING_REQUEUE.causes"'):
         assert line in planned.out
     assert not (tmp_path / "s").exists()
 
@@ -343,13 +345,17 @@ def test_times_are_read_as_sbatch_reads_them():
 
 @pytest.fixture
 def script(tmp_path):
-    """`script(batches, code, …)` runs the end of a job's script after its tasks ended with an exit code and, if
-    `batches` is not None, asked for a requeue after so many batches; returns exit code, stderr and scontrol calls."""
+    """`script(batches, code, …)` runs the end of a job's script after its tasks ended with an exit code, left `causes`
+    and, if `batches` is not None, asked for a requeue after so many batches; returns exit code, stderr and scontrol
+    calls."""
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>"{tmp_path}/asked"\n')
     (tmp_path / "scontrol").chmod(0o755)
 
-    def end(batches, code, max_requeues=None, restarts=0):
+    def end(batches, code, max_requeues=None, restarts=0, causes=()):
         (tmp_path / "asked").unlink(missing_ok=True)
+        (tmp_path / "again.causes").mkdir(exist_ok=True)
+        for cause in causes:
+            (tmp_path / "again.causes" / cause).touch()
         if batches is not None:
             (tmp_path / "again").write_text(batches)
         place = [f"{FOLDER}={shlex.quote(str(tmp_path))}", f"{NUMBER}=7"]
@@ -398,6 +404,42 @@ def test_a_lost_worker_sends_the_job_back_as_often_as_asked(script):
         assert script(None, code, restarts=1) == (code, "", "")
     assert script(None, 137, restarts=1) == (0, "a worker was lost (exit code 137); restart 1 of 1\n", "requeue 7\n")
     assert script(None, 137, restarts=1) == (137, "", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "causes", "restarts"),
+    [
+        (5, ["lost"], True),  # a hang
+        (5, [], False),  # a single process
+        (5, ["error"], False),
+        (5, ["error", "lost"], False),  # the other node only lost the connection
+        (134, ["error", "lost"], False),
+        (134, ["lost"], True),
+        (137, ["error"], True),
+        (143, ["lost"], False),
+        (50, ["lost"], False),
+    ],
+)
+def test_an_error_of_the_run_does_not_send_the_job_back(code, causes, restarts, script):
+    """`engine.max_restarts` requeues after exit code 5 only if some node lost a process and none had an error."""
+    done, _, asked = script(None, code, restarts=1, causes=causes)
+    assert (done, asked) == ((0, "requeue 7\n") if restarts else (code, ""))
+
+
+def test_each_node_leaves_its_first_cause_to_the_script(tmp_path, monkeypatch):
+    """The file is `error` if the run is the cause, else `lost`; without the script's folder there is none."""
+    monkeypatch.setenv(REQUEUE_FILE, str(tmp_path / "again"))
+    for name in ("n1", "n2", "n3"):
+        (tmp_path / name).mkdir()
+    assert record_cause(tmp_path / "n1", Cause(0, "a.py:1: ValueError", 5))
+    causes = tmp_path / "again.causes"
+    assert not causes.exists()
+    causes.mkdir()
+    assert record_cause(tmp_path / "n2", Cause(1, "timed out", 5, lost=True))
+    assert not record_cause(tmp_path / "n2", Cause(2, "a.py:1: ValueError", 5))
+    assert [path.name for path in causes.iterdir()] == ["lost"]
+    assert record_cause(tmp_path / "n3", Cause(3, "a.py:1: ValueError", 5))
+    assert {path.name for path in causes.iterdir()} == {"lost", "error"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -618,6 +660,15 @@ def test_a_lost_worker_restarts_the_job(submit, cluster, local, tracked, tmp_pat
     outcome = end_of(running)
     assert cluster.about(job_of(running))["Restarts"] == "1"
     assert_resumed(outcome, local, tracked)
+
+
+def test_an_error_of_the_run_does_not_restart_the_job(submit, cluster, tmp_path):
+    """With `engine.max_restarts: 1` an exception in one rank's user code ends the job with exit code 5."""
+    raises = f"train.callbacks=[{{type: mine.Dies, params: {{times: '{tmp_path}/no folder/once'}}}}]"
+    running = submit("engine.num_nodes=2", "engine.max_restarts=1", raises)
+    outcome = end_of(running, code=5)
+    assert cluster.about(job_of(running))["Restarts"] == "0"
+    assert "FileNotFoundError" in outcome.err
 
 
 def test_a_single_task_starts_processes_and_resumes(cluster, work, local, tmp_path):
