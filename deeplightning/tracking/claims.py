@@ -135,8 +135,11 @@ def take_over(store: Store, run_id: str) -> bool:
 def artifacts_of(store: Store, run: Run) -> Path | None:
     """Return the local folder of a run, also in a store that was moved as a whole; None if its artifacts are remote."""
     folder, root = local_path(run.artifact_uri), store.artifact_root
-    moved = root and root / run.experiment_id / run.id / "artifacts"
-    return moved if folder and moved and moved.is_dir() and not folder.is_dir() else folder
+    if folder is None or root is None or folder.is_dir():
+        return folder
+    moved = root / run.experiment_id / run.id / "artifacts"
+    is_gone = len(folder.parents) > 2 and not folder.parents[2].is_dir()  # the former store
+    return moved if moved.is_dir() or is_gone else folder
 
 
 def read_header(metrics: Path) -> Line:
@@ -151,6 +154,8 @@ def metrics_of(store: Store, claim: dict[str, Any]) -> Path:
         ValueError: its folder is neither in the store nor the folder of a run of this user.
     """
     path, root = Path(str(claim["metrics"])), store.artifact_root
+    if root is not None and not path.exists() and (moved := root.joinpath(*path.parts[-4:])).is_file():
+        path = moved  # EXPERIMENT/RUN/artifacts/metrics.jsonl of a store that was moved
     is_inside = root is not None and root.resolve() in path.resolve().parents
     if store.database is not None and not is_inside and not is_own(RunFolder(path.parent)):
         raise ValueError(f"{str(path)!r:.80} is neither in the store nor of a run that you started here")

@@ -9,12 +9,20 @@ from pathlib import Path
 
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.claims import is_elsewhere, metrics_of, read_claim, read_header, remove_claim, stale_claims
+from deeplightning.tracking.claims import (
+    artifacts_of,
+    is_elsewhere,
+    metrics_of,
+    read_claim,
+    read_header,
+    remove_claim,
+    stale_claims,
+)
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.delivery import Delivery
 from deeplightning.tracking.entities import Batch, Run, run_of
 from deeplightning.tracking.metrics_file import read_lines, safe_position, sent_file
-from deeplightning.tracking.store import Store, explain, first_line, is_transient, local_path
+from deeplightning.tracking.store import Store, explain, first_line, is_transient
 
 KILLED_REASON = "the process was killed"
 """Reason of the failure of a run whose process ended without logging a status."""
@@ -101,7 +109,7 @@ def _send(store: Store, client: Client, run_id: str, metrics: Path, ended: int) 
     logged = next((line["status"] for line in reversed(rest) if "status" in line), None)
     was_killed = (logged or (run.status if run else "RUNNING")) == "RUNNING"
     damaged = rest.count({})
-    folder = local_path((run or run_of(header)).artifact_uri)
+    folder = artifacts_of(store, run or run_of(header))
     if logged in (None, "RUNNING") and not damaged and _is_blank(run, folder, metrics):
         # FAILED: set by MLflow's own calls in another rank that outlived the first.
         return blank if run is None or client.delete(run_id, ("RUNNING", "FAILED")) else nothing

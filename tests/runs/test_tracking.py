@@ -40,7 +40,7 @@ from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
-from deeplightning.tracking.claims import claims
+from deeplightning.tracking.claims import artifacts_of, claims, find_run, metrics_of
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Dataset, flatten
 from deeplightning.tracking.metrics_file import read_series
@@ -989,3 +989,18 @@ def test_any_name_of_a_run_is_a_run(store, name):
     """Names may have blanks, dots and letters of any language."""
     made = finished(store, run_name=name)
     assert resolve_run(name, store) == made.artifact_folder
+
+
+def test_runs_that_mlflow_creates_in_a_moved_store_are_in_its_new_place(store):
+    """The folder of a run that does not exist yet, and the metrics of a claim, are those of the moved store."""
+    first = finished(store)
+    moved = store.rename(store.with_name("moved again"))
+    try:
+        there = locate(moved)
+        run = find_run(there, first.run_id)
+        fresh = run._replace(id="new", artifact_uri=run.artifact_uri.replace(run.id, "new"))
+        assert artifacts_of(there, fresh) == moved / "0" / "new" / "artifacts"
+        former = store / "0" / first.run_id / "artifacts" / "metrics.jsonl"
+        assert metrics_of(there, {"metrics": str(former)}) == moved / "0" / first.run_id / "artifacts/metrics.jsonl"
+    finally:
+        moved.rename(store)
