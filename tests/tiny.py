@@ -328,13 +328,13 @@ class Gradients(pl.Callback):
 
 
 class Stops(pl.Callback):
-    """Stops training after a number of steps."""
+    """Stops training after a number of batches."""
 
     def __init__(self, batch):
         self.batch = batch
 
-    def on_train_batch_end(self, trainer, *_):
-        trainer.should_stop |= trainer.global_step == self.batch
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop |= batch_idx + 1 == self.batch
 
 
 class Batches(pl.Callback):

@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationSched
 
 from deeplightning.callbacks.random_state import knows_position
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
-from deeplightning.callbacks.steps import ends_of_parts
+from deeplightning.callbacks.steps import AccumulateFrom, ends_of_parts
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.checkpoint_io import copy_checkpoint, remove_checkpoint
 from deeplightning.faults import CheckpointError, ConfigError, Fault
@@ -53,6 +53,7 @@ class Checkpoints(LightningCheckpoint):
         self._plateaus: dict[str, float] = {}
         self._monitored: dict[str, torch.Tensor] = {}
         self._last_is_due = self._validating = False
+        self._stop_is_due = False  # a stop waits for the end of an accumulation, whose gradients Lightning would drop
         self._saved_step = self.resumed_at = -1  # optimizer steps
         self._validated = False
         self._part_ends = frozenset[int]()
@@ -115,7 +116,8 @@ class Checkpoints(LightningCheckpoint):
         self._adopt_kept(trainer)
         self._find_part_ends(trainer)
         self.resumed_at = trainer.global_step
-        if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch and loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
             # Lightning 2.6 skips this hook when it resumes inside an epoch, and these callbacks depend on it.
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
@@ -148,6 +150,8 @@ class Checkpoints(LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
+        stops = trainer.should_stop or self._stop_is_due
+        trainer.should_stop, self._stop_is_due = stops and between_steps(trainer), stops and not between_steps(trainer)
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self.resumed_at, self._saved_step)
         # Two optimizers may take more than one step in a batch.
@@ -172,7 +176,7 @@ class Checkpoints(LightningCheckpoint):
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             _call_early(pl_module, "on_validation_end")
             self._keep_if_best(trainer)
-            if (self._last_is_due or trainer.should_stop) and between_steps(trainer):
+            if (self._last_is_due or (trainer.should_stop and _is_validated(trainer))) and between_steps(trainer):
                 self._save_last(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -233,7 +237,10 @@ class Checkpoints(LightningCheckpoint):
             resume_by_epochs(trainer)
             if not trainer.strategy.restore_checkpoint_after_setup:  # else the states are in the strategy's own format
                 self._unchecked = checkpoint
-        _convert_counters(checkpoint, trainer.world_size, trainer.accumulate_grad_batches)
+        kinds = AccumulateFrom | GradientAccumulationScheduler
+        later: Any = next((each for each in trainer.callbacks if isinstance(each, kinds)), None)  # type: ignore[attr-defined]
+        factor = later.get_accumulate_grad_batches(checkpoint["epoch"]) if later else trainer.accumulate_grad_batches
+        _convert_counters(checkpoint, trainer.world_size, factor)
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
         monitored = checkpoint.get("monitored") or {}
         self._monitored = {name: torch.tensor(value) for name, value in monitored.items() if isinstance(value, float)}

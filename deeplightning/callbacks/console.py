@@ -64,7 +64,8 @@ class Console(Callback):
             self._steps = trainer.estimated_stepping_batches
             self._progress = _bar()
             self._progress.start()
-        if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch and loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
             self._epoch = trainer.current_epoch  # resumed inside an epoch: its start hook is not called again
 
     def _summary(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:

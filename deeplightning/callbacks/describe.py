@@ -21,11 +21,7 @@ PORT = 5001
 
 
 def note(cfg: Config, folder: RunFolder, run_id: str | None) -> str:
-    """Return the description of a run, in Markdown.
-
-    Args:
-        run_id: the tracker's id of the run, or None.
-    """
+    """Return the description of a run, in Markdown; `run_id` is the tracker's, or None."""
     is_trained = "train" in cfg.stages
     length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs and is_trained else []
     about = "; ".join([*length, _escape_markdown(engine_summary(cfg))])

@@ -167,11 +167,7 @@ def _warn_on_error(path: Path) -> Iterator[None]:
 
 
 def redact_code_secrets(cfg: Config, code: Code | None = None) -> None:
-    """Redact secrets found in the code of this process in later messages.
-
-    Args:
-        code: the code, or None to collect it.
-    """
+    """Redact secrets found in the code of this process in later messages; without `code`, collect it."""
     if cfg.secrets:
         code = collect() if code is None else code
         cfg.secrets.values = dict.fromkeys(code.secrets, REDACTED) | cfg.secrets.values

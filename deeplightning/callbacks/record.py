@@ -263,7 +263,7 @@ class Record(Callback):
     def _tags(self, environment: Mapping[str, Any]) -> dict[str, str]:
         """Return tags for searching runs, from the config and the environment."""
         cfg, git = self.cfg, environment.get("git") or {}
-        reason = self.resumption.complete if self.resumption else ""
+        reason = self.resumption.complete if self.resumption and self.resumption.run_id is None else ""  # of a new run
         found = {
             "git_commit": git.get("commit"),
             "command": environment.get("command"),
@@ -361,7 +361,7 @@ class Record(Callback):
         checkpoint["accumulating"] = not between_steps(trainer)
         checkpoint["frozen"] = _frozen(pl_module)
         checkpoint["lost"] = self._find_lost(pl_module)
-        own = ("config", "run", "engine", "versions", "points", "frozen", "lost")
+        own = ("config", "run", "engine", "versions", "threads", "points", "accumulating", "frozen", "lost")
         vars(trainer)["own_entries"] = {key: checkpoint[key] for key in own}
 
     def _find_lost(self, task: LightningModule) -> list[str]:

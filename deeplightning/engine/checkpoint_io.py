@@ -49,9 +49,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
         Its key `left_out` lists the entries for `restore_left_out`, each as a key, and a key of the dict there or None.
         """
-        own = getattr(self.trainer, "own_entries", {})
+        own = getattr(self.trainer, "own_entries", {}) if "callbacks" in checkpoint else {}  # none with weights alone
         if taken := [key for key in own if checkpoint.get(key) is not own[key]]:
-            message = f"its `on_save_checkpoint` sets {taken[0]!r}, which the run sets; use another key"
+            message = f"a hook `on_save_checkpoint` sets {taken[0]!r}, which the run sets; use another key"
             raise ConfigError(Fault(message, "model.module"))
         entries = _user_entries(checkpoint)
         # A safe value may be replaced by an unsafe one, such as None by an object. Large ones are tried once.

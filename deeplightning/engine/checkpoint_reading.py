@@ -174,14 +174,15 @@ def whole_shapes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Load a checkpoint's weights into a module of the same architecture.
+    """Load a checkpoint's weights into a module of the same architecture, those of both if it does not load strictly.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; gives their number and the first three.
     """
-    if strict := getattr(module, "strict_loading", True):
-        raise_for_differences(module.state_dict(), checkpoint["state_dict"], path)
-    module.load_state_dict(checkpoint["state_dict"], strict=strict)
+    ours, theirs, strict = module.state_dict(), checkpoint["state_dict"], getattr(module, "strict_loading", True)
+    both = ours.keys() | theirs.keys() if strict else ours.keys() & theirs.keys()
+    raise_for_differences({n: ours[n] for n in ours if n in both}, {n: theirs[n] for n in theirs if n in both}, path)
+    module.load_state_dict(theirs, strict=strict)
 
 
 def raise_for_differences(ours: dict[str, Any], theirs: dict[str, Any], path: str | Path) -> None:

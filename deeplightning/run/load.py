@@ -67,10 +67,12 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
     task = init_module(cfg, "model")
-    if not hasattr(task, "arrives"):  # Lightning's order; our tasks build their network from the checkpoint
+    is_ours = hasattr(task, "arrives")  # ours build their network from the checkpoint
+    if not is_ours:  # Lightning's order
         task.configure_model()
     task.on_load_checkpoint(restore_left_out(checkpoint, task))
-    task.configure_model()
+    if is_ours:
+        task.configure_model()
     own, saved = task.state_dict(), checkpoint["state_dict"]
     for name in [name for name in saved if name.startswith("losses.") and name not in own]:  # of an omitted loss
         del saved[name]

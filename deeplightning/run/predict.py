@@ -112,7 +112,8 @@ class _Network:
                 "Leave the files out for the run's test set"
             )
         self.task: str = kind
-        self.max_pixels: int = max(cfg.serve.max_pixels, MAX_PIXELS)  # local files may be as large as in training
+        trained = cfg.data.module.params.get("max_pixels")  # local files may be as large as in training
+        self.max_pixels: int = max(cfg.serve.max_pixels, trained if isinstance(trained, int) else MAX_PIXELS)
         self._max_side: int = cfg.serve.max_side
         self._model = task.inference_model()  # must precede the spec of texts
         self.spec: Any = getattr(task, KINDS[kind].spec)
@@ -158,7 +159,7 @@ def _rows(network: _Network, out: Path | None, files: Sequence[Path]) -> ToRow:
     """Return the function that converts the endpoint's answer to a row of the table.
 
     Raises:
-        SetupError: PNG files are to be written, and `out` is None or their folder has or is an input.
+        SetupError: PNG files are to be written, and `out` is None, or their folder has files of another origin.
     """
     gives = KINDS[network.task].gives
     if gives in ("segmentation", "reconstruction"):
@@ -169,8 +170,12 @@ def _rows(network: _Network, out: Path | None, files: Sequence[Path]) -> ToRow:
             )
         into = out.with_suffix("").resolve()
         is_near = any(p == into or into in p.parents or p in into.parents for p in map(Path.resolve, files))
-        if into.exists() and (is_near or not out.exists()):  # only earlier answers of this name are replaced
-            raise SetupError(f"{into}: PNG files would be written among other files there; choose another --out")
+        is_empty = out.exists() or (into.is_dir() and not any(into.iterdir()))  # but for the files of an earlier call
+        if into.exists() and (is_near or not is_empty):
+            raise SetupError(
+                f"{into}: PNG files would be written among other files; choose another --out, or remove the folder if "
+                "an interrupted call has written it"
+            )
         return _pictures(out.with_suffix(""), "mask" if gives == "segmentation" else "image")
     return {"classification": _classes, "regression": _numbers, "multilabel": _labels}[gives]
 

@@ -43,7 +43,7 @@ def fill(cfg: Config, data: object, read: bool = True) -> None:
             found = _declared(name, data)
         if found is None and not read:
             continue
-        attributes = [attribute for attribute in DECLARED[name] if getattr(data, attribute, None)] or DECLARED[name]
+        attributes = [each for each in DECLARED[name] if _attribute(data, each)] or DECLARED[name]
         source = f"{' or '.join(attributes)} of {cfg.data.module.type}"
         if found is None:
             message = f"`auto` needs {source}, which the data module does not declare; set {key} to a number"
@@ -93,9 +93,13 @@ def _weights(cfg: Config, data: Any, key: str, name: str) -> list[float]:
     return weights
 
 
+def _attribute(data: Any, name: str) -> Any:
+    return class_names_of(data) if name == "class_names" else getattr(data, name, None)
+
+
 def _declared(name: str, data: Any) -> int | list[int] | None:
     """Return the value that a data module currently declares for a param of a network, or None."""
-    declared = next((found for name in DECLARED[name] if (found := getattr(data, name, None))), None)
+    declared = next((found for each in DECLARED[name] if (found := _attribute(data, each))), None)
     if not declared:
         return None
     if name in ("num_classes", "num_outputs"):

@@ -107,7 +107,7 @@ def launch(cfg: Config, folder: Path | None = None) -> RunFolder:
         for stage in ("validate", "test", "predict"):
             if stage in cfg.stages:
                 path = _weights_for(cfg, record, trains)
-                quiet = {"return_predictions" if stage == "predict" else "verbose": False}
+                quiet = {} if stage == "predict" else {"verbose": False}
                 run_stage(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
         if learns and cfg.train.export and not cfg.train.fast and trainer.is_global_zero:
             _export(task, data, record)
@@ -159,7 +159,8 @@ def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: object, resumed: R
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
     hook = "configure_gradient_clipping"
-    if (clip := cfg.train.gradient_clip) and clip.norm_type != 2 and not is_overridden(hook, task):
+    clip = cfg.train.gradient_clip
+    if clip and clip.algorithm == "norm" and clip.norm_type != 2 and not is_overridden(hook, task):
         message = f"Lightning clips the gradients of your module by the 2-norm; remove it, or override `{hook}`"
         raise ConfigError(Fault(message, "train.gradient_clip.norm_type", found=str(clip.norm_type)))
     if cfg.train.num_epochs == 0:

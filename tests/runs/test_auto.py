@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -88,3 +89,11 @@ def test_a_vocabulary_is_known_when_the_texts_are_read(tiny):
     assert (cfg.model.network.params["vocabulary_size"], calls) == ("auto", [])
     fill(cfg, data)
     assert (cfg.model.network.params, calls) == ({"vocabulary_size": 99, "width": 3}, ["prepare", "fit"])
+
+
+def test_class_names_may_be_an_array(tiny):
+    """NumPy's arrays have no truth value; their length counts."""
+    cfg = load_config(tiny)
+    cfg.model.network.params = {"num_classes": "auto"}
+    fill(cfg, SimpleNamespace(class_names=np.array(["a", "b", "c"])))
+    assert cfg.model.network.params["num_classes"] == 3

@@ -292,7 +292,7 @@ LEAVES_OUT = """
 """
 CONFIGURED = """
     def configure_model(self):
-        self.scale = getattr(self, "scale", None) or nn.Identity()
+        self.scale = nn.Identity()
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["factor"] = 2.0

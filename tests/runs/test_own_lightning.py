@@ -547,3 +547,10 @@ def test_a_test_alone_logs_no_secret(run, trained, project, tmp_path):
     (file,) = tmp_path.glob("csv/**/hparams.yaml")
     assert "batch_size" in file.read_text()
     assert TOKEN not in file.read_text()
+
+
+def test_a_norm_that_lightning_does_not_clip_by_is_refused(run):
+    """A module without its own clipping hook is clipped by the 2-norm only; other algorithms ignore the norm."""
+    refused = run("train.gradient_clip={value: 0.1, norm_type: 1}", "train.num_epochs=1", code=2)
+    assert "train.gradient_clip.norm_type: Lightning clips the gradients of your module by the 2-norm" in refused.err
+    run("train.gradient_clip={value: 0.1, norm_type: 1, algorithm: value}", "train.num_epochs=1")

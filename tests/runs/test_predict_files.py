@@ -49,7 +49,10 @@ def answered(runs, monkeypatch, tmp_path):
 
     def run(kind, *files, out="out.jsonl"):
         task, folder, _ = runs(kind)
-        cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=10_000, max_side=200))
+        cfg = SimpleNamespace(
+            serve=SimpleNamespace(max_pixels=10_000, max_side=200),
+            data=SimpleNamespace(module=SimpleNamespace(params={})),
+        )
         monkeypatch.setattr(predict, "trained_task", lambda *_: (task, cfg, None))
         predict.predict_files(folder, files, tmp_path / out)
         return rows_of(tmp_path / out)
@@ -215,7 +218,8 @@ def test_pictures_get_labels_and_masks(runs, answered, tmp_path):
 def test_a_run_that_cannot_answer_files_says_so(runs, monkeypatch, tmp_path):
     """Masks without --out, and a task of an unknown kind, are an error with the remedy."""
     task, folder, _ = runs("image_segmentation")
-    cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=100, max_side=100))
+    data = SimpleNamespace(module=SimpleNamespace(params={}))
+    cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=100, max_side=100), data=data)
     monkeypatch.setattr(predict, "trained_task", lambda *_: (task, cfg, None))
     with pytest.raises(SetupError, match=r"--out FILE\.csv"):
         predict.predict_files(folder, [png(tmp_path / "a.png")])
@@ -302,6 +306,7 @@ def test_pictures_never_replace_other_files(answered, tmp_path):
     with pytest.raises(SetupError, match="choose another --out"):
         answered("image_segmentation", file, out="masks.jsonl")
     assert mask.read_bytes() == before
+    (tmp_path / "new").mkdir()
     first, again = (answered("image_segmentation", file, out="new.jsonl") for _ in range(2))
     assert first == again
 

@@ -556,12 +556,15 @@ def test_another_number_of_processes_resumes_between_two_steps():
     assert counts == {"ready": 4, "started": 4, "processed": 4, "completed": 3}
 
 
-def test_a_stop_inside_an_epoch_leaves_the_rest_of_it(train, tmp_path):
-    """A callback stops training after batch 4 of 9; resumed without it, the run ends like an uninterrupted one."""
-    settings = [*RANDOM, "train.num_epochs=2", f"logger.params.tracking_uri={tmp_path / 'mlruns'}"]
-    stopped = train(*settings, "train.callbacks=[{type: own.Stops, params: {batch: 4}}]")
+@pytest.mark.parametrize(("more", "batch"), [([], 4), (["train.accumulator_factor=2"], 5)], ids=["plain", "in a step"])
+def test_a_stop_inside_an_epoch_leaves_the_rest_of_it(more, batch, train, tracked):
+    """A callback stops training inside an epoch; resumed without it, the run ends like an uninterrupted one."""
+    settings = [*RANDOM, "train.num_epochs=2", "logger.log_every_n_steps=1", *more]
+    stopped = train(*settings, f"train.callbacks=[{{type: own.Stops, params: {{batch: {batch}}}}}]")
     resumed = train(*settings, f"train.resume_ckpt='{stopped.folder}'")
-    assert_same_weights(resumed, train(*settings, "logger.params.experiment_name=whole"))
+    reference = train(*settings, "logger.params.experiment_name=whole")
+    assert_same_weights(resumed, reference)
+    assert tracked(resumed.folder).series()["train_loss"] == tracked(reference.folder).series()["train_loss"]
 
 
 def test_processes_agree_that_a_run_named_through_a_link_is_done(job, tmp_path):

@@ -232,5 +232,23 @@ def test_an_entry_of_the_run_that_a_hook_replaces_is_refused(path, checkpoint):
     io, config = SafeCheckpointIO(), {"model": {}}
     io.trainer = SimpleNamespace(own_entries={"config": config})
     io.save_checkpoint(checkpoint | {"config": config}, path)
-    with pytest.raises(ConfigError, match="sets 'config', which the run sets; use another key"):
+    with pytest.raises(ConfigError, match="`on_save_checkpoint` sets 'config', which the run sets; use another key"):
         io.save_checkpoint(checkpoint | {"config": {"model": "resnet18"}}, path)
+
+
+def test_weights_alone_are_saved_after_a_complete_checkpoint(path, checkpoint):
+    """Lightning saves weights alone without the hooks that add the run's entries."""
+    io = SafeCheckpointIO()
+    io.trainer = SimpleNamespace(own_entries={"config": {}})
+    io.save_checkpoint({"state_dict": checkpoint["state_dict"]}, path)
+    assert read_checkpoint(path).keys() == {"state_dict"}
+
+
+def test_weights_of_a_module_that_loads_leniently_must_have_its_shapes():
+    """With `strict_loading = False` tensors may be missing, but none may have another shape."""
+    module = torch.nn.Linear(2, 3)
+    module.strict_loading = False
+    load_weights(module, {"state_dict": {"bias": torch.ones(3)}}, "a.ckpt")
+    assert module.bias.tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointError, match="weight is"):
+        load_weights(module, {"state_dict": {"weight": torch.ones(4, 2)}}, "a.ckpt")
