@@ -276,8 +276,9 @@ def _command_arguments(
         secrets = config.secrets.variables() if config.secrets else {}
     else:
         groups = compose(config, [word for word in overrides if not is_file(word)]).groups
-        source = compose(config, [word for word in overrides if word.partition("=")[0] in groups])  # its files are here
-        overrides = [word for word in overrides if word.partition("=")[0] not in groups]  # the merged file has none
+        choices = [word for word in overrides if word.partition("=")[0] in groups]
+        source = compose(config, choices)  # the files that it builds on are relative to this directory
+        overrides = [word for word in overrides if word not in choices]  # the merged file has no groups
         content, folders = plain(source.root, written=True), source.folders
     roots = dict.fromkeys([*added_roots(), *map(str, folders)])
     with tempfile.TemporaryDirectory(prefix="deeplightning-") as folder:  # only its owner can enter it

@@ -114,7 +114,7 @@ def serve(
     folder: Path,
     lacks: Callable[[], str | None] = onnxruntime_lacks,
 ) -> int:
-    """Answer HTTP until SIGTERM or Ctrl-C.
+    """Answer HTTP until SIGTERM or Ctrl-C; return the exit code.
 
     Args:
         open_model: loads the model on a device; called again when its files change. Its exceptions are reported; their
@@ -123,9 +123,6 @@ def serve(
         files: returns the files of the model; none while they are being replaced.
         folder: folder of these files.
         lacks: returns why the library that runs the model cannot use a GPU, or None if it can.
-
-    Returns:
-        the exit code.
     """
     open_streams()
     limits = Limits(**{name: getattr(options, name) for name in BOUNDS})

@@ -83,9 +83,6 @@ class Batcher:
     """Decodes and runs jobs. Its threads start with the first job.
 
     Args:
-        model: the model that answers.
-        limits: limits of a request.
-        lanes: number of lanes.
         forward_seconds: duration of a forward pass of one picture.
         threads: number of threads that decode pictures or run the model; None: two for each lane.
     """

@@ -32,7 +32,7 @@ class PredictError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the server's answer to each text and file in order. The first key is `text`, `image` (the path), or `file`
-    for a file of `KINDS`.
+    for a file of `KINDS` or an answer that is a picture.
 
     Returns:
         the exit code: 0; 3 at the first input without an answer, with a note on stderr; 141 if stdout is closed.

@@ -43,8 +43,6 @@ class Predictions:
 
         Args:
             query: the query string, percent-encoded.
-            content_type: the Content-Type.
-            accept: the Accept header.
             body: the complete body.
             finish: called with the finished job.
 

@@ -38,11 +38,8 @@ MAX_FIELD_BYTES = 500_000
 """Maximum size of a text field of a form, in bytes (Flask's default)."""
 
 _DATA_URL = re.compile(rb"data:[^,]*,")  # browsers put this before the base64 of a file
-
 _ALPHABET = bytes.maketrans(b"-_", b"+/")
-
 _BLANKS = b" \t\r\n"  # base64 may be broken into lines
-
 _BOUNDARY = re.compile(rb'\Amultipart/form-data; ?boundary="?([0-9A-Za-z\'()+_,./:=?-]{1,70})"?\Z', re.IGNORECASE)
 
 _PART = re.compile(

@@ -73,7 +73,6 @@ def pretend() -> None:
         accelerator.device_name = lambda index=None: str(DEVICE)
         accelerator.current_device_name = lambda: str(DEVICE)
         accelerator.on_accelerator = lambda tensor: tensor.device == DEVICE
-        DeepSpeed._on_cpu = True
     mode = FakeGpu(DEVICE)
     active: list[bool] = []
     in_setup: list[bool] = []

@@ -100,7 +100,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "number": len(inputs),
         "file": found.path.name,
         "target": target,
-        "missing": "fill" if gaps else "refuse",
+        "missing": "fill" if gaps or not found.read.is_whole else "refuse",
         "missing_words": missing_words,
         "delimiter": form.delimiter,
         "decimal": form.decimal,

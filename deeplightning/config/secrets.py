@@ -97,8 +97,10 @@ def redact(text: str, values: Mapping[str, str], other: str | None = None) -> st
 
 def without_secrets(root: Entry, secrets: Secrets) -> Any:
     """Return the plain values of a tree as written, with references in place of secrets; keys stay unchanged."""
-    for _, entry in leaves(root):
+    for _, entry in nodes(root):
         text = entry.value if entry.written is None else entry.written
+        if isinstance(text, dict | list):  # its items follow
+            continue
         found = secrets.redact(text) if isinstance(text, str) else secrets.values.get(str(text), "")
         if found != text and (isinstance(text, str) or found.startswith("${oc.decode:")):
             entry.written = found

@@ -304,7 +304,9 @@ class TableData(ColumnData):
         spec = self.table_spec
         assert spec is not None, "`setup` has read the rows"
         split = next(split for split, rows in self._samples.items() if rows is samples)
-        path, target = self.files.get(split, self.files["train"]), samples.column(self.targets[0])
+        is_fold = split == "val" and self.cfg.data.num_splits is not None  # rows of the training file
+        path = self.files["train" if is_fold or split not in self.files else split]
+        target = samples.column(self.targets[0])
         small = {"label": self._classes(target, path)} if isinstance(target, Words) else {}
         fits = self._fits(4 * len(spec.columns))
         inputs = np.empty((len(samples) if fits else 0, len(spec.columns)), np.float32)

@@ -23,12 +23,7 @@ MAX_ROWS = 30
 
 
 def say(text: object, err: bool = False, nl: bool = True) -> None:
-    """Print text of any origin, with control characters that could steer a terminal escaped.
-
-    Args:
-        err: print to stderr.
-        nl: end with a newline.
-    """
+    """Print text of any origin, with control characters that could steer a terminal escaped; `nl`: end the line."""
     stream = sys.stderr if err else sys.stdout
     print(printable(str(text), LAYOUT), end="\n" * nl, file=stream, flush=True)
 
@@ -101,11 +96,7 @@ def show(text: str, indent: int | None = None) -> None:
 
 
 def in_columns(table: Sequence[Sequence[str]], file: str) -> str:
-    """Return a table with aligned columns and at most `MAX_ROWS` rows.
-
-    Args:
-        file: the file that contains the remaining rows.
-    """
+    """Return a table with aligned columns and at most `MAX_ROWS` rows; `file` contains the remaining ones."""
     left_out = len(table) - 1 - MAX_ROWS
     shown = [[printable(cell) for cell in row] for row in table[: MAX_ROWS + 1]]
     widths = [max(len(row[column]) for row in shown) for column in range(len(table[0]))]

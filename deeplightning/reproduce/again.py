@@ -152,6 +152,10 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     directory, roots = _unpack_code(code, original.folder.code, top, secrets, say)
     settings = [*_local_overrides(original, config, overrides, top), *overrides]
     root = dict(flat(plain(read(original.source, settings).root))).get("data.root")
+    weights, folders = config.get("model.init_from"), (original.directory, Path.cwd())
+    if isinstance(weights, str) and not is_address(weights):
+        found = [path for folder in folders if folder and (path := folder / Path(weights).expanduser()).exists()]
+        settings += [f"model.init_from={quoted(path.absolute())}" for path in found[:1]]
     if isinstance(root, str) and not is_address(root):  # the run starts in another folder
         settings.append(f"data.root={quoted(str(from_start(root)))}")
     check_data(original, root if isinstance(root, str) else None, any_data, say)
@@ -255,7 +259,7 @@ def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) ->
 def _link_relative_files(original: PastRun, config: Mapping[str, object], directory: Path) -> None:
     """Link files with relative paths in params into the new working directory."""
     for key, value in config.items():
-        is_wanted = (".params." in key and key not in PATH_KEYS) or key in ("model.init_from", "test.ckpt")
+        is_wanted = (".params." in key and key not in PATH_KEYS) or key == "test.ckpt"
         if not is_wanted or not isinstance(value, str) or not 0 < len(value) < 256:
             continue
         parts = Path(value).parts

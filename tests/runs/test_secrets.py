@@ -27,7 +27,8 @@ from tiny import git
 from deeplightning.config import secret_scan
 from deeplightning.config.examine import examine
 from deeplightning.config.secret_scan import conceal
-from deeplightning.config.secrets import Secrets
+from deeplightning.config.secrets import Secrets, without_secrets
+from deeplightning.config.source import read
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
 PLANTED = [json.loads(line.replace("¦", "")) for line in (HOSTILE / "secrets.jsonl").read_text("utf-8").splitlines()]
@@ -406,3 +407,14 @@ def test_the_kind_of_a_column_is_no_secret(column):
     """The kind of a table's column is kept, whatever the column is called."""
     for kind in ("number", "category", "ignore"):
         assert secret_scan.secrets_in_value(column, kind) == []
+
+
+def test_a_secret_that_a_reference_creates_is_hidden_in_the_config_of_a_point(tmp_path):
+    """Only values are replaced: a key, a number and a part of a type that equal a variable stay."""
+    path = tmp_path / "c.yaml"
+    path.write_text('tags: "${oc.create:{password: hunter-47-clear}}"\nname: ${oc.env:NAME}\ntrain: 0.001\n')
+    source = read(path)
+    source.secrets.values |= {"hunter-47-clear": "${oc.env:TAGS_PASSWORD}", "0.001": "${oc.env:RATE}"}
+    found = without_secrets(source.root, source.secrets)
+    assert "hunter-47" not in str(found)
+    assert found["train"] == 0.001

@@ -471,5 +471,7 @@ def test_sizes_of_a_table_that_is_not_read_to_its_end_are_left_to_the_training(m
     """Rows that `init` does not read may have other categories and classes."""
     monkeypatch.setattr(guess_columns, "MAX_ROWS", 30)
     table("t.csv", ["x", "town", "kind"], *([f"{n}.5", "ABC"[n // 20], "uv"[n % 2]] for n in range(60)))
-    network = config("table", "t.csv")[0]["model"]["network"]["params"]
+    written = config("table", "t.csv")[0]
+    network = written["model"]["network"]["params"]
     assert (network["cardinalities"], network["num_outputs"]) == ("auto", "auto")
+    assert written["data"]["module"]["params"]["missing"] == "fill"

@@ -621,3 +621,13 @@ def test_the_file_of_a_row_that_cannot_be_used_is_named():
         Path("b.csv").write_text(f"x,kind\n1,u\n{row}\n")
         with pytest.raises(DataError, match=words):
             prepared({"train": "a.csv", "test": "b.csv", "target": "kind"})
+
+
+def test_the_file_of_a_row_in_a_fold_is_the_training_file():
+    """With folds, the validation rows are rows of the training file, also if a file for validation is given."""
+    rows = [f"{n},{'uv'[n % 2]}" for n in range(40)]
+    Path("b.csv").write_text("\n".join(["x,kind", *rows]))
+    Path("a.csv").write_text("\n".join(["x,kind", *(row if n else ",u" for n, row in enumerate(rows))]))
+    for fold in range(2):
+        with pytest.raises(DataError, match=r"a\.csv: column x, row 1: the value is"):
+            prepared({"train": "a.csv", "validation": "b.csv", "target": "kind"}, num_splits=2, fold=fold)

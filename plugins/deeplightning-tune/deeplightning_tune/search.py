@@ -12,6 +12,7 @@ import signal
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +245,9 @@ class _Search:
 
     def _frozen_config(self) -> str:
         """Return the config of all trials as YAML: files and overrides merged, references unresolved."""
-        tree = without_secrets(read(self.path, list(self.overrides)).root, self.cfg.secrets)
+        found = self.cfg.secrets  # values of variables are references already, and their parts elsewhere stay
+        clear = {text: found.values[text] for _, text in found.literals.values() if text in found.values}
+        tree = without_secrets(read(self.path, list(self.overrides)).root, replace(found, values=clear))
         tree["seed"] = self.cfg.seed
         tree["tune"] = {**tree["tune"], "name": self.name}
         return dump(tree)
