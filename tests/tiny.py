@@ -328,13 +328,24 @@ class Gradients(pl.Callback):
 
 
 class Stops(pl.Callback):
-    """Stops training after a number of batches."""
+    """Stops training after a number of batches, or at the first validation."""
 
-    def __init__(self, batch):
+    def __init__(self, batch=None):
         self.batch = batch
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         trainer.should_stop |= batch_idx + 1 == self.batch
+
+    def on_validation_end(self, trainer, pl_module):
+        trainer.should_stop |= self.batch is None
+
+
+class StopsItself(ImageClassification):
+    """Stops training after the number of batches in the variable STOPS."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.trainer.should_stop |= str(batch_idx + 1) == os.environ.get("STOPS")
 
 
 class Batches(pl.Callback):

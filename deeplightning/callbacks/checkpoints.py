@@ -175,8 +175,11 @@ class Checkpoints(LightningCheckpoint):
         self._validated = True
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             _call_early(pl_module, "on_validation_end")
+            if trainer.should_stop and not between_steps(trainer):  # set after the hook of the batch
+                trainer.should_stop, self._stop_is_due = False, True
             self._keep_if_best(trainer)
-            if (self._last_is_due or (trainer.should_stop and _is_validated(trainer))) and between_steps(trainer):
+            is_unsaved = _is_validated(trainer) or self._saved_step != trainer.global_step
+            if (self._last_is_due or (trainer.should_stop and is_unsaved)) and between_steps(trainer):
                 self._save_last(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -225,6 +228,8 @@ class Checkpoints(LightningCheckpoint):
         steps = {c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"}
         metrics = trainer.callback_metrics
         checkpoint["monitored"] = {name: float(metrics[name]) for name in steps if name in metrics}
+        ours = {key: checkpoint[key] for key in ("plateaus", "validating", "monitored") if key in checkpoint}
+        vars(trainer).setdefault("own_entries", {}).update(ours)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":

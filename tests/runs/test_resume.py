@@ -556,11 +556,22 @@ def test_another_number_of_processes_resumes_between_two_steps():
     assert counts == {"ready": 4, "started": 4, "processed": 4, "completed": 3}
 
 
-@pytest.mark.parametrize(("more", "batch"), [([], 4), (["train.accumulator_factor=2"], 5)], ids=["plain", "in a step"])
-def test_a_stop_inside_an_epoch_leaves_the_rest_of_it(more, batch, train, tracked):
-    """A callback stops training inside an epoch; resumed without it, the run ends like an uninterrupted one."""
+@pytest.mark.parametrize(
+    ("more", "params"),
+    [
+        ([], "{batch: 4}"),
+        (["train.accumulator_factor=2"], "{batch: 5}"),
+        (["train.accumulator_factor=3", "train.val_every_n_epoch=0.5"], "{}"),
+        (["model.module.type=own.StopsItself"], None),
+    ],
+    ids=["plain", "inside a step", "in a validation inside a step", "by the module"],
+)
+def test_a_stop_inside_an_epoch_leaves_the_rest_of_it(more, params, train, tracked):
+    """A callback or the module stops training inside an epoch; resumed without that, the run ends like an
+    uninterrupted one."""
     settings = [*RANDOM, "train.num_epochs=2", "logger.log_every_n_steps=1", *more]
-    stopped = train(*settings, f"train.callbacks=[{{type: own.Stops, params: {{batch: {batch}}}}}]")
+    stops = [f"train.callbacks=[{{type: own.Stops, params: {params}}}]"] if params else []
+    stopped = train(*settings, *stops, STOPS="0" if params else "4")
     resumed = train(*settings, f"train.resume_ckpt='{stopped.folder}'")
     reference = train(*settings, "logger.params.experiment_name=whole")
     assert_same_weights(resumed, reference)
