@@ -18,7 +18,7 @@ from deeplightning.runfolder import RunFolder, read_object
 from deeplightning_hub.model_card import model_card, public_config
 
 ADDRESS_FORMS = "hf://USER/NAME or mlflow://NAME"
-SAFE_EXTENSIONS = (".onnx", ".data", ".safetensors", ".json")
+SAFE_EXTENSIONS = (".onnx", ".data", ".safetensors", ".json", ".txt")
 """Extensions of a bundle's files that contain no pickled data, unlike a pt2 file."""
 
 README, PUSH_RECORD = "README.md", ".push.json"

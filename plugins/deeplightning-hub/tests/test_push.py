@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import yaml
 from commands import real
+from deeplightning_hub.push import SAFE_EXTENSIONS
 from mlflow.tracking import MlflowClient
 from test_escapes import FORGED, is_clean
 from test_trust import BEYOND_PLAIN, BY_ALL, IMPORTED, _by_kind
@@ -21,6 +22,7 @@ from test_trust import BEYOND_PLAIN, BY_ALL, IMPORTED, _by_kind
 import deeplightning as dl
 from deeplightning.export.bundle import added_file, card_of, card_text
 from deeplightning.runfolder import RunFolder
+from deeplightning.text_spec import FILES
 from deeplightning.tracking.metrics_file import points_line
 from serve.bundle import Bundle
 
@@ -322,3 +324,8 @@ def test_a_card_that_nobody_edited_is_always_that_of_the_last_push(run, command,
         assert not (folder / "README.new.md").exists()
         if name == "three":
             (folder / "README.md").unlink()  # deleted is not edited
+
+
+def test_the_tokens_of_texts_are_published():
+    """Without its vocabulary or tokenizer, a bundle of texts cannot be served."""
+    assert all(name.endswith(SAFE_EXTENSIONS) for name in FILES.values())

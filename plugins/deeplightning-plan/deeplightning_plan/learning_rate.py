@@ -62,7 +62,7 @@ class Curve:
 
 
 class _RateRamp(pl.Callback):
-    """Set the rate of each optimizer step, and record its loss; groups keep their ratios to the first."""
+    """Set the rate of each optimizer step, and record its loss; groups keep their ratios to `params.lr`."""
 
     def __init__(self, low: float, high: float, steps: int):
         self.planned_rates = [low * (high / low) ** (step / (steps - 1)) for step in range(steps)]
@@ -74,9 +74,9 @@ class _RateRamp(pl.Callback):
         self._mean = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        groups = trainer.optimizers[0].param_groups
-        first = float(groups[0]["lr"]) or 1.0
-        self._ratios = [float(group["lr"]) / first or 1.0 for group in groups]
+        groups, defaults = trainer.optimizers[0].param_groups, trainer.optimizers[0].defaults
+        of_params = float(defaults.get("lr", groups[0]["lr"])) or 1.0
+        self._ratios = [float(group["lr"]) / of_params or 1.0 for group in groups]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         rate = self.planned_rates[len(self.rates)]

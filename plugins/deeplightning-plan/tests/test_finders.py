@@ -1,12 +1,14 @@
 """`deeplightning lr` proposes a learning rate and `deeplightning batch` a batch size, without recording a run."""
 
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
+import torch
 from deeplightning_plan.batch_size import bytes_of
-from deeplightning_plan.learning_rate import Curve
+from deeplightning_plan.learning_rate import Curve, _RateRamp
 from PIL import Image
 from tiny import csv_rows
 
@@ -157,3 +159,13 @@ def test_what_is_no_size_is_refused(text):
     """The error gives two examples."""
     with pytest.raises(ConfigError, match="such as 8GB or 500MiB"):
         bytes_of(text, "--memory")
+
+
+def test_the_tested_rate_is_that_of_the_optimizers_params():
+    """A group with its own rate, which comes first, keeps its ratio to `params.lr`."""
+    one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [one], "lr": 0.001}, {"params": [two]}], lr=0.1)
+    trainer, ramp = SimpleNamespace(optimizers=[optimizer]), _RateRamp(1e-6, 1.0, 20)
+    ramp.on_train_start(trainer, None)
+    ramp.on_train_batch_start(trainer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-8, 1e-6])
