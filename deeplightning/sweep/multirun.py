@@ -147,10 +147,9 @@ class Grid:
 
     def run(self) -> Path:
         """Run all points that have not finished, and write the table; return its folder."""
-        store = self.home.parents[2]
         with contextlib.closing(self.server):
             try:
-                make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
+                make_private(self.home / "points", self.home.parents[2])  # STORE/multiruns/EXPERIMENT/NAME
                 lock = RunFolder(self.home).lock()
             except OSError as error:
                 message = f"{self.home}: the folder of these runs cannot be written: {error.strerror}"

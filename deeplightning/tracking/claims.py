@@ -138,7 +138,7 @@ def artifacts_of(store: Store, run: Run) -> Path | None:
     if folder is None or root is None or folder.is_dir():
         return folder
     moved = root / run.experiment_id / run.id / "artifacts"
-    is_gone = len(folder.parents) > 2 and not folder.parents[2].is_dir()  # the former store
+    is_gone = folder.parts[-3:-1] == (run.experiment_id, run.id) and not folder.parents[2].is_dir()  # the former store
     return moved if moved.is_dir() or is_gone else folder
 
 

@@ -410,7 +410,7 @@ def test_the_kind_of_a_column_is_no_secret(column):
 
 
 def test_a_secret_that_a_reference_creates_is_hidden_in_the_config_of_a_point(tmp_path):
-    """Only values are replaced: a key, a number and a part of a type that equal a variable stay."""
+    """The text of a reference is replaced; a number that equals a variable stays."""
     path = tmp_path / "c.yaml"
     path.write_text('tags: "${oc.create:{password: hunter-47-clear}}"\nname: ${oc.env:NAME}\ntrain: 0.001\n')
     source = read(path)
