@@ -141,9 +141,11 @@ def _metrics(folder: RunFolder) -> dict[str, float]:
         series = read_series(folder.metrics)
     except ValueError:
         series = {}
+    monitored = series.get(str(best.get("metric")), [])
+    at = next((step for step, value in monitored if value == best.get("value")), -1)  # best.json has a later step
     for name, points in sorted(series.items()):
         if stage_of(name)[0] == "val" and points:
-            found[name] = dict(points).get(best.get("step", -1), points[-1][1])
+            found[name] = dict(points).get(at, points[-1][1])
     for stage in ("validate", "test"):
         found |= {name: float(value) for name, value in read_object(folder.results(stage)).items()}
     return {name: value for name, value in found.items() if value == value and abs(value) != float("inf")}

@@ -329,3 +329,15 @@ def test_a_card_that_nobody_edited_is_always_that_of_the_last_push(run, command,
 def test_the_tokens_of_texts_are_published():
     """Without its vocabulary or tokenizer, a bundle of texts cannot be served."""
     assert all(name.endswith(SAFE_EXTENSIONS) for name in FILES.values())
+
+
+def test_a_card_has_the_validation_metrics_of_the_best_weights(run, tmp_path):
+    """They are logged at the step before that of best.json."""
+    folder = RunFolder(shutil.copytree(run, tmp_path / "run"))
+    points = [(44, {"val_acc": 0.75, "val_loss": 0.5}), (89, {"val_acc": 0.5, "val_loss": 2.0})]
+    folder.metrics.write_text("".join(json.dumps(points_line(0, *point)) + "\n" for point in points))
+    best = {"metric": "val_acc", "value": 0.75, "epoch": 0, "step": 45, "file": "best.ckpt"}
+    folder.best_score.write_text(json.dumps(best))
+    text = model_card(folder, card_of(folder), "me/model", [])
+    assert "| `val_acc` | 0.75 |" in text
+    assert "| `val_loss` | 0.5 |" in text

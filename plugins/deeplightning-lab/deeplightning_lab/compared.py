@@ -53,7 +53,8 @@ def _runs_of(name: str) -> tuple[list[PastRun], list[str], str]:
 def _parse_filters(word: str) -> dict[str, str]:
     """Parse filters such as `name=wide*,experiment=Digits`; return {} if the word has none."""
     parts = [part.partition("=") for part in word.split(",")]
-    if not all(equals for _, equals, _ in parts):
+    is_filter = any(nearest(name.strip(), FILTERS) for name, _, _ in parts)  # else names of runs, such as `seed=0`
+    if not is_filter or not all(equals for _, equals, _ in parts):
         return {}
     for name, _, value in parts:
         if name.strip() not in FILTERS or not value.strip():

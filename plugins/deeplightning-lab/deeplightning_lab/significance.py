@@ -282,7 +282,8 @@ def _compare_samples(a: Group, b: Group) -> tuple[Samples | None, str]:
         _add_mcnemar(samples, one, two)
     elif not math.isfinite(samples.low):
         return None, ""
-    return samples, ""
+    why = "A and B have other seeds; if the seed divides the data, they were not tested on the same samples"
+    return samples, why if len(sets) == 1 and one.keys() != two.keys() else ""
 
 
 def _add_mcnemar(samples: Samples, one: dict[Any, SampleScores], two: dict[Any, SampleScores]) -> None:

@@ -222,3 +222,20 @@ def test_a_search_is_not_a_run_of_a_filter(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(compared, "listing", lambda *_: [{"id": "x"}] * 3)
     monkeypatch.setattr(compared, "past_run", lambda _: next(found))
     assert len(compared.resolve_side("experiment=Default").members) == 2
+
+
+def test_equal_labels_with_other_seeds_may_be_other_samples(runs):
+    """A split by the seed of data sorted by class gives the same labels; a note names this."""
+    one = [[(n, n % 9 != 0) for n in range(100)]]
+    other = compare(runs("a", BASE[:1], answers=one), runs("b", BASE[:1], seeds=[7], answers=one))
+    assert any("if the seed divides the data" in note for note in other.notes)
+    same = compare(runs("c", BASE[:1], answers=one), runs("d", BASE[:1], answers=one))
+    assert not any("if the seed divides the data" in note for note in same.notes)
+
+
+def test_names_of_a_multirun_are_no_filters():
+    """They contain `=`; a misspelt filter is still named."""
+    assert compared._parse_filters("batch_size=32 seed=0,batch_size=32 seed=1") == {}
+    assert compared._parse_filters("name=wide*,status=failed") == {"name": "wide*", "status": "failed"}
+    with pytest.raises(ValueError, match=r"Did you mean name\?"):
+        compared._parse_filters("nam=wide*")

@@ -79,9 +79,8 @@ class _RateRamp(pl.Callback):
         self._ratios = [float(group["lr"]) / of_params or 1.0 for group in groups]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
-        rate = self.planned_rates[len(self.rates)]
         for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
-            group["lr"] = rate * ratio
+            group["lr"] = self.planned_rates[len(self.rates)] * ratio
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object

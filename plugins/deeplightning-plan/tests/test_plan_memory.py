@@ -234,7 +234,13 @@ def test_a_loop_of_ones_own_is_counted(here):
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("8x80GB", (8, 80 * 10**9)), ("8xH100", (8, 80 * 10**9)), ("A100", (1, 80 * 10**9)), ("2x 24GiB", (2, 24 * GIB))],
+    [
+        ("8x80GB", (8, 80 * 10**9)),
+        ("4xV100-16GB", (4, 16 * 10**9)),
+        ("8xH100", (8, 80 * 10**9)),
+        ("A100", (1, 80 * 10**9)),
+        ("2x 24GiB", (2, 24 * GIB)),
+    ],
 )
 def test_gpus_are_named_by_size_or_card(words, found):
     """COUNTxSIZE and COUNTxCARD give number and memory; the count is optional."""

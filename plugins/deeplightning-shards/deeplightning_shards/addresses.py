@@ -32,7 +32,9 @@ def files_at(root: str) -> dict[str, tuple[str, int, str]]:
         from fsspec.core import url_to_fs
 
         system, top = url_to_fs(root)
-        listing: Mapping[str, Mapping[str, object]] = system.find(top, detail=True)
+        listing: dict[str, Mapping[str, object]] = system.find(top, detail=True)
+        for path in [name for name, info in listing.items() if name.endswith(".tar") and info.get("size") is None]:
+            listing[path] = system.info(path)  # a listing of HTTP has neither sizes nor versions
     except ImportError as error:
         package = re.match(r"Install (\S+)", str(error))  # wording of fsspec
         remedy = f"pip install {package[1]}" if package else str(error)

@@ -1,11 +1,14 @@
 """Pictures in tar shards are indexed in one pass, read shard by shard, once per epoch, and resumed bit-identically."""
 
+import functools
 import io
 import itertools
 import json
 import logging
 import pickle
 import tarfile
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -369,3 +372,14 @@ def test_the_other_verbs_take_shards(command, tiny, settings, tars, tmp_path, un
     command("export", uninterrupted.folder, cwd=tmp_path, **variables, code=0)
     missing = command("train", tiny, *words, "data.module.params.test=tests.tar", cwd=tmp_path, **variables)
     assert (missing.code, "has no shard tests.tar" in missing.err) == (3, True), missing
+
+
+def test_shards_at_a_web_server(tars, cache):
+    """A listing of HTTP has no sizes; each shard is asked for its own."""
+    pytest.importorskip("aiohttp")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tars.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = ready(f"http://127.0.0.1:{server.server_port}/{tars.name}", validation="val.tar")
+        assert samples(found.train_dataloader()) == samples(ready(tars, validation="val.tar").train_dataloader())
+        server.shutdown()

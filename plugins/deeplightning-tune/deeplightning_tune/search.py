@@ -30,7 +30,7 @@ from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, 
 from deeplightning.launch import Job, apply_environment, array_of, launcher_of
 from deeplightning.process.identity import DECIDED, require_single_process
 from deeplightning.process.terminal import in_columns, say, say_path
-from deeplightning.runfolder import FolderLock, RunFolder, make_private, write_whole
+from deeplightning.runfolder import FolderLock, RunFolder, make_private, read_object, write_whole
 from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
 from deeplightning.sweep.multirun import resume_override
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
@@ -383,8 +383,9 @@ class _Search:
             self.study.prune(number)
             log.info("%-10s pruned in %.0f s %s", name, seconds, self._pruned.pop(number))
         elif code == 0:
-            checkpoint = self.cfg.train.checkpoint
-            value = self.study.finish(number, is_best_kept=checkpoint.monitor == self.tune.metric)
+            kept, (_, place) = self.cfg.train.checkpoint.monitor == self.tune.metric, self._run_of(number)
+            best = read_object(RunFolder(place).best_score).get("value") if kept and place is not None else None
+            value = self.study.finish(number, kept, best)
             if value is None:
                 self._fail(number, self._missing_value_reason(number))
                 return

@@ -221,17 +221,18 @@ class Study:
         for name, value in values.items():
             self._storage.set_trial_user_attr(self._trial_id(number), name, value)
 
-    def finish(self, number: int, is_best_kept: bool) -> float | None:
+    def finish(self, number: int, is_best_kept: bool, best: float | None = None) -> float | None:
         """End a trial.
 
         Args:
             is_best_kept: whether the run keeps the best weights by this metric, rather than the last.
+            best: value in the run's best.json, which may be from inside an epoch.
 
         Returns:
             The trial's value for the weights that its run keeps; None if that is not a number.
         """
         values = self._trial(number).intermediate_values
-        finite = [value for value in values.values() if math.isfinite(value)]
+        finite = [value for value in (*values.values(), best) if value is not None and math.isfinite(value)]
         value = values[max(values)] if values else math.nan
         if is_best_kept and finite:
             value = max(finite) if self.tune.mode == "max" else min(finite)

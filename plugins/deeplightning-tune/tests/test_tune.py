@@ -627,3 +627,12 @@ def test_a_group_is_no_key_of_a_space(tmp_path):
         "tune: {metric: val_acc, space: {model: {choice: [cnn, resnet18]}}}\n"
     )
     assert "tune.space.model: a search cannot choose options of a group" in "\n".join(map(str, examine(path).faults))
+
+
+def test_a_trial_has_the_value_of_its_best_weights(tmp_path):
+    """It may be from a validation inside an epoch, which is not reported."""
+    tune = Tune(metric="acc", mode="max", space={"a": {"uniform": [0, 1]}})
+    begin(tmp_path / "study.db", "max", {})
+    study = Study(tmp_path / "study.db", tune, space_of(tune.space), seed=3)
+    study.report(number := study.draw().number, 1, 0.8)
+    assert study.finish(number, True, 0.9) == study.best().value == 0.9
