@@ -43,6 +43,7 @@ def listing(
     Raises:
         SetupError: the store cannot be opened.
     """
+    name = name and name.replace("[", "[[]").replace("?", "[?]")  # only * is special
     rows = []
     with _store(tracking_uri) as store:
         runs = open_reader(store).listing()

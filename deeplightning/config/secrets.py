@@ -117,8 +117,7 @@ def _forms(value: str) -> tuple[str, ...]:
         forms.append(encode(content).decode())
         for before in range(3):  # preceding bytes shift the encoding; drop characters that contain their bits
             encoded = encode(bytes(before) + content).decode().rstrip("=")
-            shared = len(content) + before
-            forms.append(encoded[-(-before * 8 // 6) : shared * 8 // 6])
+            forms.append(encoded[-(-before * 8 // 6) : (len(content) + before) * 8 // 6])
     return tuple(dict.fromkeys(forms))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from deeplightning.runfolder import whole, write_whole
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def save(drawing: Drawing, path: Path) -> str:
     """Draw once, write `path` with the suffixes .svg and .png, and return the SVG."""
     figure = drawn(drawing)
     text = to_svg(figure, drawing.alt)
-    with style():
-        figure.savefig(path.with_name(f"{path.name}.png"), format="png", dpi=DPI, metadata={"Software": None})
-    path.with_name(f"{path.name}.svg").write_text(text, encoding="utf-8")
+    with style(), whole(path.with_name(f"{path.name}.png")) as file:
+        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    write_whole(path.with_name(f"{path.name}.svg"), text)
     return text

@@ -21,10 +21,8 @@ class ErrorText(Enum):
     NO_GRADIENT = "does not require grad"  # torch 2.15, autograd
     NO_GROUP = "process group has not been initialized"  # torch 2.15, torch.distributed
     NO_METRIC = "conditioned on metric"  # Lightning 2.6, EarlyStopping
-    NO_TABLE = "no such table"  # SQLite 3, which has one error code for this and others
     OTHER_NETWORK = r"Error\(s\) in loading state_dict"  # torch 2.15, nn.Module.load_state_dict
     OTHER_OPTIMIZER = "loaded state dict"  # torch 2.15, optim.Optimizer.load_state_dict
-    TABLE_EXISTS = "already exists"  # SQLite 3
 
 
 def matches(error: BaseException, *texts: ErrorText) -> re.Match[str] | None:

@@ -15,7 +15,7 @@ from typing import IO, TextIO
 
 from deeplightning.faults import ERRORS, Fault, RunError
 
-LAST_LINES = 40
+LAST_LINES = 250
 """Number of stderr lines kept for an error message."""
 
 

@@ -73,8 +73,9 @@ class Facts:
 
     @property
     def best_step(self) -> int | None:
-        step = self.best.get("step")
-        return step if isinstance(step, int) else None
+        at, points = self.best.get("step"), self.series.get(str(self.best.get("metric")), [])
+        at = next((step for step, value in points if value == self.best.get("value")), at)  # `at` counts each optimizer
+        return at if isinstance(at, int) else None
 
 
 def facts(folder: RunFolder, series: Series | None = None) -> Facts:
@@ -160,8 +161,7 @@ def _mistake(given: Mapping[str, Any]) -> Mistake:
         if name in ("name", "text", "image"):
             continue
         is_share = name in ("probability", "acc", "iou") and isinstance(value, float) and math.isfinite(value)
-        text = f"{value:.1%}" if is_share else f"{value:.6g}" if isinstance(value, float) else str(value)
-        found.words[str(name)] = text
+        found.words[str(name)] = f"{value:{'.1%' if is_share else '.6g'}}" if isinstance(value, float) else str(value)
     with contextlib.suppress(ValueError):  # it is not base64
         image = base64.b64decode(str(given.get("image") or ""), validate=True)
         found.image = image if image.startswith(PNG) else b""

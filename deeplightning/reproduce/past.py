@@ -86,7 +86,7 @@ class PastRun:
         """Name in the store."""
         return self._tracked.name if self._tracked is not None else None
 
-    @cached_property
+    @property
     def _tracked(self) -> Run | None:
         return find_run(self.store, self.run_id) if self.store is not None and self.run_id is not None else None
 

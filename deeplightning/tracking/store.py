@@ -117,7 +117,7 @@ def explain(error: Exception, store: Store) -> SetupError:
     text = first_line(error)
     if store.is_remote:
         return SetupError(
-            f"The tracking server {store.shown} cannot be used: {text}\n"
+            f"The tracking server {store.shown} cannot be used: {text}. "
             "Start it or correct its address, or track into a directory: logger.params.tracking_uri=mlruns"
         )
     wait = f"has been locked by another process for {wait_seconds():g} seconds"

@@ -205,3 +205,11 @@ def test_overrides_of_a_dict_choose_options():
     with _command_arguments({"_base_": images}, ["model=vit", "seed=3"]) as (words, _):
         found = read(words[0], words[1:])
     assert (found.faults, plain(found.root)) == ([], plain(read(images, ["model=vit", "seed=3"]).root))
+
+
+def test_all_errors_of_a_config_are_raised():
+    """As many as a report has."""
+    code = "import sys\nfor n in range(201): print(f'error: {n}', file=sys.stderr)\nsys.exit(2)"
+    with pytest.raises(ConfigError) as caught:
+        watch([sys.executable, "-c", code], {}, "nothing")
+    assert len(caught.value.faults) == 201

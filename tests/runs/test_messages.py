@@ -93,10 +93,6 @@ def no_metric(tmp_path):
     make_trainer(tmp_path, callbacks=[EarlyStopping("no_such_metric")]).fit(BoringModel())
 
 
-def no_table(tmp_path):
-    sqlite3.connect(":memory:").execute("SELECT * FROM runs")
-
-
 def other_network(tmp_path):
     nn.Linear(2, 2).load_state_dict(nn.Conv2d(1, 1, 1).state_dict())
 
@@ -105,12 +101,6 @@ def other_optimizer(tmp_path):
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     saved = torch.optim.SGD([{"params": [one.weight]}, {"params": [one.bias]}], lr=0.1).state_dict()
     torch.optim.SGD(two.parameters(), lr=0.1).load_state_dict(saved)
-
-
-def table_exists(tmp_path):
-    connection = sqlite3.connect(":memory:")
-    for _ in range(2):
-        connection.execute("CREATE TABLE runs (id INT)")
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about loaders without workers

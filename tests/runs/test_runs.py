@@ -170,3 +170,14 @@ def test_the_files_of_a_moved_store_are_removed_too(tmp_path):
     moved = (tmp_path / "mlruns").rename(tmp_path / "moved")
     assert [row["id"] for row in remove(str(moved), listing(str(moved), UNFINISHED))] == [run_id]
     assert not [*moved.glob(f"*/{run_id}")]
+
+
+def test_brackets_in_a_name_are_letters(tmp_path):
+    """A multirun names its runs by their values, such as a list; only * is special."""
+    names = ["hidden=6", "hidden=[64,32]", "what?"]
+    for name in names:
+        logger = MLflowLogger(tracking_uri=tmp_path, run_name=name, system_metrics=False)
+        logger.log_metrics({"x": 1.0}, 0)
+        logger.finalize("success")
+    for text, found in {"hidden=[64,32]": names[1:2], "t?": names[2:], "h*6": names[:2]}.items():
+        assert sorted(row["name"] for row in listing(str(tmp_path), name=text)) == found

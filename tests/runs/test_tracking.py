@@ -37,6 +37,7 @@ from deeplightning.cli.listing import listing
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
+from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
@@ -808,7 +809,7 @@ def test_a_server_that_does_not_answer_is_named():
         bound.bind(("127.0.0.1", 0))  # but does not listen
         address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         start = time.monotonic()
-        with pytest.raises(SetupError, match=f"The tracking server {address} cannot be used"):
+        with pytest.raises(SetupError, match=rf"The tracking server {address} cannot be used: .*\. Start it"):
             MLflowLogger(tracking_uri=address).log_metrics({"x": 1}, 0)
         assert time.monotonic() - start < 15
 
@@ -1004,3 +1005,13 @@ def test_runs_that_mlflow_creates_in_a_moved_store_are_in_its_new_place(store):
         assert metrics_of(there, {"metrics": str(former)}) == moved / "0" / first.run_id / "artifacts/metrics.jsonl"
     finally:
         moved.rename(store)
+
+
+def test_the_status_of_a_loaded_run_is_that_of_now(store, logger):
+    """A run that was loaded while it ran is FINISHED once it has ended."""
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.make_run()
+    past = past_run(str(logger.artifact_folder))
+    assert past.status == "RUNNING"
+    logger.finalize("success")
+    assert past.status == "FINISHED"

@@ -1,6 +1,7 @@
 """The terminal output of a training, and the commands at its end."""
 
 import io
+import json
 import logging
 import math
 import re
@@ -13,9 +14,11 @@ import torch
 from deeplightning.batches import samples_in
 from deeplightning.callbacks import console, describe, log_lines
 from deeplightning.callbacks.console import Console
+from deeplightning.callbacks.results import Results
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
 from deeplightning.process.terminal import has_colour, wrapped
+from deeplightning.runfolder import RunFolder
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -27,7 +30,7 @@ def test_the_bar_fits_the_terminal(columns, terminal, monkeypatch):
     trainer = trainer_of(val_acc=0.9123)
     trainer.global_rank = 0
     shown.on_validation_end(trainer, None)
-    shown._steps, trainer.global_step = 300, 50
+    shown._steps, trainer.fit_loop.epoch_loop._batches_that_stepped = 300, 50
     shown._draw(trainer, 0.12345)
     with shown._progress.console.capture() as seen:
         shown._progress.console.print(shown._progress)
@@ -45,7 +48,7 @@ def test_the_bar_of_a_run_without_a_known_length(terminal):
     shown = Console(config("bar", epochs=None), None, SimpleNamespace(best=None))
     trainer = trainer_of(batches=math.inf, epochs=-1)
     shown._progress = console._bar()
-    trainer.global_step = 7
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 7
     shown._draw(trainer, 1.0)
     (task,) = shown._progress.tasks
     assert (task.description, task.total, task.completed, task.fields["text"]) == ("epoch 1", None, 7, "loss 1.0000")
@@ -109,7 +112,7 @@ def trainer_of(batches=100, epochs=3, **metrics):
     return SimpleNamespace(
         current_epoch=0, world_size=1, is_global_zero=True, state=SimpleNamespace(fn="fit"), callbacks=[],
         num_training_batches=batches, max_epochs=epochs, max_steps=-1, global_step=0, progress_bar_metrics={},
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress, _batches_that_stepped=0)),
         callback_metrics={name: torch.tensor(value) for name, value in metrics.items()},
     )  # fmt: skip
 
@@ -235,3 +238,14 @@ def test_the_table_of_runs_fits_the_terminal(columns, shown):
     same = [row | {"name": "one"} for row in rows]
     assert all("0" * 32 in line for line in listing.lines(same, 40) if "one" in line)
     assert list(listing.lines([], columns)) == []
+
+
+def test_a_metric_of_several_numbers_is_no_result(caplog, tmp_path):
+    """It is left out of the line and the file of results, as it is of the line of an epoch."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    trainer = trainer_of(test_acc=0.5, test_each=[0.1, 0.9])
+    trainer.state.fn = SimpleNamespace(value="test")
+    Console(config("lines"), None, SimpleNamespace(best=None)).on_test_end(trainer, None)
+    assert caplog.messages == ["results    test_acc 0.5000"]
+    Results(SimpleNamespace(folder=RunFolder(tmp_path), cfg=None)).on_test_end(trainer)
+    assert json.loads((tmp_path / "test_results.json").read_text()) == {"test_acc": 0.5}
