@@ -175,7 +175,7 @@ def make_private(folder: Path, store: Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file, or return {} if that fails."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), parse_int=lambda n: int(n) if len(n) < 300 else float(n))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -115,7 +115,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     counts = Counter(run.name for run in runs)
     is_word = re.compile(r"[A-Za-z0-9][\w-]*").fullmatch
     names = [r.name if is_word(r.name) and counts[r.name] == 1 else r.id for r in runs[:MAX_OFFERED_RUNS]]
-    words = [word for word in ("last", *names) if word.startswith(incomplete)]
+    words = [word for word in ("last", *names) if is_word(word) and word.startswith(incomplete)]
     return [*map(CompletionItem, words), CompletionItem(incomplete, type="dir")]
 
 

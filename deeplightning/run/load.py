@@ -15,7 +15,7 @@ from typing import Any
 from deeplightning.config.examine import load_config
 from deeplightning.config.own_runs import is_own_code
 from deeplightning.config.schema import Config, Engine, defaults
-from deeplightning.config.source import read
+from deeplightning.config.source import is_file, read
 from deeplightning.config.tree import line
 from deeplightning.config.trust import refuse_links, run_config
 from deeplightning.faults import CheckpointError, ConfigError, Fault
@@ -121,7 +121,7 @@ def _override_without(fault: Fault, needed: Collection[str]) -> str | None:
     if (fault.place or "").startswith("override"):
         return None
     if fault.message.startswith("unknown key."):
-        return f"~{key}"
+        return None if is_file(f"~{key}") else f"~{key}"  # `~/x.yaml` would be a further config
     spare = next((name for name in _REPLACEMENTS if f"{key}.".startswith(f"{name}.")), None)
     if spare is None or spare in needed or not _is_code_missing(fault):
         return None

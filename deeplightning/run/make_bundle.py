@@ -120,8 +120,12 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
             _set_up(data)
         keep_samples(task, data, folder)
     task = servable(task, folder)
-    with np.load(folder.samples, allow_pickle=False) as file:
-        samples = file[KINDS[task.kind].nouns] if task.kind in KINDS else np.empty(0)
+    try:
+        with np.load(folder.samples, allow_pickle=False) as file:
+            samples = file[KINDS[task.kind].nouns] if task.kind in KINDS else np.empty(0)
+    except Exception as error:  # numpy, zipfile and zlib each have their own
+        message = f"{folder.samples} cannot be read ({error}); remove it; `deeplightning export RUN` writes it"
+        raise CheckpointError(message) from error
     origin = origin_of(folder, path)
     bundle = export(task, folder, samples, origin)
     log.info("bundle     %s", bundle)

@@ -6,7 +6,6 @@ Shapes: N samples, C channels, H height, W width.
 from __future__ import annotations
 
 import json
-import zipfile
 from typing import Any
 
 import numpy as np
@@ -108,8 +107,8 @@ class OwnModule:
             dtype, names = getattr(torch, about["dtype"]), about["names"]
             dtype = torch.float32 if dtype.is_floating_point else dtype  # as the weights are
             spec = ImageSpec.from_dict(about["image_spec"]) if "image_spec" in about else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-            message = f"{folder.samples} cannot be read ({first_line(error)}); `deeplightning export RUN` writes it"
+        except Exception as error:  # numpy, zipfile and zlib each have their own
+            message = f"{folder.samples} cannot be read ({first_line(error)}); remove it, then export the run again"
             raise CheckpointError(message) from error
         self.image_spec, self.row_spec = spec, None if spec else ArraySpec(samples.shape[1:])
         self.kind = "image_regression" if spec else "array_regression"

@@ -27,7 +27,7 @@ from typing import Any
 from deeplightning.config.own_runs import is_own
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, sync_names
 from deeplightning.tracking.entities import Run, run_of
-from deeplightning.tracking.metrics_file import Line, read_lines
+from deeplightning.tracking.metrics_file import Line, read_lines, sent_file
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explained, local_path
 
@@ -117,7 +117,7 @@ def find_run(store: Store, run_id: str) -> Run | None:
 def unsent_runs(store: Store, run_id: str = "*") -> Iterator[Run]:
     """Yield the runs that may not be in their store yet."""
     for path, descriptor in _own_claims(store, run_id):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
             header = read_header(metrics_of(store, read_claim(descriptor)))
             if header.get("run") == path.name.partition(".")[0]:
                 yield run_of(header)
@@ -156,7 +156,8 @@ def metrics_of(store: Store, claim: dict[str, Any]) -> Path:
     path, root = Path(str(claim["metrics"])), store.artifact_root
     if root is not None and not path.exists() and (moved := root.joinpath(*path.parts[-4:])).is_file():
         path = moved  # EXPERIMENT/RUN/artifacts/metrics.jsonl of a store that was moved
-    is_inside = root is not None and root.resolve() in path.resolve().parents
+    files = (path.resolve(), sent_file(path).resolve())  # read and written; links may lead out
+    is_inside = root is not None and all(root.resolve() in file.parents for file in files)
     if store.database is not None and not is_inside and not is_own(RunFolder(path.parent)):
         raise ValueError(f"{str(path)!r:.80} is neither in the store nor of a run that you started here")
     return path

@@ -133,7 +133,7 @@ def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[t
 
 
 def _parse(text: bytes) -> Line:
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
+    with suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):
         line = json.loads(text)
         kind = next((kind for kind in line if kind in KINDS), "")
         is_right = KINDS[kind](line[kind]) and all(clean(point.name) == point.name for point in points_of(line))

@@ -166,6 +166,7 @@ def _make_database(database: Path, artifact_root: str) -> None:
 def _migrate(database: Path, uri: str, revision: str) -> None:
     """Migrate a database of another MLflow version to the schema of this one; keep a copy next to it."""
     copy = database.with_name(f"{database.name}.{revision}.bak")
+    copy.unlink(missing_ok=True)  # a link would lead elsewhere
     with closing(sqlite3.connect(database)) as connection, closing(sqlite3.connect(copy)) as backup:
         connection.backup(backup)
     log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", database, copy)

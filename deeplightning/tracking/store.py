@@ -11,7 +11,7 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -38,6 +38,9 @@ _TRANSIENT_CODES = (
 """MLflow's codes of transient errors."""
 
 
+_SUPER_JOURNAL = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"  # the end of a journal that names another file
+
+
 @dataclass(frozen=True)
 class Store:
     """One tracking store."""
@@ -47,6 +50,15 @@ class Store:
     folder: Path | None = None  # folder of the store, if it is local
     database: Path | None = None  # the SQLite file, if it is one
     artifact_root: Path | None = None  # of a local store; it contains `<experiment_id>/<run_id>/artifacts`
+
+    def __post_init__(self) -> None:
+        """Refuse a journal that names another file: SQLite would delete that file."""
+        journal = Path(f"{os.path.realpath(self.database or '')}-journal")
+        if self.database is not None and journal.is_file():
+            with suppress(OSError), journal.open("rb") as file:  # it is shorter, or gone
+                file.seek(-len(_SUPER_JOURNAL), os.SEEK_END)
+                if file.read() == _SUPER_JOURNAL:
+                    raise SetupError(f"{journal} would make SQLite delete a file that it names; remove it")
 
     @property
     def is_remote(self) -> bool:

@@ -22,7 +22,7 @@ from deeplightning.config.own_runs import is_own
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.config.trust import refuse_links, run_config
-from deeplightning.faults import PLUGINS, CheckpointError, plugin_of
+from deeplightning.faults import PLUGINS, CheckpointError, ConfigError, plugin_of
 from deeplightning.own_code import INSTALLED
 from deeplightning.run.load import CPU_OVERRIDES, trained_task
 from deeplightning.run.load import load_run as load_config_of
@@ -441,3 +441,23 @@ def test_a_link_to_itself_in_a_foreign_run_is_accepted(run, tmp_path):
     (copy.path / "out").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match="out: this link leads out of the folder"):
         refuse_links(copy)
+
+
+def test_an_unknown_key_of_a_foreign_config_names_no_further_file(run, tmp_path, monkeypatch):
+    """A key that looks like a file in the home directory is an unknown key; the file is not merged."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    copy = foreign(run, tmp_path / "copy")
+    settings = plain(read(copy.config).root) | {"/copy/more.yaml": None}
+    del settings["train"]["callbacks"]
+    copy.config.write_text(dump(settings))
+    evil = target("torch.hub.load", repo_or_dir=str(tmp_path), model="m", source="local")
+    (copy.path / "more.yaml").write_text(dump({"~/copy/more.yaml": None, "train": {"callbacks": [evil]}}))
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_config_of(copy, [], "test")
+
+
+def test_damaged_samples_are_refused(run, tmp_path, command):
+    """`export` refuses samples that cannot be read with exit code 4."""
+    copy = foreign(run, tmp_path / "copy")
+    copy.samples.write_bytes(copy.samples.read_bytes()[:-100])
+    assert "samples.npz cannot be read" in command("export", copy.path, cwd=tmp_path, code=4).err

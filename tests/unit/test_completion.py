@@ -1,6 +1,8 @@
 """Shell completion offers verbs, options, files and runs: `deeplightning.cli.group`, through click's completion."""
 
 import contextlib
+import sqlite3
+from contextlib import closing
 
 import pytest
 from click.shell_completion import get_completion_class
@@ -61,6 +63,10 @@ def test_runs_are_offered_by_name(place, monkeypatch):
     for verb in ("predict", "export", "reproduce", "diff"):
         assert found(verb, "Simple") == ["plain,SimpleCNN-a3f1", "dir,Simple"]
     assert offered("deeplightning diff last Simple")[0] == "plain,SimpleCNN-a3f1"
+    with closing(sqlite3.connect(store.database)) as database:  # an id of a foreign store may be a shell command
+        database.execute("UPDATE runs SET run_uuid = 'a;touch x' WHERE run_uuid = ?", (ids[3],))
+        database.commit()
+    assert not any(";" in word for word in found("serve"))
     store.database.write_text("damaged")
     assert found("test") == ["plain,last", "dir,"]
 

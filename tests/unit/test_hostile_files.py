@@ -2,9 +2,12 @@
 soon, in one sentence and with exit code 4, and nothing in them is executed."""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
+import struct
 import warnings
 import zipfile
 import zlib
@@ -21,7 +24,7 @@ from onnx import helper
 
 from deeplightning.config import own_runs
 from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint
-from deeplightning.faults import CheckpointError
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.claims import _machine, folder_of
@@ -561,3 +564,50 @@ def test_a_claim_beside_a_store_sends_files_of_own_runs_only(store, tmp_path, mo
         write_claim(store, run_id, metrics, run_id)
         assert list(send_leftovers(locate(store), silent=SILENT_SECONDS)) == [f"{run_id}  1 point sent"]  # which exists
     assert set(sent) == {weights}
+
+
+def test_a_journal_that_names_another_file_is_refused(tmp_path):
+    """SQLite would delete the file that the end of a journal names; the store is refused instead."""
+    precious, name = tmp_path / "precious", str(tmp_path / "precious").encode()
+    precious.write_text("1")
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("CREATE TABLE runs (a)")
+    magic = bytes.fromhex("d9d505f920a163d7")
+    head = (magic + struct.pack(">5I", 0, 0, 2, 512, 4096)).ljust(512, b"\0")
+    end = struct.pack(">I", 2**18 + 1) + name + struct.pack(">2I", len(name), sum(name)) + magic  # an ASCII path
+    (tmp_path / "mlflow.db-journal").write_bytes(head + end)
+    with pytest.raises(SetupError, match="would make SQLite delete a file"):
+        open_reader(locate(tmp_path)).run("0")
+    assert precious.exists()
+
+
+def test_the_copy_before_a_migration_follows_no_link(tmp_path):
+    """The copy of a store of another schema does not replace the database that a link names."""
+    store, mine = tmp_path / "store", tmp_path / "mine.db"
+    store.mkdir()
+    for path, table in ((store / "mlflow.db", "alembic_version"), (mine, "mine")):
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute(f"CREATE TABLE {table} (version_num)")
+            database.execute(f"INSERT INTO {table} VALUES ('abc')")
+            database.commit()
+    (store / "mlflow.db.abc.bak").symlink_to(mine)
+    before = mine.read_bytes()
+    with pytest.raises(SetupError):
+        Client(locate(store)).listing()
+    assert mine.read_bytes() == before
+
+
+def test_a_claim_writes_through_no_link(store, tmp_path):
+    """A `.metrics.sent` that is a link out of the store is not written; the claim is refused."""
+    run_id, precious = finished_run(store), tmp_path / "precious"
+    precious.write_text("1")
+    (metrics,) = store.glob(f"*/{run_id}/artifacts/metrics.jsonl")
+    sent = metrics.with_name(".metrics.sent")
+    sent.unlink(missing_ok=True)
+    sent.symlink_to(precious)
+    with metrics.open("a") as file:
+        file.write('{"step":9,"time":1,"values":{"x":9.0}}\n')
+    write_claim(store, run_id, metrics, run_id)
+    (line,) = send_leftovers(locate(store), silent=SILENT_SECONDS)
+    assert "refused" in line
+    assert precious.read_text() == "1"
