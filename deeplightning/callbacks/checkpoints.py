@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from deeplightning.callbacks.random_state import knows_position
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
@@ -150,16 +151,16 @@ class Checkpoints(LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
+        if is_overridden("on_train_batch_end", pl_module):  # it may stop training, or change weights
+            _call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)
         stops = trainer.should_stop or self._stop_is_due
         trainer.should_stop, self._stop_is_due = stops and between_steps(trainer), stops and not between_steps(trainer)
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self.resumed_at, self._saved_step)
-        # Two optimizers may take more than one step in a batch.
-        is_last = trainer.should_stop or 0 < trainer.max_steps <= step
+        is_last = trainer.should_stop or 0 < trainer.max_steps <= step  # two optimizers may pass it in a batch
         self._last_is_due |= due or batch_idx + 1 in self._part_ends or is_last
         # If a validation follows this batch, save after it: Lightning 2.6 would skip it when resuming from here.
         if self._last_is_due and between_steps(trainer) and not (epoch_is_over(trainer) or _is_validated(trainer)):
-            _call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)
             value = trainer.callback_metrics.get(self.settings.monitor or "")
             if self._is_step_metric and batch_idx + 1 in self._part_ends and value is not self._previous_value:
                 self._keep_if_best(trainer)
@@ -178,8 +179,7 @@ class Checkpoints(LightningCheckpoint):
             if trainer.should_stop and not between_steps(trainer):  # set after the hook of the batch
                 trainer.should_stop, self._stop_is_due = False, True
             self._keep_if_best(trainer)
-            is_unsaved = _is_validated(trainer) or self._saved_step != trainer.global_step
-            if (self._last_is_due or (trainer.should_stop and is_unsaved)) and between_steps(trainer):
+            if (self._last_is_due or (trainer.should_stop and _is_validated(trainer))) and between_steps(trainer):
                 self._save_last(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,7 +21,6 @@ from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config, Target
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
-from deeplightning.private.lightning import logged_steps
 from deeplightning.process.terminal import is_interactive
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
@@ -144,7 +143,7 @@ class Console(Callback):
         (task,), epoch = self._progress.task_ids, f"epoch {trainer.current_epoch + 1}{of}"
         total = int(self._steps) if math.isfinite(self._steps) else None
         self._progress.update(
-            task, total=total, completed=logged_steps(trainer), description=epoch, text=text, refresh=True
+            task, total=total, completed=trainer.global_step, description=epoch, text=text, refresh=True
         )
 
     def _speed(self, trainer: Trainer) -> float:
@@ -218,7 +217,8 @@ class Console(Callback):
             self._log_results(trainer)
 
     def _log_results(self, trainer: Trainer, *_: object, **__: object) -> None:
-        found = {name: float(v) for name, v in sorted(trainer.callback_metrics.items()) if v.numel() == 1}
+        results = sorted(trainer.callback_metrics.items())
+        found = {name: float(v) for name, v in results if torch.as_tensor(v).numel() == 1}
         log.info("results    %s", "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
 
     on_test_end = _log_results

@@ -50,7 +50,8 @@ class Results(Callback):
             return
         folder = self.record.folder
         if stage != "predict":
-            metrics = {name: float(v) for name, v in sorted(trainer.callback_metrics.items()) if v.numel() == 1}
+            found = sorted(trainer.callback_metrics.items())
+            metrics = {name: float(v) for name, v in found if torch.as_tensor(v).numel() == 1}
             write_whole(folder.results(stage), json.dumps(metrics, indent=1))
         rows = sorted((row for row in rows if row["index"] >= 0), key=lambda row: row["index"])
         if rows:

@@ -563,8 +563,9 @@ def test_another_number_of_processes_resumes_between_two_steps():
         (["train.accumulator_factor=2"], "{batch: 5}"),
         (["train.accumulator_factor=3", "train.val_every_n_epoch=0.5"], "{}"),
         (["model.module.type=own.StopsItself"], None),
+        (["model.module.type=own.StopsItself", "train.val_every_n_epoch=2", "train.accumulator_factor=3"], None),
     ],
-    ids=["plain", "inside a step", "in a validation inside a step", "by the module"],
+    ids=["plain", "inside a step", "in a validation inside a step", "by the module", "by the module inside a step"],
 )
 def test_a_stop_inside_an_epoch_leaves_the_rest_of_it(more, params, train, tracked):
     """A callback or the module stops training inside an epoch; resumed without that, the run ends like an
@@ -575,7 +576,8 @@ def test_a_stop_inside_an_epoch_leaves_the_rest_of_it(more, params, train, track
     resumed = train(*settings, f"train.resume_ckpt='{stopped.folder}'")
     reference = train(*settings, "logger.params.experiment_name=whole")
     assert_same_weights(resumed, reference)
-    assert tracked(resumed.folder).series()["train_loss"] == tracked(reference.folder).series()["train_loss"]
+    series, expected = tracked(resumed.folder).series(), tracked(reference.folder).series()
+    assert [series[name] for name in ("train_loss", "lr")] == [expected[name] for name in ("train_loss", "lr")]
 
 
 def test_processes_agree_that_a_run_named_through_a_link_is_done(job, tmp_path):
