@@ -197,9 +197,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _bound_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     """Return a bound socket that does not listen yet."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

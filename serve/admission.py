@@ -143,10 +143,9 @@ class Admission:
 
 def _check_content_coding(coding: bytes) -> None:
     if any(one.strip().lower() not in (b"", b"identity") for one in coding.split(b",")):
-        shown = coding.decode("latin-1")[:100]
         raise Refusal(
             415,
-            f"The Content-Encoding {shown} is not supported; send the body without one.",
+            f"The Content-Encoding {coding.decode('latin-1')[:100]} is not supported; send the body without one.",
             {"Accept-Encoding": "identity"},  # tells clients that the problem is not the Content-Type (RFC 9110)
         )
 

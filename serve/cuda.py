@@ -71,8 +71,7 @@ def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
     Raises:
         CudaError: the function returned an error.
     """
-    code = getattr(library, name)(*arguments)
-    if code:
+    if code := getattr(library, name)(*arguments):
         text = ctypes.c_char_p()
         library.cuGetErrorString(code, ctypes.byref(text))
         raise CudaError(f"{name}: {(text.value or b'unknown error').decode(errors='replace')}")

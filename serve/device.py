@@ -132,8 +132,7 @@ def choose_devices(word: str, lacks: Callable[[], str | None]) -> Choice:
 def onnxruntime_lacks() -> str | None:
     """Return why the installed ONNX Runtime cannot use a GPU, and what to do, or None if it can."""
     remedy = f"uninstall onnxruntime and onnxruntime-gpu, then install '{PACKAGE}'"
-    names = ("onnxruntime", "onnxruntime-gpu")
-    if all(any(importlib.metadata.distributions(name=name)) for name in names):
+    if all(any(importlib.metadata.distributions(name=name)) for name in ("onnxruntime", "onnxruntime-gpu")):
         return f"onnxruntime and onnxruntime-gpu are both installed, and overwrite each other's files: {remedy}"
     from serve.private import onnxruntime
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 FAULT = "Internal server error; the server's log has the details. Other requests are not affected."
 """Message of status 500."""
 
-
 BOUNDS: dict[str, tuple[float, float]] = {
     "max_upload_mb": (1, 10_000),
     "max_pixels": (1, 178_956_970),

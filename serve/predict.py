@@ -104,8 +104,7 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
 
 
 def _samples() -> list[Path]:
-    found = sorted(path for folder in SAMPLES for path in folder.glob("*.png"))
-    if not found:
+    if not (found := sorted(path for folder in SAMPLES for path in folder.glob("*.png"))):
         raise PredictError(f"There are no sample images in {SAMPLES[0]}; name the files to send.")
     return found
 

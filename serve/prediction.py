@@ -64,8 +64,7 @@ class Predictions:
 
     def _show_input(self, query: bytes) -> bool:
         """Return whether the answer must include the pictures as they reach the network."""
-        found = _SHOW.search(query)
-        if found is None:
+        if (found := _SHOW.search(query)) is None:
             return False
         if self._takes != "image" or found[1] != b"input":
             raise Refusal(400, "show must be input, as in /predict?show=input; only pictures can be shown.")
@@ -179,8 +178,7 @@ def _unsupported_type(content_type: bytes, remedy: str) -> Refusal:
 
 
 def _top_k(query: bytes) -> int:
-    found = _TOP_K.search(query)
-    if found is None:
+    if (found := _TOP_K.search(query)) is None:
         return DEFAULT_TOP_K
     text = unquote_to_bytes((found[1] or b"").replace(b"+", b" "))
     if not _COUNT.fullmatch(text) or int(text) < 1:
@@ -190,6 +188,5 @@ def _top_k(query: bytes) -> int:
 
 def _within_limit(inputs: Sequence[T], limits: Limits, what: str = "images") -> Sequence[T]:
     if len(inputs) > limits.max_images:
-        message = f"The request has {len(inputs)} {what}; at most {limits.max_images} are accepted in one."
-        raise Refusal(413, message)
+        raise Refusal(413, f"The request has {len(inputs)} {what}; at most {limits.max_images} are accepted in one.")
     return inputs

@@ -71,8 +71,7 @@ def from_form(content_type: bytes, body: bytes) -> list[bytes]:
     Raises:
         NotWellFormed: the form is not as clients usually write it.
     """
-    found = _BOUNDARY.match(content_type)
-    if found is None:
+    if (found := _BOUNDARY.match(content_type)) is None:
         raise NotWellFormed
     boundary = b"--" + found[1]
     start = 2 if body.startswith(b"\r\n") else 0  # an empty preamble

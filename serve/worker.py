@@ -51,7 +51,6 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     dispatcher = Dispatcher(service)
     connections = Connections(dispatcher, _max_connections())
-
     opening: set[asyncio.Task[tuple[asyncio.BaseTransport, Connection]]] = set()
 
     def accept() -> None:
@@ -87,7 +86,6 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
         tick += 1
         if tick % 4 == 0:
             connections.check()
-
     service.ready = False
     connections.ending = True
     await asyncio.sleep(OPENING_SECONDS)

@@ -78,9 +78,8 @@ def largest_batch(model: Model, limit: int, seconds: float = BATCH_SECONDS) -> i
     Raises:
         MemoryError: not even one input fits.
     """
-    sizes = [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]
     most = 1
-    for size in sizes:
+    for size in [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]:
         batch = np.resize(model.samples, (size, *model.samples.shape[1:]))
         try:
             model.predict(batch)

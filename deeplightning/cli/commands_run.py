@@ -49,10 +49,10 @@ def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[st
     """Write the predictions of RUN for files, as CSV; a FOLDER means its files, at any depth.
 
     RUN takes one of: pictures; tables in .csv, .tsv, .json, .jsonl, .ndjson or .parquet; texts in .txt, one per line,
-    .csv, .tsv, .json, .jsonl or .ndjson; arrays and signals in .npy, .csv, .wav or .json. Files in .csv, .tsv, .jsonl
-    and .ndjson may be compressed (.gz, .bz2, .zst). --out writes CSV or JSON lines, depending on its extension, and
-    puts masks and pictures into a folder next to it. Unreadable files are listed at the end, with exit code 3. Without
-    files, predict uses the test set of RUN and writes a row per sample to predictions.csv.
+    .csv, .tsv, .json, .jsonl or .ndjson; arrays and signals in .npy, .csv, .wav or .json. Tables and texts in .csv,
+    .tsv, .jsonl and .ndjson may be compressed (.gz, .bz2, .zst). --out writes CSV or JSON lines, depending on its
+    extension, and puts masks and pictures into a folder next to it. Unreadable files are listed at the end, with exit
+    code 3. Without files, predict uses the test set of RUN and writes a row per sample to predictions.csv.
     """
     if out is not None and not files:
         raise click.UsageError("--out requires files or folders; the test set's rows go to predictions.csv")

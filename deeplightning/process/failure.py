@@ -30,7 +30,6 @@ _LOST = re.compile(
 # torch's prefix for an exception in a loader's worker.
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
-
 _LIGHTNING = re.compile(r"[\\/](pytorch_lightning|lightning_fabric)[\\/]")
 
 

@@ -233,8 +233,7 @@ def _of_slurm(variables: _Variables) -> Identity:
     launch, may_resume = _launch(variables)
     assert launch is not None, "there is a step"
     port, ours = variables.text("MASTER_PORT") or port_of(launch), LAUNCH in variables
-    where = (rank, world, local_rank, local_world, node, nodes)
-    return Identity("Slurm", *where, address, port, launch, may_resume, ours)
+    return Identity("Slurm", rank, world, local_rank, local_world, node, nodes, address, port, launch, may_resume, ours)
 
 
 # Variables of rank, size, local rank and local size, then those that identify a launch. MPICH and Intel MPI, which

@@ -63,8 +63,7 @@ class Facts:
         if self.name:
             return self.name
         network, data = (str(self.config.get(f"{key}.type") or "") for key in ("model.network", "data.module"))
-        title = " on ".join(part.rpartition(".")[2] for part in (network, data) if part)
-        return title or self.folder.path.name
+        return " on ".join(part.rpartition(".")[2] for part in (network, data) if part) or self.folder.path.name
 
     @property
     def stage(self) -> str | None:
@@ -74,7 +73,8 @@ class Facts:
     @property
     def best_step(self) -> int | None:
         at, points = self.best.get("step"), self.series.get(str(self.best.get("metric")), [])
-        at = next((step for step, value in points if value == self.best.get("value")), at)  # `at` counts each optimizer
+        same = [step for step, value in points if value == self.best.get("value")]  # `at` counts each optimizer, from 1
+        at = next((step for step in same if step + 1 == at), next(iter(same), at))
         return at if isinstance(at, int) else None
 
 

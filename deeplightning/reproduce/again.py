@@ -152,8 +152,8 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     directory, roots = _unpack_code(code, original.folder.code, top, secrets, say)
     settings = [*_local_overrides(original, config, overrides, top), *overrides]
     root = dict(flat(plain(read(original.source, settings).root))).get("data.root")
-    is_given = any(text.startswith("model.init_from=") for text in overrides)  # then it is relative to this directory
-    weights, folders = config.get("model.init_from"), [original.directory, Path.cwd()][:: -1 if is_given else 1]
+    is_given = any(text.partition("=")[0].strip() == "model.init_from" for text in overrides)
+    weights, folders = config.get("model.init_from"), [None if is_given else original.directory, Path.cwd()]
     if isinstance(weights, str) and not is_address(weights):
         found = [path for folder in folders if folder and (path := folder / Path(weights).expanduser()).exists()]
         settings += [f"model.init_from={quoted(path.absolute())}" for path in found[:1]]

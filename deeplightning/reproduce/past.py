@@ -79,12 +79,12 @@ class PastRun:
     @property
     def status(self) -> str | None:
         """FINISHED, FAILED, KILLED or RUNNING, from the store."""
-        return self._tracked.status if self._tracked is not None else None
+        return run.status if (run := self._tracked) is not None else None
 
     @property
     def name(self) -> str | None:
         """Name in the store."""
-        return self._tracked.name if self._tracked is not None else None
+        return run.name if (run := self._tracked) is not None else None
 
     @property
     def _tracked(self) -> Run | None:

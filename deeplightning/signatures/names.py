@@ -461,11 +461,9 @@ class Names:
                 if type(each.live).__module__ not in ("abc", "builtins", "typing"):
                     return type(each.live).__name__
                 continue
-            for word in each.node.keywords:
-                if word.arg == "metaclass":
-                    path = self.real_path(word.value, Frame(self.home(each)))
-                    if path not in ("abc.ABCMeta", "builtins.type"):
-                        return ast.unparse(word.value)
+            for word in (word for word in each.node.keywords if word.arg == "metaclass"):
+                if self.real_path(word.value, Frame(self.home(each))) not in ("abc.ABCMeta", "builtins.type"):
+                    return ast.unparse(word.value)
         return None
 
     def real_path(self, node: ast.expr, frame: Frame) -> str | None:

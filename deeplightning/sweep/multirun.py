@@ -248,8 +248,7 @@ class Grid:
         """Record how a run ended."""
         point, seconds = self.points[number], time.monotonic() - self._start_times.pop(number)
         file = point.file.with_suffix(".log")
-        output = file.read_text(errors="replace")
-        if folders := re.findall(r"^Artifact storage path: (.+)$", output, re.MULTILINE):
+        if folders := re.findall(r"^Artifact storage path: (.+)$", file.read_text(errors="replace"), re.MULTILINE):
             point.update_record(folder=folders[-1])
         if code == 0:
             point.update_record(state=FINISHED)

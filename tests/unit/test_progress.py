@@ -30,7 +30,7 @@ def test_the_bar_fits_the_terminal(columns, terminal, monkeypatch):
     trainer = trainer_of(val_acc=0.9123)
     trainer.global_rank = 0
     shown.on_validation_end(trainer, None)
-    shown._steps, trainer.fit_loop.epoch_loop._batches_that_stepped = 300, 50
+    shown._steps, trainer.global_step = 300, 50
     shown._draw(trainer, 0.12345)
     with shown._progress.console.capture() as seen:
         shown._progress.console.print(shown._progress)
@@ -48,7 +48,7 @@ def test_the_bar_of_a_run_without_a_known_length(terminal):
     shown = Console(config("bar", epochs=None), None, SimpleNamespace(best=None))
     trainer = trainer_of(batches=math.inf, epochs=-1)
     shown._progress = console._bar()
-    trainer.fit_loop.epoch_loop._batches_that_stepped = 7
+    trainer.global_step = 7
     shown._draw(trainer, 1.0)
     (task,) = shown._progress.tasks
     assert (task.description, task.total, task.completed, task.fields["text"]) == ("epoch 1", None, 7, "loss 1.0000")
@@ -112,7 +112,7 @@ def trainer_of(batches=100, epochs=3, **metrics):
     return SimpleNamespace(
         current_epoch=0, world_size=1, is_global_zero=True, state=SimpleNamespace(fn="fit"), callbacks=[],
         num_training_batches=batches, max_epochs=epochs, max_steps=-1, global_step=0, progress_bar_metrics={},
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress, _batches_that_stepped=0)),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
         callback_metrics={name: torch.tensor(value) for name, value in metrics.items()},
     )  # fmt: skip
 

@@ -34,7 +34,12 @@ def resolve_side(word: str) -> Group:
     names = [word] if is_path else [part.strip() for part in word.split(",")]
     if "" in names:
         raise ValueError(f"{word!r}: there is no run between two commas, or at an end")
-    parts = [_runs_of(name) for name in names]
+    try:
+        parts = [_runs_of(name) for name in names]
+    except CheckpointError as error:
+        if not all("=" in name for name in names):
+            raise
+        raise CheckpointError(f"{error} Filters are {', '.join(f'{name}=' for name in FILTERS)}") from error
     runs = [run for found, _, _ in parts for run in found]
     if not runs:
         raise CheckpointError(f"{word}: none of its runs has finished; the command that started them continues")
