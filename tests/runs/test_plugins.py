@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 BASE = ROOT / "configs" / "base.yaml"
 
 MODULE = """\
+import os
 import signal
 from dataclasses import dataclass
 

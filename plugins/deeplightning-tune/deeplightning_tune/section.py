@@ -52,13 +52,13 @@ class Tune(PluginSection):
         """Check the space by itself, then the ends of each range and each choice with the whole config."""
         known = {fault.key for fault in report.faults}
         report.add(*(fault for fault in self._faults() if fault.key not in known))
-        for d in space_of(self.space) if isinstance(self.space, dict) else ():
+        if any(str(fault.key).startswith("tune.") for fault in report.faults):
+            return
+        for d in space_of(self.space):
             if d.key in report.source.groups and not all(isinstance(choice, dict) for choice in d.choices or ()):
                 message = "a search cannot choose options of a group; give whole mappings as choices, or sweep the "
                 message += f"options: `train --multirun {d.key}=a,b`"
                 report.add(Fault(message, f"tune.space.{d.key}"))
-        if any(str(fault.key).startswith("tune.") for fault in report.faults):
-            return
         report.add(*value_faults(space_of(self.space), examine, report))
 
     def _faults(self) -> Iterator[Fault]:
