@@ -103,7 +103,7 @@ class RunFolder:
         """
         kept = {path: int(found[1]) for path in self.path.glob("*.ckpt") if (found := _KEPT_NAME.fullmatch(path.name))}
         if self.best.is_file():
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 kept[self.best] = -1
                 kept[self.best] = int(json.loads(self.best_score.read_text())["step"])
         last = [self.last] if self.last.is_file() else []

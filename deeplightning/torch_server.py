@@ -69,7 +69,7 @@ class Checkpoint(Model):
             with np.load(folder.samples, allow_pickle=False) as file:
                 samples = file[kind.nouns]
         except Exception as error:  # numpy, zipfile and zlib each have their own
-            message = f"{folder.samples} cannot be read ({error}); `deeplightning export RUN` writes it"
+            message = f"{folder.samples} cannot be read ({error}); remove it and run `deeplightning export`"
             raise CheckpointError(message) from error
         network = task.inference_model()  # must be called before the text spec is read
         spec, examples = getattr(task, kind.spec), []

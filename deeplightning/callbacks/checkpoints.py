@@ -12,7 +12,6 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
-from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from deeplightning.callbacks.random_state import knows_position
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
@@ -151,8 +150,9 @@ class Checkpoints(LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
-        if is_overridden("on_train_batch_end", pl_module):  # it may stop training, or change weights
-            _call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)
+        hook = pl_module.on_train_batch_end
+        if callable(hook) and getattr(hook, "__func__", hook) is not LightningModule.on_train_batch_end:
+            _call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)  # it may stop, or change weights
         stops = trainer.should_stop or self._stop_is_due
         trainer.should_stop, self._stop_is_due = stops and between_steps(trainer), stops and not between_steps(trainer)
         every, step = self.settings.every_n_steps, trainer.global_step

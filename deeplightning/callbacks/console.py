@@ -175,7 +175,7 @@ class Console(Callback):
     def _values(self, trainer: Trainer) -> dict[str, float]:
         """Return the metrics of an epoch to show: those named after a stage, the monitored one, and those logged with
         `prog_bar=True`; all if there are none of these. Validation metrics of an earlier epoch are left out."""
-        scalars = {name: v for name, v in sorted(trainer.callback_metrics.items()) if v.numel() == 1}
+        scalars = {name: v for name, v in sorted(trainer.callback_metrics.items()) if torch.as_tensor(v).numel() == 1}
         wanted = {self.monitor, *trainer.progress_bar_metrics}
         shown = [name for name in scalars if stage_of(name)[0] in ("train", "val") or name in wanted] or list(scalars)
         return {name: float(scalars[name]) for name in shown if self._validates or stage_of(name)[0] != "val"}

@@ -8,7 +8,6 @@ N samples, R rows of the file, C channels, T targets; one array has any shape (C
 import math
 import mmap
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -239,5 +238,7 @@ def mapped(path: Path, key: str) -> np.ndarray:
             if dtype.hasobject:
                 raise DataError(f"{path}: array {key!r} has Python objects, not numbers or texts.")
             return np.memmap(path, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
-    except (OSError, ValueError, zipfile.BadZipFile, zlib.error, KeyError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # numpy, zipfile, zlib and lzma each have their own
         raise DataError(f"{path} cannot be read as an .npz file: {error}.") from error

@@ -60,11 +60,7 @@ def _thin(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
 
 
 def curve(chart: Chart, best: int | None = None) -> style.Drawing:
-    """Draw one chart.
-
-    Args:
-        best: step of the best checkpoint, whose validation is marked; None: no mark.
-    """
+    """Draw one chart; mark the validation of the best checkpoint, at the step `best`, if there is one."""
     ends = ", ".join(f"{_STAGE_NAME.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
     return style.Drawing(lambda: _draw(chart, best), f"{style.label(chart.name)} over the steps: {ends} at the end")
 

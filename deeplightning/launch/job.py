@@ -105,11 +105,7 @@ class ProcessHooks:
         return []
 
     def before_end(self, signal: int, batches: int) -> None:
-        """Prepare, on rank 0, for the end of the run by a signal.
-
-        Args:
-            batches: the number of batches trained since the process started.
-        """
+        """Prepare, on rank 0, for the end by a signal; `batches`: number trained since the process started."""
 
 
 def retry_delays(params: Mapping[str, float] | None = None) -> list[float]:

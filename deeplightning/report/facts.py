@@ -74,7 +74,8 @@ class Facts:
     def best_step(self) -> int | None:
         at, points = self.best.get("step"), self.series.get(str(self.best.get("metric")), [])
         same = [step for step, value in points if value == self.best.get("value")]  # `at` counts each optimizer, from 1
-        at = next((step for step in same if step + 1 == at), next(iter(same), at))
+        several = any(name.startswith("lr-") for name in self.series)
+        at = next((step for step in same if step + 1 == at and not several), next(iter(same), at))
         return at if isinstance(at, int) else None
 
 

@@ -121,7 +121,7 @@ def _override_without(fault: Fault, needed: Collection[str]) -> str | None:
     if (fault.place or "").startswith("override"):
         return None
     if fault.message.startswith("unknown key."):
-        return None if is_file(f"~{key}") else f"~{key}"  # `~/x.yaml` would be a further config
+        return None if "=" in key or is_file(f"~{key}") else f"~{key}"  # `~/x.yaml` would be a further config
     spare = next((name for name in _REPLACEMENTS if f"{key}.".startswith(f"{name}.")), None)
     if spare is None or spare in needed or not _is_code_missing(fault):
         return None

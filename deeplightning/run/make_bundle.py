@@ -124,7 +124,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         with np.load(folder.samples, allow_pickle=False) as file:
             samples = file[KINDS[task.kind].nouns] if task.kind in KINDS else np.empty(0)
     except Exception as error:  # numpy, zipfile and zlib each have their own
-        message = f"{folder.samples} cannot be read ({error}); remove it; `deeplightning export RUN` writes it"
+        message = f"{folder.samples} cannot be read ({error}); remove it and run `deeplightning export` again"
         raise CheckpointError(message) from error
     origin = origin_of(folder, path)
     bundle = export(task, folder, samples, origin)

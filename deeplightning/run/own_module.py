@@ -108,7 +108,7 @@ class OwnModule:
             dtype = torch.float32 if dtype.is_floating_point else dtype  # as the weights are
             spec = ImageSpec.from_dict(about["image_spec"]) if "image_spec" in about else None
         except Exception as error:  # numpy, zipfile and zlib each have their own
-            message = f"{folder.samples} cannot be read ({first_line(error)}); remove it, then export the run again"
+            message = f"{folder.samples} cannot be read ({first_line(error)}); remove it and run `deeplightning export`"
             raise CheckpointError(message) from error
         self.image_spec, self.row_spec = spec, None if spec else ArraySpec(samples.shape[1:])
         self.kind = "image_regression" if spec else "array_regression"

@@ -138,11 +138,7 @@ class Definition:
             raise Undecided("its source is nested too deeply") from None
 
     def defines(self, name: str, outside: str | None = None) -> bool:
-        """Return whether a class, or an ancestor whose source is known, defines a name.
-
-        Args:
-            outside: a package whose classes are ignored.
-        """
+        """Return whether a class, or an ancestor with known source outside the package `outside`, defines a name."""
         mro = self._names.mro(self._symbol)[0] if self.kind == "class" else []
         counted = (each for each in mro if outside is None or not each.path.startswith(f"{outside}."))
         return any(self._names.defines(each, name) for each in counted)

@@ -117,7 +117,7 @@ def find_run(store: Store, run_id: str) -> Run | None:
 def unsent_runs(store: Store, run_id: str = "*") -> Iterator[Run]:
     """Yield the runs that may not be in their store yet."""
     for path, descriptor in _own_claims(store, run_id):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+        with contextlib.suppress(Exception):  # a prepared header may raise anything
             header = read_header(metrics_of(store, read_claim(descriptor)))
             if header.get("run") == path.name.partition(".")[0]:
                 yield run_of(header)
@@ -157,6 +157,8 @@ def metrics_of(store: Store, claim: dict[str, Any]) -> Path:
     if root is not None and not path.exists() and (moved := root.joinpath(*path.parts[-4:])).is_file():
         path = moved  # EXPERIMENT/RUN/artifacts/metrics.jsonl of a store that was moved
     files = (path.resolve(), sent_file(path).resolve())  # read and written; links may lead out
+    if any(file.exists() and not file.is_file() for file in files):
+        raise ValueError(f"{str(path)!r:.80} or its position is not a regular file")
     is_inside = root is not None and all(root.resolve() in file.parents for file in files)
     if store.database is not None and not is_inside and not is_own(RunFolder(path.parent)):
         raise ValueError(f"{str(path)!r:.80} is neither in the store nor of a run that you started here")

@@ -41,6 +41,16 @@ _TRANSIENT_CODES = (
 _SUPER_JOURNAL = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"  # the end of a journal that names another file
 
 
+def refuse_journal(database: Path) -> None:
+    """Refuse a journal that names another file: SQLite would delete that file."""
+    journal = Path(f"{os.path.realpath(database)}-journal")
+    if journal.is_file():
+        with suppress(OSError), journal.open("rb") as file:  # it is shorter, or gone
+            file.seek(-len(_SUPER_JOURNAL), os.SEEK_END)
+            if file.read() == _SUPER_JOURNAL:
+                raise SetupError(f"{journal} would make SQLite delete a file that it names; remove it")
+
+
 @dataclass(frozen=True)
 class Store:
     """One tracking store."""
@@ -52,13 +62,8 @@ class Store:
     artifact_root: Path | None = None  # of a local store; it contains `<experiment_id>/<run_id>/artifacts`
 
     def __post_init__(self) -> None:
-        """Refuse a journal that names another file: SQLite would delete that file."""
-        journal = Path(f"{os.path.realpath(self.database or '')}-journal")
-        if self.database is not None and journal.is_file():
-            with suppress(OSError), journal.open("rb") as file:  # it is shorter, or gone
-                file.seek(-len(_SUPER_JOURNAL), os.SEEK_END)
-                if file.read() == _SUPER_JOURNAL:
-                    raise SetupError(f"{journal} would make SQLite delete a file that it names; remove it")
+        if self.database is not None:
+            refuse_journal(self.database)
 
     @property
     def is_remote(self) -> bool:

@@ -246,7 +246,7 @@ def test_the_last_picture_of_a_series_is_shown(tmp_path):
 def test_the_best_validation_is_found_by_its_value(tmp_path):
     """A checkpoint counts the steps of all optimizers, a series the batches."""
     folder = run_folder(tmp_path / "x")
-    points = [(4, {"val_acc": 0.5}), (9, {"val_acc": 0.7}), (14, {"val_acc": 0.6}), (19, {"val_acc": 0.6})]
+    points = [(4, {"val_acc": 0.5}), (9, {"val_acc": 0.7}), (14, {"val_acc": 0.6}), (19, {"val_acc": 0.7, "lr-0": 0.1})]
     folder.metrics.write_text("".join(json.dumps(points_line(1, *point)) + "\n" for point in points))
     folder.best_score.write_text(json.dumps({"metric": "val_acc", "value": 0.7, "step": 20}))  # two optimizers
     assert facts(folder).best_step == 9

@@ -37,7 +37,7 @@ def resolve_side(word: str) -> Group:
     try:
         parts = [_runs_of(name) for name in names]
     except CheckpointError as error:
-        if not all("=" in name for name in names):
+        if is_path or "here is no " not in str(error) or not all("=" in name for name in names):
             raise
         raise CheckpointError(f"{error} Filters are {', '.join(f'{name}=' for name in FILTERS)}") from error
     runs = [run for found, _, _ in parts for run in found]

@@ -10,7 +10,7 @@ from deeplightning.config.schema import BETTER, Config, Mode, PluginSection, Tar
 from deeplightning.config.section_kinds import KINDS, Kind
 from deeplightning.config.target_check import GIVEN_BY_NAME
 from deeplightning.faults import Fault
-from deeplightning_tune.space import faults, space_of, value_faults
+from deeplightning_tune.space import MAX_CHECKED, faults, space_of, value_faults
 
 GRID = "optuna.samplers.GridSampler"
 KINDS["tune.sampler"] = Kind("optuna.samplers.BaseSampler", "an Optuna sampler")
@@ -52,13 +52,13 @@ class Tune(PluginSection):
         """Check the space by itself, then the ends of each range and each choice with the whole config."""
         known = {fault.key for fault in report.faults}
         report.add(*(fault for fault in self._faults() if fault.key not in known))
-        if any(str(fault.key).startswith("tune.") for fault in report.faults):
-            return
-        for d in space_of(self.space):
+        for d in space_of(self.space) if isinstance(self.space, dict) and len(self.space) <= MAX_CHECKED else ():
             if d.key in report.source.groups and not all(isinstance(choice, dict) for choice in d.choices or ()):
                 message = "a search cannot choose options of a group; give whole mappings as choices, or sweep the "
                 message += f"options: `train --multirun {d.key}=a,b`"
                 report.add(Fault(message, f"tune.space.{d.key}"))
+        if any(str(fault.key).startswith("tune.") for fault in report.faults):
+            return
         report.add(*value_faults(space_of(self.space), examine, report))
 
     def _faults(self) -> Iterator[Fault]:

@@ -24,6 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build
 from deeplightning.config.tree import line
+from deeplightning.tracking.store import refuse_journal
 from deeplightning_tune.section import Tune
 from deeplightning_tune.space import Dimension, size
 
@@ -58,6 +59,7 @@ def notes_of(database: Path) -> dict[str, Any]:
 
 
 def _storage(database: Path) -> Any:
+    refuse_journal(database)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # No other search writes here, but a user who opens the file in Optuna's dashboard may lock it.
     return optuna.storages.RDBStorage(f"sqlite:///{database}", engine_kwargs={"connect_args": {"timeout": 60}})
