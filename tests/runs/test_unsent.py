@@ -474,6 +474,7 @@ def test_runs_settles_a_killed_run_by_itself(folder, command, place):
 def test_the_monitor_settles_a_killed_run_by_itself(folder, monkeypatch, capsys):
     """The monitor sets a killed run to FAILED and sends its points before it starts."""
     run_id = killed(folder, *POINTS)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # which `monitor` sets; restored after the test
     monkeypatch.setattr("os.execv", lambda *_: 0)
     monitor.monitor(str(folder), "127.0.0.1", int(free_port()))
     assert client(folder).get_run(run_id).info.status == "FAILED"
