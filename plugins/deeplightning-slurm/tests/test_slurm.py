@@ -427,7 +427,7 @@ def test_an_error_of_the_run_does_not_send_the_job_back(code, causes, restarts, 
 
 
 def test_each_node_leaves_its_first_cause_to_the_script(tmp_path, monkeypatch):
-    """The file is `error` if the run is the cause, else `lost`; without the script's folder there is none."""
+    """The file is `error` if the run is the cause, else `lost`. No file is written without the script's folder."""
     monkeypatch.setenv(REQUEUE_FILE, str(tmp_path / "again"))
     for name in ("n1", "n2", "n3"):
         (tmp_path / name).mkdir()
