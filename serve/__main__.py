@@ -142,7 +142,7 @@ def serve(
         _return_memory()
         admission = Admission(key, Hosts(host, options.allowed_hosts))
         setup = Setup(open_model, folder, listeners, limits, admission)
-        return Supervisor(setup, lambda: _files_signature(files()), announce, choice).run()
+        return Supervisor(setup, lambda: _files_signature(files), announce, choice).run()
     except (AddressError, DeviceError, ModelError, OptionError) as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code
@@ -222,10 +222,10 @@ def _bundle_files(folder: Path) -> list[Path]:
     return []
 
 
-def _files_signature(files: Sequence[Path]) -> list[tuple[str, int, int, int]] | None:
-    """Return a value that changes when the files do, or None while one is missing."""
+def _files_signature(files: Callable[[], Sequence[Path]]) -> list[tuple[str, int, int, int]] | None:
+    """Return a value that changes when the files do, or None while one is missing or cannot be read."""
     try:
-        stats = [(str(file), file.stat()) for file in files]
+        stats = [(str(file), file.stat()) for file in files()]
     except OSError:
         return None
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats] or None

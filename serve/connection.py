@@ -205,7 +205,8 @@ class Connection(asyncio.Protocol):
         name = name.lower()
         if name in self._headers and name in _COMBINED_HEADERS:
             value = self._headers[name] + b"," + value  # one field in several lines (RFC 9110, section 5.2)
-        self._headers[name] = value
+        if self._state == "head":  # a trailer changes no header (RFC 9112, section 7.1.2)
+            self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         if self._upgrades():
@@ -299,7 +300,7 @@ class Connection(asyncio.Protocol):
         now = self._loop.time()
         waited = now - self._state_since
         if self._transport.is_closing() or self._transport.get_write_buffer_size():
-            if now - self._last_read > BODY_SECONDS:
+            if now - max(self._last_read, self._state_since) > BODY_SECONDS:
                 self._transport.abort()
         elif self._state == "head" and waited > HEAD_SECONDS:
             self._refuse(Refusal(408, f"The headers did not arrive within {HEAD_SECONDS} s; send the request again."))

@@ -136,6 +136,8 @@ class WorkerPool:
         wake = collect_signals(self._signals, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
         gc.collect()
         gc.freeze()  # as the parent does
+        for listener in self._setup.listeners[self._chosen_layout.processes :]:
+            listener.close()  # it listens if a worker of a GPU that failed was to use it
         for slot in range(self._chosen_layout.processes):
             self._setup.listeners[slot].listen(BACKLOG)
             self._fork(slot)

@@ -64,15 +64,14 @@ def create_app(
     if chosen.on_gpu:
         bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
     layout = gpu_layout((chosen,)) if chosen.on_gpu else choose_layout(model)
-    lanes, seconds = layout.lanes, layout.forward_ms / 1e3
     service = Service(
         model,
         bounds,
-        Batcher(model, bounds, lanes, seconds),
-        layout={"processes": 1, "lanes": lanes, "device": str(chosen)},
+        Batcher(model, bounds, layout.lanes),  # its threads run the model: no request waits for those of others
+        layout={"processes": 1, "lanes": layout.lanes, "device": str(chosen)},
         admission=Admission(api_key, Hosts("0.0.0.0", allowed_hosts)),
     )
-    _renew_after_forks(service, seconds)
+    _renew_after_forks(service)
     opened = os.getpid()
     app = application(service)
 
@@ -98,7 +97,7 @@ def create_app(
     return app
 
 
-def _renew_after_forks(service: Service, seconds: float) -> None:
+def _renew_after_forks(service: Service) -> None:
     """Give each forked child its own threads, lock and row of the metrics; threads and locks do not survive a fork."""
     forks, row, kept = itertools.count(1), 0, weakref.ref(service)
 
@@ -108,7 +107,7 @@ def _renew_after_forks(service: Service, seconds: float) -> None:
 
     def in_child() -> None:
         if (service := kept()) is not None:
-            service.batcher = Batcher(service.model, service.limits, service.batcher.lanes, seconds)
+            service.batcher = Batcher(service.model, service.limits, service.batcher.lanes)
             service.count_lock = threading.Lock()
             service.metrics.row = row
 

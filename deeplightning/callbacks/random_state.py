@@ -323,9 +323,9 @@ def _restore_states(trainer: Trainer, states: Any) -> None:
         random.setstate(states["python"])
         np.random.set_state(tuple(states["numpy"]))
         torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        if states["device"]:
-            devices = [torch.tensor(device, dtype=torch.uint8) for device in states["device"]]
-            _device_module().set_rng_state_all(devices)
+        if (set_all := getattr(_device_module(), "set_rng_state_all", None)) is not None:
+            devices = states["device"][: torch.accelerator.device_count()]  # this machine may have fewer
+            set_all([torch.tensor(device, dtype=torch.uint8) for device in devices])
         for generator, state in zip(_generators(trainer), states.get("data", ()), strict=False):
             _set_state(generator, state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

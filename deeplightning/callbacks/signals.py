@@ -4,6 +4,7 @@ The launcher may add signals with the same effect, such as those that warn of pr
 `deeplightning.launch.ProcessHooks`. All others are left to the user.
 """
 
+import math
 import signal
 import threading
 from collections.abc import Callable
@@ -77,9 +78,13 @@ class Signals(LightningCheckpoint):
 
     def _signal_to_handle(self, trainer: Trainer) -> int:
         """Return the signal that ends the run at this batch, or 0."""
-        if trainer.state.fn == "fit" and not between_steps(trainer):
+        trains, alone = trainer.state.fn == "fit", trainer.world_size == 1
+        if trains and not between_steps(trainer):
             return 0  # a checkpoint would lack the accumulated gradients
-        return self._received if trainer.world_size == 1 else self._received_on_any_rank(trainer)
+        # Processes may evaluate different numbers of batches, so they cannot reduce after each.
+        if trains and not alone and trainer.validating and math.inf in trainer.num_val_batches:
+            return 0
+        return self._received if alone or not trains else self._received_on_any_rank(trainer)
 
     def _received_on_any_rank(self, trainer: Trainer) -> int:
         """Return the signal that any process had received at the previous call, equal on all processes, or 0.

@@ -132,10 +132,10 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
 
 @contextlib.contextmanager
 def errors_of_data() -> Iterator[None]:
-    """Convert an error of code that reads data into a `SetupError`, if it has the same exit code."""
+    """Convert an error of code that reads data into a `SetupError`, if it has the same exit code or is the system's."""
     try:
         yield
     except Exception as error:
-        if getattr(error, "exit_code", None) != SetupError.exit_code:
+        if not isinstance(error, OSError) and getattr(error, "exit_code", None) != SetupError.exit_code:
             raise
         raise SetupError(str(error)) from None

@@ -42,8 +42,8 @@ def text(data: Path, wanted: Columns) -> Guess:
     fewest = min(classes, key=lambda name: found.columns[name].different, default=None)
     label = wanted.target or likely_target(classes) or fewest
     if label not in classes:
-        which = f"the column {label}" if label else f"none of its columns ({some(list(found.columns))})"
-        raise SetupError(f"{found.path}: {which} has classes: 2 or more values, each repeated")
+        which = f"the column {label} has no" if label else f"none of its columns ({some(list(found.columns))}) has"
+        raise SetupError(f"{found.path}: {which} classes: 2 or more values, each repeated")
     counts = found.columns[label].classes()
     names = [*counts]
     values = {

@@ -17,7 +17,7 @@ from string import Template
 from typing import Any
 
 from deeplightning.cli import guess_masks, guess_pictures, guess_signals, guess_tables
-from deeplightning.cli.guess import Columns, Guess
+from deeplightning.cli.guess import Columns, Guess, errors_of_data
 from deeplightning.config.packages import HOME
 from deeplightning.config.schema import literal_values
 from deeplightning.config.tree import line
@@ -146,7 +146,8 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
             raise ConfigError(Fault(message, "--data"))
         if not os.path.exists(data):  # noqa: PTH110  (Path's fails for a name that is too long, before Python 3.14)
             raise SetupError(f"--data {data}: there is no such file or folder")
-        found = chosen.examine(data, *more)
+        with errors_of_data():
+            found = chosen.examine(data, *more)
     elif chosen.sample is not None and chosen.examine is not None:
         name, write = chosen.sample
         with tempfile.TemporaryDirectory() as top:

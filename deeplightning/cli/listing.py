@@ -10,7 +10,7 @@ from typing import Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
-from deeplightning.tracking.claims import artifacts_of, unsent_runs
+from deeplightning.tracking.claims import artifacts_of, claims, unsent_runs
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Run
 from deeplightning.tracking.reader import open_reader
@@ -130,9 +130,10 @@ def remove(
     assert set(statuses) <= set(REMOVABLE)
     deleted = []
     with _store(tracking_uri) as store:
-        client = Client(store)
+        client, known = Client(store), {"KILLED" if status == "PRUNED" else status for status in statuses}
         for row in rows:
-            if not client.delete(row["id"], {"KILLED" if status == "PRUNED" else status for status in statuses}):
+            # A run that has just been resumed has a claim, and is not RUNNING in the store yet.
+            if claims(store, row["id"]) or not client.delete(row["id"], known):
                 continue
             deleted.append(row)
             folder = Path(row["folder"])

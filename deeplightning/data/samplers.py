@@ -19,6 +19,7 @@ from deeplightning.config.part_config import PartConfig, Target
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.splits import random_state
+from deeplightning.own_code import user_frames
 from deeplightning.words import is_whole
 
 WARN_FRACTION = 0.05
@@ -363,16 +364,19 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
         try:
             column = [sample(position)[sort_key] for position in every]
         except (LookupError, TypeError, AttributeError) as error:  # a sample may be a tuple
-            raise ValueError(
+            if user_frames(error):  # their set failed
+                raise
+            raise DataConfigError(
                 f"sort_key {sort_key!r}: the training set ({_type_name(dataset)}) has no such column, and its samples "
                 "have no such key. A function is named by {ref: MODULE.FUNCTION}"
             ) from error
     try:
         values = np.array([number(value) for value in column])
     except TypeError:
-        raise ValueError(f"sort_key {sort_key!r} gives a value that is not a number and has no length") from None
+        raise DataConfigError(f"sort_key {sort_key!r} gives a value that is not a number and has no length") from None
     if not np.isfinite(values).all():
-        raise ValueError(f"sort_key {sort_key!r} gives {values[~np.isfinite(values)][0]}, which is not a finite number")
+        odd = values[~np.isfinite(values)][0]
+        raise DataConfigError(f"sort_key {sort_key!r} gives {odd}, which is not a finite number")
     return values
 
 
@@ -451,7 +455,7 @@ def _labels(dataset: Any) -> np.ndarray:
     if not hasattr(column, "__len__") or len(column) != len(dataset):
         try:
             column = sort_values(dataset, "label", batched=True)
-        except ValueError as error:
+        except DataConfigError as error:
             raise DataConfigError(f"{refusal}: {error}") from None
     found = np.asarray(column)
     if found.ndim != 1 or found.dtype.kind not in "iub" or not len(found):
@@ -469,7 +473,7 @@ def _build_sampler(target: Target, dataset: object, run: dict[str, Any]) -> obje
         key = build({"type": "builtins.dict", "params": {"key": target.params["sort_key"]}})["key"]
         try:
             values = sort_values(dataset, key, batched=True)
-        except ValueError as error:
+        except DataConfigError as error:
             raise DataConfigError(f"data.sampler.params.{error}") from None
         given |= {"sort_key": None, "sorted_idx": np.argsort(values, kind="stable")}
     made = build(target, dataset, **given)

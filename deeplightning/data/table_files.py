@@ -202,12 +202,12 @@ class TableFile:
             yield
         except (pa.ArrowException, OSError, UnicodeError) as error:
             hint = ""
-            if isinstance(error, UnicodeError) or "UTF8" in str(error):
+            if self.kind != "json" and (isinstance(error, UnicodeError) or "UTF8" in str(error)):
                 hint = f" It is not in {self.form.encoding}; set data.module.params.encoding, for example to latin-1."
             elif "columns, got" in str(error):
                 hint = f" Quote values that contain {self.form.delimiter!r}; remove lines that are not rows."
             elif self.kind == "json":
-                hint = " JSON lines need one object per line, with values of one type for each key."
+                hint = " JSON lines need one object per line, in UTF-8, with values of one type for each key."
             raise DataError(f"{self.path} cannot be read as a table: {_first_line(error)}.{hint}") from error
         except TableError as error:
             raise DataError(f"{self.path}: {error}") from error

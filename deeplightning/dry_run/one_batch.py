@@ -104,6 +104,7 @@ def example(attempt: Attempt, longest: bool = False) -> object:
     try:
         name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
         make = getattr(data, name, None)
+        name = name if make is not None else "train_dataloader"
         hooks = ("prepare_data", "setup", "train_dataloader")
         is_simple = [h for h in hooks if is_overridden(h, data, pl.LightningDataModule)] == ["train_dataloader"]
         batch = make(SAMPLES) if make is not None else next(iter(data.train_dataloader()), None) if is_simple else None

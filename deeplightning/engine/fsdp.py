@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from deeplightning.engine.process_group import broadcast_buffers
 from deeplightning.engine.sharded import Sharded, Share, holders_of, replace_parameter
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.torch import apply
@@ -115,8 +116,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
                 distributed.broadcast(received, 0)
                 share = shares[parameter]
                 share.values.copy_(share.part(received))
-            for buffer in task.buffers():
-                distributed.broadcast(buffer, 0)
+            broadcast_buffers(task.buffers())
 
     # ---- checkpoints
 

@@ -4,7 +4,7 @@ import atexit
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -182,6 +182,13 @@ def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
+
+
+def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
+    """Copy the buffers of rank 0 to all processes."""
+    for buffer in buffers:
+        distributed.broadcast(whole := buffer.contiguous(), 0)  # NCCL refuses others, such as transposed ones
+        buffer.copy_(whole)
 
 
 def destroy_group_at_exit() -> None:

@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import StochasticWeightAveraging
 
 from deeplightning.engine.checkpoint_reading import described
 from deeplightning.faults import CheckpointError
+from deeplightning.own_code import user_frames
 from deeplightning.words import first_line
 
 _RESTORING_MODULE = "pytorch_lightning.trainer.connectors.checkpoint_connector"
@@ -71,7 +72,8 @@ def checkpoint_error(error: Exception, trainer: pl.Trainer, resumed_at: int) -> 
     if hasattr(error, "exit_code") or isinstance(error, torch.OutOfMemoryError):
         return None
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not modules[-1].startswith(_LIBRARIES):  # in the user's code
+    called = (resumed_at < 0 and _RESTORING_MODULE not in modules) or modules[-1].startswith("pytorch_lightning.core.")
+    if not modules[-1].startswith(_LIBRARIES) or (called and user_frames(error)):  # in the user's code, or from it
         return None
     at_once = modules[-1].startswith(_STEP_MODULES) and (resumed_at < 0 or trainer.global_step <= resumed_at + 1)
     if not at_once and not modules[-1].startswith(_LATER_MODULES) and _RESTORING_MODULE not in modules:

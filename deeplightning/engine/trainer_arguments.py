@@ -56,6 +56,8 @@ def _strategy(engine: Engine) -> "str | Strategy":
         if engine.backend == "fsdp":
             from deeplightning.engine.fsdp import Fsdp
 
+            if engine.gpus is not None and params.get("cpu_offload"):  # norms of gradients are added on the CPU
+                params.setdefault("process_group_backend", "cpu:gloo,cuda:nccl")
             return Fsdp(**params)
         if engine.gpus is None:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for one and warns

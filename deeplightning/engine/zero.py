@@ -12,9 +12,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from omegaconf import OmegaConf
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
-from deeplightning.engine.process_group import destroy_group_at_exit, scale_gradients
+from deeplightning.engine.process_group import broadcast_buffers, destroy_group_at_exit, scale_gradients
 from deeplightning.engine.sharded import Sharded, Share, holders_of, replace_parameter
 from deeplightning.engine.shards import assembled
 from deeplightning.faults import Fault, SetupError
@@ -146,8 +146,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         _partition_again(task)
         deepspeed.zero.Init(module=Arriving(), config_dict_or_path=self.config, remote_device=self.remote_device)
         self.move_unsharded()
-        for buffer in task.buffers():
-            distributed.broadcast(buffer, 0)
+        broadcast_buffers(task.buffers())
 
     def init_deepspeed(self) -> None:
         """Start DeepSpeed without Lightning's warning about tasks with their own gradient clipping."""
@@ -160,6 +159,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def _init_optimizers(self) -> Any:
         optimizer, scheduler = super()._init_optimizers()
         self._groups = [dict(group) for group in optimizer.param_groups]
+        self._frozen = {p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad}
         return optimizer, scheduler
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -234,7 +234,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         ]
 
     def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, object]:
-        if not self.stage:
+        if not self.stage or parameter in self._frozen:  # DeepSpeed leaves these out
             return optimizer.state.get(parameter, {})
         flat, start, size = self._flat_position(parameter)
         kept = self._zero.optimizer.state.get(flat, {})

@@ -292,7 +292,9 @@ def _explained(error: Exception, trainer: pl.Trainer, task: pl.LightningModule, 
     if (fault := _part_fault(error, task)) is not None:
         return ConfigError(fault)
     if matches(error, ErrorText.NO_METRIC):
-        return ConfigError(Fault(str(error), "train.early_stop.metric"))
+        own = callback_of(trainer, Checkpoints).record.cfg.train.early_stop  # the user's callbacks have no key
+        is_own = own is not None and f"`{own.metric}` which" in str(error)
+        return ConfigError(Fault(str(error), "train.early_stop.metric" if is_own else None))
     if matches(error, ErrorText.OTHER_NETWORK) and path is not None:
         raise_for_differences(whole_shapes(task), read_checkpoint(path)["state_dict"], path)
     if matches(error, ErrorText.OTHER_OPTIMIZER):

@@ -221,10 +221,11 @@ def check_recordable(function: Callable[..., object], owner: nn.Module, inputs: 
     Raises:
         MisfitError: the call changed an attribute of a module, or drew random numbers on the CPU.
     """
-    before, drawn = ModuleState(owner), _cpu_generators()
+    before, drawn, buffers = ModuleState(owner), _cpu_generators(), dict(owner.named_buffers())
     given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
     last = _differentiable_output(function(*given))
-    if changed := before.first_change:
+    replaced = (f"the network replaces its buffer `{n}`" for n, b in owner.named_buffers() if buffers.get(n) is not b)
+    if changed := before.first_change or next(replaced, None):
         reason = f"{changed} at each call, in Python, which a recorded step would not repeat"
         raise MisfitError(f"{_KEY}=graphs: {reason}; {_REMEDY}")
     if drawn != _cpu_generators():

@@ -163,7 +163,7 @@ def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dic
 
 
 def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: pl.Trainer) -> object:
-    built = build(target, optimizer, **_auto_numbers(target.params, trainer, key))
+    built = build(target, optimizer, **_auto_numbers(target, trainer, key))
     if target.call.monitor is None and isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise MisfitError(f"{key}.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss")
     return built
@@ -194,19 +194,25 @@ def _matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
     return found
 
 
-def _auto_numbers(params: dict[str, object], trainer: pl.Trainer, key: str) -> dict[str, object]:
-    """Return values for the scheduler's arguments that are `auto`."""
-    requested = {name for name, value in params.items() if value == "auto"}
+def _auto_numbers(target: Any, trainer: pl.Trainer, key: str) -> dict[str, object]:
+    """Return values for the scheduler's arguments that are `auto`; they count the scheduler's own steps."""
+    requested = {name for name, value in target.params.items() if value == "auto"}
     if not requested:
         return {}
-    epochs = trainer.max_epochs or 1
-    length = trainer.estimated_stepping_batches
+    epochs, factor, length = (
+        trainer.max_epochs or 1,
+        trainer.accumulate_grad_batches,
+        trainer.estimated_stepping_batches,
+    )
+    if target.call.interval == "epoch":
+        steps = (trainer.num_training_batches + factor - 1) // factor  # nan for data without a length
+        length = epochs if epochs > 0 and trainer.max_steps < 0 else -(-length // steps)
     if not math.isfinite(length):
         raise MisfitError(
             f"{key}.params: {', '.join(sorted(requested))}: `auto` needs the number of steps, which is not known: the "
             "training data have no length, or the training has no end; set train.max_steps, or a number"
         )
-    total = int(length)
+    total = -(-int(length) // target.call.frequency)
     known = {"total_steps": total, "T_max": total}
     if epochs > 0:  # -1: only max_steps limits the training
         known |= {"epochs": epochs, "steps_per_epoch": -(-total // epochs)}

@@ -114,8 +114,9 @@ class Regression(RowTask):
         """Convert outputs of the network, float (B,) or (B, T), to the unit of the data."""
         return values * self.target_std + self.target_mean if self.is_scaled else values
 
-    def _measure(self, stage: str, outputs: object, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
-        return super()._measure(stage, self.in_units(outputs), self.in_units(truth), *rest, **others)
+    def _measure(self, stage: str, outputs: Any, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
+        # In float32 already here: a product of 16-bit outputs and a number has 16 bits.
+        return super()._measure(stage, self.in_units(outputs.float()), self.in_units(truth), *rest, **others)
 
     def infer_spec(self, inputs: Tensor, outputs: Tensor) -> None:
         super().infer_spec(inputs, outputs)
@@ -124,9 +125,9 @@ class Regression(RowTask):
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Collect outputs and truth of the validation, from whose differences intervals are computed."""
-        if self.interval is not None and self.row_spec is not None:
+        if self.interval is not None:  # also without a spec, which other processes may have: they wait in `compute`
             # Copies, since a CUDA graph reuses the memory of its outputs.
-            outputs, truth = (self.in_units(v.float()).reshape(len(v), -1).clone() for v in (outputs, truth))
+            outputs, truth = (self.in_units(v.float()).unsqueeze(-1).flatten(1).clone() for v in (outputs, truth))
             self.collected.update(outputs, truth)
 
     def on_validation_epoch_end(self) -> None:

@@ -414,7 +414,7 @@ class Supervised(pl.LightningModule):
         self._logged_step = self.global_step
         if self.trainer.world_size > 1:
             named = self._stage_metrics("train")
-            nothing = torch.zeros((), device=named["loss"].device)  # for a batch without samples
+            nothing = torch.zeros((), dtype=torch.float64, device=named["loss"].device)  # for a batch without samples
             given = torch.stack([values.get(f"train_{name}", nothing) for name in named])
             of = dict.fromkeys(("loss", *self.losses), next(iter((counts or {}).values()), samples)) | (counts or {})
             weights = torch.stack([nothing + of.get(name, samples) for name in named])
@@ -456,7 +456,10 @@ class Supervised(pl.LightningModule):
         counts: dict[str, Tensor] = {}
         if weight is not None or not self._divides_by_samples:
             counts = {name: denominator(loss, outputs, truth, weight) for name, loss in self.losses.items()}
-        if weight is not None or (counts and (self._combines_batches or not self.training)):
+        exact = (
+            truth.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
+        )  # torch refuses its own mean
+        if weight is not None or (counts and (exact or self._combines_batches or not self.training)):
             parts = {name: mean(loss, outputs, truth, counts[name], weight) for name, loss in self.losses.items()}
         else:
             parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
@@ -467,6 +470,8 @@ class Supervised(pl.LightningModule):
                 found = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
                 given = f"gives {found}, not a tensor of one number; torch's take `reduction: mean`"
                 raise MisfitError(f"{self._loss_key(name)} {given}")
+            if name in counts:
+                parts[name] = part.where(counts[name] != 0, 0)  # torch's losses return nan if nothing counts
         weighted = [part if self.weights[name] == 1 else self.weights[name] * part for name, part in parts.items()]
         return parts, counts, weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 

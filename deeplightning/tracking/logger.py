@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -496,10 +497,11 @@ class MLflowLogger(Logger):
         if experiment is None:
             experiment = (client or client_of(store)).experiment(self._experiment_name)
         if not experiment.is_active:
+            where = shlex.quote(f"sqlite:///{store.database}" if store.database else store.shown)
             raise SetupError(
-                f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow "
-                f"experiments restore --experiment-id {experiment.id}) or set another "
-                "logger.params.experiment_name."
+                f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it "
+                f"(MLFLOW_TRACKING_URI={where} mlflow experiments restore --experiment-id {experiment.id}) "
+                "or set another logger.params.experiment_name."
             )
         if client is not None:
             return client.create_run(experiment, self._run_name, tags, self._name_prefix), []

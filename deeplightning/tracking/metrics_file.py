@@ -89,8 +89,9 @@ class MetricsFile:
             rest = rest[written:]
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+        """Close the file. Its descriptor is closed even if the file system reports an error."""
+        with suppress(OSError):
+            os.close(self._descriptor)
 
 
 def sync(path: Path) -> None:

@@ -55,7 +55,7 @@ def _run_artifacts(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
         return CheckpointError(f"{why} {also}The runs there: deeplightning monitor")
 
-    from deeplightning.tracking.claims import artifacts_of, find_run
+    from deeplightning.tracking.claims import artifacts_of, claims, find_run
     from deeplightning.tracking.reader import open_reader  # not needed for a folder
 
     _require_store(store, f"the run {run_id}")
@@ -72,6 +72,9 @@ def _run_artifacts(run_id: str, store: Store, also: str = "") -> Path:
     if found is None:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
     folder = artifacts_of(store, found)
+    cached = _cache() / run_id
+    if folder is None and cached.is_dir() and claims(store, run_id):  # a process logs to it, or left unsent lines in it
+        return cached
     if folder is None:
         return _download(_client(store), run_id, store, found.artifact_uri)
     if folder.is_dir():
@@ -118,10 +121,13 @@ def _client(store: Store) -> "MlflowClient":
     return open_client(store)
 
 
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "runs"
+
+
 def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -> Path:
     """Download a server's artifacts to the user's cache, at each call, because the run may have continued."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "runs"
-    target = cache / run_id
+    cache, target = _cache(), _cache() / run_id
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{run_id}.", dir=cache, ignore_cleanup_errors=True) as fresh:

@@ -11,6 +11,7 @@ from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.claims import (
     artifacts_of,
+    claims,
     is_elsewhere,
     metrics_of,
     read_claim,
@@ -120,7 +121,7 @@ def _send(store: Store, client: Client, run_id: str, metrics: Path, ended: int) 
     delivery.params = dict(run.params) if run is not None else {}
     delivery.send(metrics.stat().st_size if metrics.exists() else 0)
     outcome = f"{count(delivery.points, 'point')} sent"
-    if was_killed:
+    if was_killed and len(claims(store, run_id)) < 2:  # otherwise another process has resumed it meanwhile
         reason = {} if run is not None and "failure" in run.tags else {"failure": KILLED_REASON}
         delivery.deliver([(None, {"tags": reason}), (None, {"status": "FAILED", "time": ended})])
         outcome += f"; FAILED: {KILLED_REASON}"

@@ -92,10 +92,10 @@ class Slurm:
             raise ValueError(f"master_port is {master_port}; a port is a number from 1 to 65535")
         if max_requeues is not None and max_requeues < 0:
             raise ValueError(f"max_requeues is {max_requeues}; it must be at least 0, or null")
-        seconds = None if "signal" in (sbatch or {}) else seconds_of((sbatch or {}).get("time", time))
+        seconds = None if "signal" in (sbatch or {}) else seconds_of(limit := (sbatch or {}).get("time", time))
         if seconds is not None and seconds <= warning:
             raise ValueError(
-                f"time is {time} ({seconds} s), but the job saves and is requeued {warning} s before its end, so it "
+                f"time is {limit} ({seconds} s), but the job saves and is requeued {warning} s before its end, so it "
                 "would never train. Increase time, or reduce warning"
             )
         self.max_requeues = max_requeues
@@ -167,13 +167,9 @@ class Slurm:
         return None if number is None else JobHooks(number)
 
     def new_folder(self) -> Path:
-        """Return the path of a new folder, named by the current time."""
-        base = self.folder.expanduser().absolute() / clock.strftime("%Y-%m-%d_%H-%M-%S")
-        number, folder = 1, base
-        while folder.exists():
-            number += 1
-            folder = base.with_name(f"{base.name}-{number}")
-        return folder
+        """Return the path of a new folder, named by the current time; several commands may need one at once."""
+        name = f"{clock.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(3).hex()}"
+        return self.folder.expanduser().absolute() / name
 
     def _tasks(self, job: Job) -> int:
         """Return the number of tasks on each node."""
