@@ -199,14 +199,13 @@ def _auto_numbers(target: Any, trainer: pl.Trainer, key: str) -> dict[str, objec
     requested = {name for name, value in target.params.items() if value == "auto"}
     if not requested:
         return {}
-    epochs, factor, length = (
-        trainer.max_epochs or 1,
-        trainer.accumulate_grad_batches,
-        trainer.estimated_stepping_batches,
-    )
-    if target.call.interval == "epoch":
-        steps = (trainer.num_training_batches + factor - 1) // factor  # nan for data without a length
-        length = epochs if epochs > 0 and trainer.max_steps < 0 else -(-length // steps)
+    epochs, length = trainer.max_epochs or 1, trainer.estimated_stepping_batches
+    if target.call.interval == "epoch" and epochs > 0 and trainer.max_steps < 0:
+        length = epochs
+    elif target.call.interval == "epoch":
+        trainer.fit_loop.setup_data()  # otherwise the number of batches is not known if only steps end the training
+        factor = trainer.accumulate_grad_batches
+        length = -(-length // ((trainer.num_training_batches + factor - 1) // factor))  # nan for data without a length
     if not math.isfinite(length):
         raise MisfitError(
             f"{key}.params: {', '.join(sorted(requested))}: `auto` needs the number of steps, which is not known: the "

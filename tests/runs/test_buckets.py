@@ -373,3 +373,26 @@ def test_a_function_gets_the_samples_of_a_set_of_tuples():
     pairs = [(torch.ones(1 + n % 9), n % 2) for n in range(18)]
     found = sort_values(_Batches(pairs, default_collate), lambda pair: len(pair[0]), batched=True)
     assert found.tolist() == [1 + n % 9 for n in range(18)]
+
+
+class Broken(Dataset):
+    """A user's set whose samples raise an error."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, position):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("of the user"), KeyError("width")])
+def test_an_error_of_the_users_set_is_not_converted(error):
+    """An exception from a user's set stays what it is, and is no fault of a key of the config."""
+    broken = Broken()
+    broken.error = error
+    cfg = SimpleNamespace(seed=1, data=SimpleNamespace(batch_size=2, sampler=None))
+    cfg.data.sampler = Target(type=SAMPLER, params={"buckets": 2, "sort_key": "length"})
+    for call in (lambda: sort_values(broken, "length"), lambda: train_sampler(cfg, broken)):
+        with pytest.raises(type(error)) as caught:
+            call()
+        assert caught.value is error

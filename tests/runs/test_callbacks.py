@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 
 from deeplightning.callbacks.on_request import ShowPictures
-from deeplightning.callbacks.steps import ends_of_parts
+from deeplightning.callbacks.steps import SameBuffers, ends_of_parts
 from deeplightning.config.schema import Pictures
 from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.runfolder import RunFolder
@@ -220,3 +221,21 @@ def test_pictures_of_a_task_may_have_any_form(tmp_path, caplog):
     sizes = {path.stem: Image.open(io.BytesIO(path.read_bytes())).size for path in tmp_path.glob("*.png")}
     assert sizes == dict.fromkeys(given, (8, 8))
     assert "pictures   odd is not stored: A picture has 1, 3 or 4 channels" in caplog.text
+
+
+def test_buffers_that_ddp_ignores_are_not_broadcast(monkeypatch):
+    """A validation may add buffers to a process, on the CPU; NCCL refuses tensors that are not contiguous."""
+    module, sent, plain = nn.Module(), [], torch.arange(6.0).view(2, 3)
+    module.register_buffer("turned", plain.clone().t())
+    module.register_buffer("inferred", torch.zeros(1))
+    module._ddp_params_and_buffers_to_ignore = ["inferred"]
+
+    def broadcast(buffer, source):
+        sent.append(buffer.is_contiguous())
+        buffer.add_(1)
+
+    monkeypatch.setattr("deeplightning.engine.process_group.distributed.broadcast", broadcast)
+    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), world_size=2)
+    SameBuffers().on_validation_start(trainer, module)
+    assert sent == [True]
+    assert torch.equal(module.turned, plain.t() + 1)

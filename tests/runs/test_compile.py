@@ -154,15 +154,29 @@ class Draws(torch.nn.Linear):
         return super().forward(inputs) * (self.draw() < 0.5)
 
 
+class Averages(torch.nn.Linear):
+    """Replaces its buffer by a new tensor."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        self.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean(0)
+        return outputs - self.mean
+
+
 @pytest.mark.parametrize(
     ("network", "reason"),
     [
+        (Averages(), "replaces its buffer `0.mean`"),
         (Counts(4, 2), "Counts changes its `calls` at each call"),
         (Draws(random.random), "draws random numbers on the CPU"),
         (Draws(np.random.rand), "draws random numbers on the CPU"),
         (Draws(lambda: float(torch.rand(()))), "draws random numbers on the CPU"),
     ],
-    ids=["a counter", "Python's numbers", "NumPy's", "torch's"],
+    ids=["a buffer", "a counter", "Python's numbers", "NumPy's", "torch's"],
 )
 def test_what_a_recorded_step_would_not_repeat_is_refused(network, reason):
     """A network that depends on Python state or CPU random numbers is an error: a graph would replay its first step."""

@@ -232,3 +232,11 @@ def test_private_names_of_deepspeed_exist():
     assert {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"} <= vars(scaler).keys()
     for module in ("stage_1_and_2", "stage3"):
         assert "self.loss_scaler = " in inspect.getsource(pytest.importorskip(f"deepspeed.runtime.zero.{module}"))
+
+
+def test_offloaded_shards_are_summed_on_the_cpu(resolved):
+    """NCCL cannot add the norms of offloaded gradients, so the group has gloo for tensors on the CPU."""
+    cfg = resolved("engine.backend=fsdp", "engine.processes=2", "engine.params={cpu_offload: true}")
+    assert trainer_arguments(cfg)["strategy"].process_group_backend is None
+    cfg.engine.gpus = [0, 1]
+    assert trainer_arguments(cfg)["strategy"].process_group_backend == "cpu:gloo,cuda:nccl"

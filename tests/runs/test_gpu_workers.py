@@ -185,3 +185,15 @@ def test_a_changed_bundle_is_reloaded_on_the_gpu(pretend, run_folder, tmp_path):
     wait_until(lambda: gone(first))
     assert label(server, "red") == "rot"
     assert server.stop() == 0
+
+
+def test_no_connection_waits_at_the_socket_of_a_gpu_that_failed(pretend, run_folder):
+    """After a fallback to one process on the CPU, no other socket listens."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        pretend.fails(cuda_0="it is busy")
+        server = pretend.start(run_folder.path, 4, "auto")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert [label(server, "red") for _ in range(20)] == ["red"] * 20

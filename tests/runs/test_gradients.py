@@ -148,9 +148,13 @@ def test_engines_that_shard_step_by_the_gradient_of_one_process(backend, job, fi
     assert max((start[name] - theirs[name]).abs().max() for name in ours) > 0.01
 
 
-def test_points_and_means_of_several_processes_count_each_sample_once(job, tracked):
+WEIGHED = "model.loss={type: torch.nn.CrossEntropyLoss, params: {weight: [1.0, 2.0, 3.0, 4.0, 5.0, 1, 2, 3, 4, 5]}}"
+
+
+@pytest.mark.parametrize("loss", [(), (WEIGHED,)], ids=["plain", "class weights"])
+def test_points_and_means_of_several_processes_count_each_sample_once(loss, job, tracked):
     """`train_loss`, `train_acc` and their epoch means are those of one process, also if a process has no sample."""
-    settings = ("data.module.params.limit=145", "model.optimizer.params.lr=0.0", "logger.log_every_n_steps=1")
+    settings = (*loss, "data.module.params.limit=145", "model.optimizer.params.lr=0.0", "logger.log_every_n_steps=1")
     expected = tracked(job(*settings, "data.batch_size=64", ranks=1).folder).series()
     series = tracked(job(*settings, "data.batch_size=32", ranks=2).folder).series()
     assert len(expected["train_loss"]) == 6

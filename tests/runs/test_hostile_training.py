@@ -119,6 +119,28 @@ def test_an_error_of_the_users_own_code_is_not_blamed_on_the_checkpoint(resume, 
         own.unlink()
 
 
+@pytest.mark.parametrize(
+    ("name", "hook", "call", "text"),
+    [
+        ("wide", "on_train_batch_end", 'module.log("pair", torch.zeros(2))', "must have a single element"),
+        ("bare", "on_fit_start", "torch.optim.Adam([])", "empty parameter list"),
+    ],
+)
+def test_a_call_of_the_users_code_is_not_blamed_on_the_checkpoint(resume, right, place, name, hook, call, text):
+    """A library's exception about a call of the user's code is theirs, also in the first step after a resume."""
+    own = place / f"{name}.py"
+    own.write_text(
+        "import pytorch_lightning as pl\nimport torch\n\n\n"
+        f"class Own(pl.Callback):\n    def {hook}(self, trainer, module, *rest):\n        {call}\n"
+    )
+    try:
+        with pytest.raises(ValueError, match=text) as caught:
+            resume(right[1] / "last.ckpt", f"train.callbacks=[{{type: {name}.Own}}]")
+        assert not isinstance(caught.value, CheckpointError)
+    finally:
+        own.unlink()
+
+
 PICKY = """\
 import pytorch_lightning as pl
 

@@ -102,9 +102,9 @@ class Loaders(pl.LightningDataModule):
         return DataLoader(Stream(rows) if self.stream else rows, self.cfg.data.batch_size)
 
     def val_dataloader(self):
-        return DataLoader(Rows(self.count, 1), self.cfg.data.batch_size)
+        return DataLoader(Rows(self.count, 1), batch_size=self.cfg.data.batch_size)
 
-    test_dataloader = val_dataloader
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 class Plain(pl.LightningModule):
@@ -124,6 +124,9 @@ class Plain(pl.LightningModule):
 
     def test_step(self, batch, batch_idx):
         self.log("test_index", batch["index"].float().mean(), sync_dist=True, batch_size=len(batch["index"]))
+
+    def predict_step(self, batch, batch_idx):
+        return {"index": batch["index"]}
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -336,3 +339,10 @@ def test_several_losses_each_weigh_batches_by_what_they_divide_by(job, tracked):
     runs = [tracked(job(*frozen, f"data.batch_size={size}", ranks=1).folder) for size in (3, 134)]
     small, large = (run.series()["val_loss"][0][1] for run in runs)
     assert small == pytest.approx(large, abs=1e-6)
+
+
+def test_processes_may_predict_different_numbers_of_batches(with_loaders):
+    """Of 101 samples in batches of 50, one process has two batches and the other one; each sample has one row."""
+    settings = ("data.batch_size=50", "stages=[train,predict]", "engine={backend: ddp, params: {timeout: 30}}")
+    outcome = with_loaders(*settings, ranks=2)
+    assert [int(row["index"]) for row in csv_rows(outcome.folder / "predictions.csv")] == [*range(101)]

@@ -180,3 +180,11 @@ def test_a_value_of_the_environment_may_occur_elsewhere(command, tiny, place):
     words = ["model.optimizer.params={lr: '${oc.decode:${oc.env:RATE}}', weight_decay: 0.001}"]
     words += ["logger.params.experiment_name=${oc.env:NAME}", "train.num_epochs=1", "seed=1,2", "--multirun"]
     command("train", tiny, *words, cwd=place, code=0, RATE="0.001", NAME="train")
+
+
+def test_a_run_that_ends_before_it_opens_its_log_is_recorded(monkeypatch, tmp_path):
+    """A run that a signal ends at its start has an empty log, so that its end can be recorded."""
+    workers = worker.Forked(lambda arguments: 0, None)
+    monkeypatch.setattr(worker, "fork", lambda work: 4711)
+    workers.start(0, [], tmp_path / "log", {})
+    assert worker.failure_in(tmp_path / "log", -signal.SIGINT) == "killed by SIGINT"

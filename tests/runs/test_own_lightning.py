@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import digest
 
+from deeplightning.callbacks import random_state
 from deeplightning.callbacks.random_state import Generators
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.faults import CheckpointError
@@ -554,3 +555,15 @@ def test_a_norm_that_lightning_does_not_clip_by_is_refused(run):
     refused = run("train.gradient_clip={value: 0.1, norm_type: 1}", "train.num_epochs=1", code=2)
     assert "train.gradient_clip.norm_type: Lightning clips the gradients of your module by the 2-norm" in refused.err
     run("train.gradient_clip={value: 0.1, norm_type: 1, algorithm: value}", "train.num_epochs=1")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_states_of_two_gpus_are_restored_on_a_machine_with_fewer(number, monkeypatch):
+    """A run resumes with fewer GPUs than the checkpoint has states of, or without any."""
+    restored, states = [], random_state._all_states(None) | {"device": [[0] * 16, [1] * 16]}
+    module = SimpleNamespace(set_rng_state_all=restored.extend) if number else None
+    monkeypatch.setattr(random_state, "_device_module", lambda: module)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None), ckpt_path="a.ckpt")
+    random_state._restore_states(trainer, states)
+    assert len(restored) == number

@@ -215,3 +215,11 @@ def test_every_form_of_configure_optimizers_trains_as_lightning_does(fit, form):
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=0)
     assert (form == "None") == torch.equal(plain.layer.weight, start["layer.weight"])
+
+
+def test_a_missing_metric_of_the_users_callback_is_not_the_fault_of_a_key(command, store, tmp_path):
+    """Early stopping of the user's module names its metric, and no key of the config."""
+    write_pairs(tmp_path, store, OWN.replace('EarlyStopping("valid/f1"', 'EarlyStopping("valid/f2"'), SETTINGS)
+    failed = command("train", "c.yaml", cwd=tmp_path, code=2)
+    assert "conditioned on metric `valid/f2`" in failed.err
+    assert "train.early_stop.metric" not in failed.err

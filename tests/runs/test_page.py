@@ -306,6 +306,21 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page, serving, place, server):
     assert not any("a-key-to-try" in url for url in asked)
 
 
+def test_a_key_that_no_header_can_carry_keeps_its_field(open_page, serving, place):
+    """Quotation marks that a chat has put around the key are refused at the field, where the key can be corrected."""
+    page = open_page(serving(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try").url)
+    page.evaluate("until(() => !document.querySelector('#key').hidden)")
+    page.evaluate("document.querySelector('#secret').focus()")
+    page.call("Input.insertText", text="\N{LEFT DOUBLE QUOTATION MARK}a-key-to-try\N{RIGHT DOUBLE QUOTATION MARK}")
+    page.press("Enter", "\r")
+    page.evaluate("new Promise((done) => setTimeout(done, 500))")
+    assert not page.evaluate("document.querySelector('#key').hidden")
+    page.evaluate("document.querySelector('#secret').select()")
+    page.call("Input.insertText", text="a-key-to-try")
+    page.press("Enter", "\r")
+    page.evaluate("until(() => document.querySelector('#key').hidden)")
+
+
 def test_a_picture_is_answered_with_a_picture(open_page, serving, place, tmp_path):
     """A reconstruction is shown beside the input."""
     server = serving(negative_run(place / "negative").path)

@@ -113,15 +113,35 @@ def test_errors_are_those_of_scikit_learn(tested, tracked):
         assert [v for _, v in two[name]] == pytest.approx([v for _, v in one[name]], rel=1e-5), name
 
 
-def test_one_row_may_be_all_that_validates(command, tmp_path, store):
-    """With ten rows one row validates, and the half width of the interval is the error of that row."""
-    (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{n / 7:.3f},{n * n % 5}.5\n" for n in range(10)))
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+def test_one_row_may_be_all_that_validates(precision, command, tmp_path, store):
+    """With ten rows one row validates, and the half width of the interval is the error of that row; also in bf16, where
+    the numbers next to 200,000 are 1,024 away."""
+    rows = "".join(f"{n / 7:.3f},{200000 + n * n % 5 * 1000}.5\n" for n in range(10))
+    (tmp_path / "t.csv").write_text(f"x,y\n{rows}")
     command("init", "p", "--kind", "regression", "--data", "t.csv", cwd=tmp_path, code=0)
     words = ("train.num_epochs=1", "train.checkpoint.monitor=val_rmse", f"logger.params.tracking_uri={store}")
-    done = command("train", *words, cwd=tmp_path / "p", code=0)
+    done = command("train", *words, f"engine.precision={precision}", cwd=tmp_path / "p", code=0)
     content = torch.load(done.folder / "last.ckpt", weights_only=True)
     error = json.loads((done.folder / "best.json").read_text())["value"]
     assert content["regression"]["half_widths"] == [pytest.approx(error, rel=1e-5)]
+
+
+def test_a_process_may_have_no_row_to_validate(regress):
+    """29 rows in batches of 7 leave one of two processes without a row at the end; the intervals are those of one."""
+    widths = []
+    for ranks in (1, 2):
+        folder = regress(f"data.batch_size={14 // ranks}", ranks=ranks).folder
+        widths.append(torch.load(folder / "last.ckpt", weights_only=True)["regression"]["half_widths"])
+    assert widths[1] == pytest.approx(widths[0], rel=1e-4)
+
+
+def test_a_correlation_survives_a_resume_inside_an_epoch(regress):
+    """Two processes resume after three of five steps with a metric whose states cannot be added."""
+    metric = "model.metrics={r: {type: torchmetrics.PearsonCorrCoef}}"
+    settings = ("data.module.params={targets: 1}", ONE, metric, "data.batch_size=7", "train.num_epochs=1")
+    part = regress(*settings, "train.max_steps=3", ranks=2)
+    regress(*settings, f"train.resume_ckpt='{part.folder}'", "engine.params={timeout: 30}", ranks=2)
 
 
 def test_one_number_for_each_sample_may_stand_in_a_column(regress):

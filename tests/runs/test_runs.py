@@ -8,7 +8,9 @@ from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import UNFINISHED, listing, remove
 from deeplightning.tracking import MLflowLogger
+from deeplightning.tracking.claims import Claim
 from deeplightning.tracking.client import Client
+from deeplightning.tracking.store import locate
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,18 @@ def failed_run(store):
     logger.log("cfg", {"seed": 1})
     logger.finalize("failed")
     return logger.artifact_folder
+
+
+def test_a_run_that_has_just_resumed_is_not_removed(tmp_path):
+    """A run that a process has claimed keeps its files, even while its store still says FAILED."""
+    store = tmp_path / "mlruns"
+    kept = failed_run(store)
+    rows = listing(str(store), UNFINISHED)
+    claim = Claim(locate(str(store)), kept.parent.name, kept / "metrics.jsonl")
+    assert remove(str(store), rows) == []
+    assert (kept / "cfg.yaml").exists()
+    claim.close()
+    assert len(remove(str(store), rows)) == 1
 
 
 def test_a_list_is_the_same_whoever_reads_the_store(ended, here, monkeypatch):

@@ -14,6 +14,7 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 from tiny import csv_rows
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deeplightning as dl
 from deeplightning.config.examine import load_config
@@ -455,3 +456,20 @@ def test_a_config_is_checked_and_tried_without_its_pictures(command, config, tmp
     """`check` and `check --dry-run` need no data: the dry run uses a synthetic batch with masks."""
     for more in ([], ["--dry-run"]):
         command("check", config, "data.root='/nowhere'", *more, cwd=tmp_path, code=0)
+
+
+def test_a_deterministic_step_on_a_gpu_adds_the_pixels_itself(config, monkeypatch):
+    """torch has no deterministic kernel on a GPU for the mean of a loss over pixels."""
+    task, seen, original = init_module(load_config(config), "model"), [], nn.functional.cross_entropy
+
+    def spy(*given, **named):
+        seen.append(named["reduction"])
+        return original(*given, **named)
+
+    monkeypatch.setattr(nn.functional, "cross_entropy", spy)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    task._combines_batches = False
+    with FakeTensorMode():
+        truth = torch.zeros(2, 4, 4, dtype=torch.long, device="cuda")
+        task.train()._weighted(torch.empty(2, 3, 4, 4, device="cuda"), truth)
+    assert seen == ["none"]

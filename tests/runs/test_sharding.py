@@ -29,6 +29,15 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from deeplightning.task.img_classif import ImageClassification
+
+
+class All(ImageClassification):
+    """Gives its optimizer the frozen parameters too."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.001)
+
 
 class Wide(nn.Module):
     """A network that records how many bytes of parameters its process holds after its construction."""
@@ -425,3 +434,15 @@ def test_sizes_that_are_given_stay():
         assert zero["stage3_max_reuse_distance"] == 50_000_000
     assert fitted(DeepSpeed(stage=2), 100)["zero_optimization"]["reduce_bucket_size"] == 101
     assert "zero_optimization" not in fitted(DeepSpeed(zero_optimization=False), 100)
+
+
+@engines("deepspeed_stage_2", "deepspeed_stage_3")
+def test_an_optimizer_may_get_frozen_parameters(engine, trained):
+    """They have no state in the checkpoint, all epochs are trained, and the head learns as under ddp."""
+    settings = ["model.trainable=head", "model.module={type: sharded_own.All}", "train.num_epochs=2"]
+    found, _ = trained(engine, *settings)
+    saved = read_checkpoint(found.folder / "last.ckpt")
+    (optimizer,) = saved["optimizer_states"]
+    assert len(optimizer["state"]) == 2 < len(optimizer["param_groups"][0]["params"])
+    assert saved["epoch"] == 1
+    assert_close(found, trained("ddp", *settings)[0])

@@ -168,6 +168,23 @@ def test_a_schedule_of_auto_length_is_as_long_as_the_training(fit, caplog, setti
     assert next(text for text in caplog.messages if text.startswith("length")).endswith(f"; {steps} steps")
 
 
+@pytest.mark.parametrize(
+    ("call", "limits", "length"),
+    [
+        ("interval: epoch", ("train.num_epochs=6",), 6),
+        ("interval: epoch, frequency: 2", ("train.num_epochs=6",), 3),
+        ("interval: step, frequency: 9", ("train.num_epochs=6",), 6),
+        ("interval: epoch", ("train.num_epochs=null", "train.max_steps=18"), 2),
+    ],
+)
+def test_a_schedule_of_auto_length_counts_its_own_steps(call, limits, length, fit):
+    """A cosine over all steps of the schedule ends at 0 with the training, whatever its interval and frequency."""
+    cosine = f"model.scheduler={{type: CosineAnnealingLR, params: {{T_max: auto}}, call: {{{call}}}}}"
+    trainer = fit(cosine, *limits).trainer
+    assert trainer.lr_scheduler_configs[0].scheduler.T_max == length
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+
+
 WARM_UP = "model.scheduler={type: StepLR, params: {step_size: 1}, warmup: 0.5}"
 
 

@@ -1,5 +1,6 @@
 """Image classification: training, metrics, schedules and freezing equal independently computed references."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -230,3 +231,11 @@ def test_the_sheet_of_a_validation_has_the_pictures_that_are_worth_most():
     best = worth.argsort(descending=True)[:SHEET_SIZE]
     assert task.__dict__["_sheet"]["image"].flatten().tolist() == best.tolist()
     assert sum(map(len, task.__dict__["_confusion_indices"])) == 400
+
+
+def test_a_batch_of_which_nothing_counts_does_not_end_a_run(fit):
+    """In batches of one sample, those of the ignored class have the loss 0, not NaN, also in a single process."""
+    fitted = fit("model.loss.params={ignore_index: 3}", "data.batch_size=1", "train.num_epochs=1")
+    losses = [value for _, value in fitted.series("train_loss")]
+    assert 0 in losses
+    assert all(map(math.isfinite, losses))

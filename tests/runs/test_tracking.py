@@ -41,14 +41,15 @@ from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
-from deeplightning.tracking.claims import artifacts_of, claims, find_run, metrics_of
+from deeplightning.tracking.claims import Claim, artifacts_of, claims, find_run, metrics_of
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.entities import Dataset, flatten
+from deeplightning.tracking.entities import Dataset, Run, flatten
 from deeplightning.tracking.metrics_file import read_series
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.monitor import runs_page
 from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.reader import open_reader
+from deeplightning.tracking.resolve import _run_artifacts
 from deeplightning.tracking.store import locate
 
 OURS, LIGHTNINGS = "deeplightning.tracking.MLflowLogger", "pytorch_lightning.loggers.MLFlowLogger"
@@ -1015,3 +1016,34 @@ def test_the_status_of_a_loaded_run_is_that_of_now(store, logger):
     assert past.status == "RUNNING"
     logger.finalize("success")
     assert past.status == "FINISHED"
+
+
+def test_a_copy_that_a_process_logs_to_is_not_replaced(monkeypatch, tmp_path):
+    """A server's run is downloaded again at each call, except while a process logs to the copy."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    server = SimpleNamespace(download_artifacts=lambda run_id, path, into: Path(into, "last.ckpt").touch())
+    store, run_id = locate("http://localhost:1"), "a" * 32
+    run = Run(run_id, "0", "RUNNING", 1, "mlflow-artifacts:/0/a/artifacts", True)
+    monkeypatch.setattr("deeplightning.tracking.claims.find_run", lambda store, run_id: run)
+    monkeypatch.setattr("deeplightning.tracking.resolve._client", lambda store: server)
+    metrics = _run_artifacts(run_id, store) / "metrics.jsonl"
+    metrics.touch()
+    claim = Claim(store, run_id, metrics)
+    assert _run_artifacts(run_id, store) == metrics.parent
+    assert metrics.exists()
+    claim.close()
+    _run_artifacts(run_id, store)
+    assert not metrics.exists()
+
+
+def test_a_deleted_experiment_can_be_restored_as_told(tmp_path):
+    """The command in the message names the store; MLflow would look into its own default store."""
+    store = tmp_path / "a store"
+    finished(store, experiment_name="gone")
+    client = MlflowClient(f"sqlite:///{store}/mlflow.db")
+    client.delete_experiment(client.get_experiment_by_name("gone").experiment_id)
+    with pytest.raises(SetupError) as refused:
+        finished(store, experiment_name="gone")
+    (told,) = re.findall(r"\((MLFLOW_TRACKING_URI=.*)\)", str(refused.value))
+    assert told.startswith(f"MLFLOW_TRACKING_URI='sqlite:///{store}/mlflow.db' mlflow experiments restore ")

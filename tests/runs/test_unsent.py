@@ -611,3 +611,22 @@ def test_the_monitor_starts_beside_a_random_py(folder, monkeypatch, tmp_path):
     (tmp_path / "random.py").write_text("raise SystemExit(9)")
     assert subprocess.run([*started[:3], "--version"], cwd=tmp_path).returncode == 0
     assert "--app-dir=/" in started[-1]
+
+
+def test_a_run_that_resumes_while_its_rest_is_sent_is_not_failed(folder, monkeypatch):
+    """A command that sends the rest of a killed run does not end the process that has continued the run meanwhile."""
+    run_id, send = killed(folder, *POINTS), Delivery.send
+    again = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    again.resume_run(run_id, [])
+
+    def resumed(delivery, until):
+        monkeypatch.setattr(Delivery, "send", send)
+        again.log_metrics({"x": 200.0}, 200)
+        again.make_run()
+        send(delivery, until)
+
+    monkeypatch.setattr(Delivery, "send", resumed)
+    assert "FAILED" not in "".join(sync(folder))
+    again.finalize("success")
+    run = client(folder).get_run(run_id)
+    assert (run.info.status, "failure" in run.data.tags) == ("FINISHED", False)

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import socket
+import threading
 
 import pytest
 from commands import python
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import GUNICORN, ROOT, WAITRESS, WsgiServer, children, colour_run, gone, picture, wait_until
 
 import serve
-from serve.bundle import BundleError
+from serve.bundle import Bundle, BundleError
 from serve.device import OptionError
 
 
@@ -169,3 +170,17 @@ def test_a_bundle_is_found_inside_an_mlflow_model(run, tmp_path):
     (tmp_path / "artifacts" / "bundle").symlink_to(run / "bundle")
     client = serve.create_app(str(tmp_path)).test_client()
     assert client.post("/predict", data=picture("blue")).json["label"] == "blue"
+
+
+def test_no_request_runs_the_model_for_others(run, monkeypatch):
+    """The model runs in threads of its own: a request's thread would answer its client only when nobody else waits."""
+    names, predict = [], Bundle.predict
+
+    def noted(self, inputs):
+        names.append(threading.current_thread().name)
+        return predict(self, inputs)
+
+    client = serve.create_app(run).test_client()
+    monkeypatch.setattr(Bundle, "predict", noted)
+    assert client.post("/predict", data=picture("red")).json["label"] == "red"
+    assert [name.startswith("pictures") for name in names] == [True]

@@ -402,3 +402,34 @@ def test_a_socket_that_is_closed_already_is_no_fault():
     listener.close()
     _drop_new_connections(listener)
     assert listener.fileno() == -1
+
+
+def test_a_trailer_changes_no_header(talk):
+    """Fields after a chunked body are no headers (RFC 9112, section 7.1.2)."""
+    body = picture("green")
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nContent-Type: text/html\r\n\r\n" % (len(body), body)
+    assert labels(talk(PREDICT + chunks)) == ["green"]
+
+
+def test_the_time_to_read_an_answer_begins_with_the_answer(dispatcher):
+    """A client whose answer took long has as much time to read it as any other."""
+
+    async def conversation():
+        loop = asyncio.get_running_loop()
+        connection, transport = Connection(Connections(dispatcher, 10), loop), Transport()
+        transport.get_write_buffer_size = lambda: 1
+        connection.connection_made(transport)
+        connection.data_received(HEALTH)
+        now, found = loop.time, []
+        loop.time = lambda: now() + limits_of.BODY_SECONDS + 1
+        while not transport.written:
+            await asyncio.sleep(0.005)
+        connection.check()
+        found.append(transport.ended)
+        loop.time = lambda: now() + 2 * limits_of.BODY_SECONDS + 3
+        connection.check()
+        loop.time = now
+        connection.connection_lost(None)
+        return [*found, transport.ended]
+
+    assert asyncio.run(conversation()) == [None, "aborted"]

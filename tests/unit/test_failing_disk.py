@@ -47,6 +47,16 @@ def test_a_claim_that_cannot_be_closed_has_ended(tmp_path, fails, monkeypatch):
     claim.close()
 
 
+def test_a_metrics_file_that_cannot_be_closed_is_closed(tmp_path, fails, monkeypatch):
+    """A failing close(2), which closes too, does not end the thread that sends the file."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"tags": {"a": "1"}})
+    fails(errno.EDQUOT, "close")
+    metrics.close()
+    monkeypatch.undo()
+    assert [line for _, line in read_lines(metrics.path)] == [{"tags": {"a": "1"}}]
+
+
 def test_a_line_that_is_written_in_parts_is_whole(tmp_path, monkeypatch):
     """A line that a nearly full disk takes in parts is complete; a line cut off by a full disk does not damage the next
     one."""

@@ -402,6 +402,27 @@ def test_a_file_of_labels_may_be_in_utf_16():
         init(Path("other"), "images", Path("many"))
 
 
+def test_a_target_without_classes_is_named_as_such():
+    """The message for a column whose values are all different says that it has no classes."""
+    table("t.csv", ["id", "text", "kind"], *([str(n), f"text {n}", "ab"[n % 2]] for n in range(20)))
+    with pytest.raises(SetupError, match="the column id has no classes"):
+        init(Path("new"), "text", Path("t.csv"), Columns("id"))
+
+
+def test_data_that_may_not_be_read_are_no_bug(monkeypatch):
+    """A folder without permission is an error of the data, not a traceback."""
+    for name in ("cat", "dog"):
+        Path("d", name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(Path("d", name, "a.png"))
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("deeplightning.data.class_folders.files_below", refuse)
+    with pytest.raises(SetupError, match="Permission denied: 'd/cat'"):
+        init(Path("new"), "images", Path("d"))
+
+
 def test_wrong_arguments_are_errors():
     """An unknown kind, missing or insufficient data, or data for a kind without any is an error."""
     with pytest.raises(ConfigError, match=r"there is no kind 'image'. Did you mean images\? There are: images, text"):

@@ -464,3 +464,12 @@ def test_a_key_may_end_its_line(monkeypatch):
     """A secret that was written with `echo` ends with a newline."""
     monkeypatch.setenv("KEY", "s3cret\n")
     assert server_start._api_key("KEY") == "s3cret"
+
+
+def test_files_that_cannot_be_read_for_a_moment_end_no_server():
+    """The supervisor keeps the model that answers while the files of a new one cannot be read."""
+
+    def files():
+        raise PermissionError(13, "Permission denied")
+
+    assert server_start._files_signature(files) is None

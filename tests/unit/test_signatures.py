@@ -639,3 +639,13 @@ def test_odd_files_are_answered(own, text):
         found = look_up("own_thing.Thing")
         assert found.bases()[0][0] == found.path
         found.signature()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="older versions evaluate annotations at the definition")
+def test_an_annotation_that_only_type_checkers_import_is_not_evaluated():
+    """Python 3.14 evaluates annotations on access; a signature is known without them."""
+    names = {}
+    exec("def made(cfg: Missing, rate: float = 0.1): ...", names)
+    found = of_object(names["made"])
+    assert [p.name for p in found.parameters] == ["cfg", "rate"]
+    assert found.unresolved

@@ -68,3 +68,15 @@ def test_a_text_that_is_too_long_is_told():
     """The error has both numbers."""
     with pytest.raises(ValueError, match="a text has 9 tokens, and max_length is 8"):
         network(max_length=8)(torch.ones(1, 9, dtype=torch.int64))
+
+
+def test_positions_do_not_depend_on_the_default_dtype():
+    """`bf16-true` sets torch's default dtype, in which position 257 would be 256."""
+    model, positions = network(), torch.arange(400)
+    expected = model._position_encoding(positions)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = model._position_encoding(positions)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)

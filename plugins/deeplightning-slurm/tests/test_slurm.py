@@ -334,6 +334,12 @@ def test_impossible_arguments_are_refused(params, words):
         Slurm(**params)
 
 
+def test_jobs_of_the_same_second_have_their_own_folders(monkeypatch):
+    """Two commands that submit in the same second do not share a folder."""
+    monkeypatch.setattr("deeplightning_slurm.launcher.clock.strftime", lambda _: "2026-11-30_10-00-00")
+    assert len({Slurm().new_folder() for _ in range(2)}) == 2
+
+
 def test_times_are_read_as_sbatch_reads_them():
     """Every format of sbatch's manual is converted to seconds; no limit and an unknown format give None."""
     forms = {90: 5400, "1:30": 90, "1:30:05": 5405, "2-12": 216000, "2-12:30": 217800, "2-12:30:10": 217810}
