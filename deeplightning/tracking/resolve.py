@@ -72,9 +72,8 @@ def _run_artifacts(run_id: str, store: Store, also: str = "") -> Path:
     if found is None:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
     folder = artifacts_of(store, found)
-    cached = _cache() / run_id
-    if folder is None and cached.is_dir() and claims(store, run_id):  # a process logs to it, or left unsent lines in it
-        return cached
+    if folder is None and (cached := _cache() / run_id).is_dir() and claims(store, run_id):
+        return cached  # a process logs to it, or has left unsent lines in it
     if folder is None:
         return _download(_client(store), run_id, store, found.artifact_uri)
     if folder.is_dir():

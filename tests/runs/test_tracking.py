@@ -1024,7 +1024,7 @@ def test_a_copy_that_a_process_logs_to_is_not_replaced(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     server = SimpleNamespace(download_artifacts=lambda run_id, path, into: Path(into, "last.ckpt").touch())
     store, run_id = locate("http://localhost:1"), "a" * 32
-    run = Run(run_id, "0", "RUNNING", 1, "mlflow-artifacts:/0/a/artifacts", True)
+    run = Run(run_id, "0", "RUNNING", 1, "mlflow-artifacts:/0/a/artifacts", True, {}, {})
     monkeypatch.setattr("deeplightning.tracking.claims.find_run", lambda store, run_id: run)
     monkeypatch.setattr("deeplightning.tracking.resolve._client", lambda store: server)
     metrics = _run_artifacts(run_id, store) / "metrics.jsonl"
