@@ -7,7 +7,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from serve.wsgi import create_app
+    from serve.app import create_app
 
 __all__ = ["create_app"]
 
@@ -15,6 +15,6 @@ __all__ = ["create_app"]
 def __getattr__(name: str) -> object:
     if name != "create_app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from serve.wsgi import create_app
+    from serve.app import create_app
 
     return create_app

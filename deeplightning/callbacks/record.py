@@ -9,6 +9,7 @@ import platform
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from deeplightning.process.streams import Interrupted
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, read_object, write_whole
 from deeplightning.tracking.build import end, open_runs, publish, run_folder
-from deeplightning.tracking.entities import DATA, ENGINE, NETWORK, Dataset
+from deeplightning.tracking.entities import DATA, ENGINE, NETWORK
 from deeplightning.tracking.environment import REPRODUCES, describe
 from deeplightning.tracking.user_calls import TrackedRun, UserCalls, run_maker, run_of
 from deeplightning.version import __version__
@@ -165,7 +166,7 @@ class Record(Callback):
             log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if environment is None:
             return
-        self._provenance = Provenance(self.cfg, self._folder, self._log_data)
+        self._provenance = Provenance(self.cfg, self._folder, partial(self._tell, "log_dataset"))
         if self._folder.config.exists() and resumption.run_id is None:
             return  # a later stage of a recorded run
         try:
@@ -188,9 +189,7 @@ class Record(Callback):
         """Set the loggers' run to continue and the name of a new one, before their first use."""
         name = f"{network_name(self.cfg)}-{data_name(self.cfg)}"
         self._user_calls.take_over()
-        for logger in self.loggers:
-            if hasattr(logger, "suggest_name"):
-                logger.suggest_name(name)
+        self._tell("suggest_name", name)
         if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
             first: Any = self.loggers[0]
             first.resume_run(self.resumption.run_id, self.resumption.pending_points, self.resumption.folder)
@@ -293,23 +292,20 @@ class Record(Callback):
         self._user_calls.end("FINISHED")
         if self._provenance is not None:
             self._provenance.end(self._stopped)
-            for logger in self.loggers:
-                if hasattr(logger, "flush_ended"):
-                    logger.flush_ended()
+            self._tell("flush_ended")
         for lock in (self._lock, self.resumption.lock if self.resumption else None):
             if lock is not None:
                 lock.release()
 
-    def _log_data(self, dataset: Dataset) -> None:
+    def _tell(self, method: str, *given: object) -> None:
+        """Call a method of each logger that has it."""
         for logger in self.loggers:
-            if hasattr(logger, "log_dataset"):
-                logger.log_dataset(dataset)
+            getattr(logger, method, lambda *_: None)(*given)
 
     def log_model(self, kind: str) -> None:
         """Register the run's MLflow model, if there is one, with the trackers; to be called on rank 0."""
-        for logger in self.loggers if self.folder.model.is_dir() else ():
-            if hasattr(logger, "log_model"):
-                logger.log_model(self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
+        if self.folder.model.is_dir():
+            self._tell("log_model", self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
 
     def publish(self) -> None:
         """Complete the provenance after all stages, and send the run's files to remote trackers; to be called on

@@ -39,9 +39,9 @@ class SameBuffers(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and trainer.world_size > 1:
             from deeplightning.engine.process_group import broadcast_buffers
+            from deeplightning.private.torch import buffers_of_all
 
-            same = getattr(pl_module, "_ddp_params_and_buffers_to_ignore", ())  # of specs; on the CPU, or on some ranks
-            broadcast_buffers(buffer for name, buffer in pl_module.named_buffers() if name not in same)
+            broadcast_buffers(buffers_of_all(pl_module))
 
 
 class AccumulateFrom(Callback):

@@ -66,7 +66,7 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
 
     With several processes, one prints the first cause, and all exit with its exit code.
     """
-    from deeplightning.config.gpus import unusable
+    from deeplightning.config.devices import unusable
     from deeplightning.config.target import needs
     from deeplightning.process import failure, member
 

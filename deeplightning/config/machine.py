@@ -38,7 +38,7 @@ def resolve_engine(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     except SetupError as error:
         faults.append(Fault(str(error), exit_code=3))
     if engine.gpus is not None and ((here is not None and here.is_binding) or not launches_remotely(engine)):
-        from deeplightning.config.gpus import resolve_gpus
+        from deeplightning.config.devices import resolve_gpus
 
         missing = resolve_gpus(engine, change)
     if here is not None and here.is_binding:

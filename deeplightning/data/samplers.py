@@ -19,7 +19,6 @@ from deeplightning.config.part_config import PartConfig, Target
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.splits import random_state
-from deeplightning.own_code import user_frames
 from deeplightning.words import is_whole
 
 WARN_FRACTION = 0.05
@@ -361,22 +360,21 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     if callable(sort_key):
         column = [sort_key(sample(position)) for position in every]
     elif not hasattr(column, "__len__") or len(column) != len(dataset):
-        try:
-            column = [sample(position)[sort_key] for position in every]
-        except (LookupError, TypeError, AttributeError) as error:  # a sample may be a tuple
-            if user_frames(error):  # their set failed
-                raise
-            raise DataConfigError(
-                f"sort_key {sort_key!r}: the training set ({_type_name(dataset)}) has no such column, and its samples "
-                "have no such key. A function is named by {ref: MODULE.FUNCTION}"
-            ) from error
+        column = []
+        for one in map(sample, every):
+            try:
+                column.append(one[sort_key])
+            except (LookupError, TypeError, AttributeError) as error:  # a sample may be a tuple
+                raise DataConfigError(
+                    f"sort_key {sort_key!r}: the training set ({_type_name(dataset)}) has no such column, and its "
+                    "samples have no such key. A function is named by {ref: MODULE.FUNCTION}"
+                ) from error
     try:
         values = np.array([number(value) for value in column])
     except TypeError:
         raise DataConfigError(f"sort_key {sort_key!r} gives a value that is not a number and has no length") from None
     if not np.isfinite(values).all():
-        odd = values[~np.isfinite(values)][0]
-        raise DataConfigError(f"sort_key {sort_key!r} gives {odd}, which is not a finite number")
+        raise DataConfigError(f"sort_key {sort_key!r} gives {values[~np.isfinite(values)][0]}, not a finite number")
     return values
 
 

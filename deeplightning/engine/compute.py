@@ -86,8 +86,6 @@ def prepare_to_compile(engine: Engine) -> None:
         if not on_gpu:
             log.info("engine.compile=graphs records GPU operations; this run uses no GPU, so it trains in eager mode")
         return
-    if sys.platform == "win32":
-        return
     variable, language = ("CC", "C") if on_gpu else ("CXX", "C++")
     usual = ["gcc", "clang"] if on_gpu else ["clang++" if sys.platform == "darwin" else "g++"]
     named = os.environ.get(variable, "").split()

@@ -1,6 +1,6 @@
 """Private names of torch 2.15 and torchmetrics 1.9; `deeplightning.private.lazy_imports` has more of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,3 +32,9 @@ def non_persistent_buffers(module: "nn.Module") -> "dict[str, Tensor | None]":
 def in_place_version(tensor: "Tensor") -> int:
     """Return a number that increases with each in-place change of a tensor."""
     return tensor._version
+
+
+def buffers_of_all(module: "nn.Module") -> "Iterator[Tensor]":
+    """Return the buffers that all processes have; a module names others to torch's DDP, which ignores them too."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return (buffer for name, buffer in module.named_buffers() if name not in ignored)

@@ -108,8 +108,7 @@ def defer_signal(number: int, frame: FrameType | None) -> bool:
     return True
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=release)  # a pool ends its workers with SIGTERM; they must not print an error
+os.register_at_fork(after_in_child=release)  # a pool ends its workers with SIGTERM; they must not print an error
 
 
 # ---- streams

@@ -52,7 +52,7 @@ def _resolve(cfg: Config) -> Resumption:
         return Resumption()
     if name == "auto":
         return _resolve_auto(cfg)
-    from deeplightning.run.find import find_checkpoint
+    from deeplightning.run.load import find_checkpoint
 
     path = find_checkpoint(name, cfg, to_resume=True)
     try:
@@ -68,7 +68,7 @@ def _resolve_auto(cfg: Config) -> Resumption:
     Raises:
         CheckpointError: none of that run's checkpoints can be read.
     """
-    from deeplightning.run.find import runs_of, store_of
+    from deeplightning.run.load import runs_of, store_of
 
     empty = None
     for folder in runs_of(cfg):
@@ -126,7 +126,7 @@ def _resume_launch(cfg: Config) -> Resumption | None:
     here = identity()
     if here is None or here.launch is None or not here.may_resume:
         return None
-    from deeplightning.run.find import runs_of
+    from deeplightning.run.load import runs_of
 
     def is_of_launch(path: Path) -> bool:
         return bool(read_object(RunFolder(path).environment).get("launch") == here.launch)
@@ -143,7 +143,7 @@ def _resume_launch(cfg: Config) -> Resumption | None:
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:
-    from deeplightning.run.find import store_of
+    from deeplightning.run.load import store_of
     from deeplightning.tracking.reader import open_reader
 
     run = open_reader(store_of(cfg)).run(folder.path.parent.name)

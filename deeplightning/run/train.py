@@ -185,7 +185,7 @@ def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
     if cfg.test.ckpt is None:
         stages = ", ".join(cfg.stages)
         raise CheckpointError(f"test.ckpt: {stages} without train needs weights: a path, RUN, best or last")
-    from deeplightning.run.find import find_checkpoint
+    from deeplightning.run.load import find_checkpoint
 
     return find_checkpoint(cfg.test.ckpt, cfg)
 
@@ -202,8 +202,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
         CheckpointError: there are no weights, or the run is foreign and its config names something not allowed.
     """
     from deeplightning.engine.checkpoint_reading import read_checkpoint
-    from deeplightning.run.find import checkpoint_of
-    from deeplightning.run.load import load_run
+    from deeplightning.run.load import checkpoint_of, load_run
 
     path = checkpoint_of(folder)
     fixed = [f"stages=[{stage}]", f"test.ckpt={line(str(path))}", "engine.launcher=null", "engine.num_nodes=1"]

@@ -14,7 +14,7 @@ from typing import Any
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
 """A default that is not a plain value, or is known only at run time."""
 
-UNEVALUATED: Any = {"annotation_format": 3} if sys.version_info >= (3, 14) else {}
+_UNEVALUATED: Any = {"annotation_format": 3} if sys.version_info >= (3, 14) else {}
 """For `inspect.signature`: keep names in annotations that are not defined (annotationlib.Format.FORWARDREF)."""
 
 _BY_NAME = {"int": int, "float": float, "bool": bool, "str": str}
@@ -158,7 +158,7 @@ def of_object(found: Callable[..., object]) -> Signature:
         Undecided: it has no signature (a function written in C).
     """
     try:
-        parameters = [*inspect.signature(found, **UNEVALUATED).parameters.values()]
+        parameters = [*inspect.signature(found, **_UNEVALUATED).parameters.values()]
     except (ValueError, TypeError):
         raise Undecided("it has no signature") from None
     unresolved = False
@@ -181,7 +181,7 @@ def of_object(found: Callable[..., object]) -> Signature:
     )
     called = found.__init__ if inspect.isclass(found) else found
     if isinstance(called, types.FunctionType) and hasattr(called, "__wrapped__"):  # it may take more than it shows
-        more = inspect.signature(called, follow_wrapped=False, **UNEVALUATED)
+        more = inspect.signature(called, follow_wrapped=False, **_UNEVALUATED)
         parameters = [*parameters, *more.parameters.values()]
     rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
     # a metaclass, or a class before the one that names its parameters, passes the config on

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from deeplightning.config.target import build
-from deeplightning.signatures.signature import UNEVALUATED
 from deeplightning.words import did_you_mean, first_line, lacks_memory
 
 
@@ -65,7 +64,9 @@ def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:
     """Build a loss that is called with these arguments; raise MisfitError if its `forward` does not accept them."""
     loss: nn.Module = build(target)
     try:
-        signature(loss.forward, **UNEVALUATED).bind(*arguments)
+        signature(loss.forward).bind(*arguments)
+    except NameError:  # an annotation that only type checkers resolve; Python 3.14 evaluates it here
+        return loss
     except TypeError as error:
         words = f"is not a loss: forward of {type(loss).__name__} is called with {' and '.join(arguments)}"
         raise MisfitError(f"{target.type} {words}: {error}", target.name) from error

@@ -141,7 +141,8 @@ def test_a_correlation_survives_a_resume_inside_an_epoch(regress):
     metric = "model.metrics={r: {type: torchmetrics.PearsonCorrCoef}}"
     settings = ("data.module.params={targets: 1}", ONE, metric, "data.batch_size=7", "train.num_epochs=1")
     part = regress(*settings, "train.max_steps=3", ranks=2)
-    regress(*settings, f"train.resume_ckpt='{part.folder}'", "engine.params={timeout: 30}", ranks=2)
+    whole = regress(*settings, f"train.resume_ckpt='{part.folder}'", "engine.params={timeout: 30}", ranks=2)
+    assert torch.load(whole.folder / "last.ckpt", weights_only=True)["global_step"] == 5
 
 
 def test_one_number_for_each_sample_may_stand_in_a_column(regress):

@@ -25,7 +25,7 @@ from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import CLASS_COLOURS, KINDS, MAX_COMPARED_NUMBERS
 from deeplightning.model.unet import UNet
 from deeplightning.run.assemble import init_module
-from deeplightning.run.class_weights import class_counts
+from deeplightning.run.resolve_auto import class_counts
 from deeplightning.task.segmentation import IoU, PixelAccuracy, Segmentation
 from serve.app import application
 from serve.bundle import Bundle

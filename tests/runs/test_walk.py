@@ -21,11 +21,11 @@ MAX_MODULES, MAX_LINES = 120, 22_000
 UNUSED = {
     *("launch.local", "launch.sealed", "process.rendezvous", "engine.sharded", "engine.fsdp"),  # several processes
     *("process.ranks", "process.failure", "process.shared_folder"),
-    *("callbacks.start", "callbacks.average", "run.find", "tracking.resolve"),  # existing weights
+    *("callbacks.start", "callbacks.average", "run.load", "tracking.resolve"),  # existing weights
     *("run.resume", "engine.restored", "cli.commands_run", "kinds", "config.short_names"),
     *("figures.style", "tracking.picture", "tracking.monitor", "data.cache"),
-    *("config.explain", "task.compiled", "task.cuda_graphs", "run.class_weights", "run.make_bundle"),
-    *("engine.checkpoint_reading", "engine.shards", "config.gpus", "config.devices"),
+    *("config.explain", "task.compiled", "task.cuda_graphs", "run.make_bundle"),
+    *("engine.checkpoint_reading", "engine.shards", "config.devices"),
     *("tracking.client", "tracking.delivery", "tracking.unsent"),  # imported by a thread after the first step
     *("config.allowed", "config.strategy", "config.trust", "config.other_tools", "config.option_groups"),
     *("callbacks.gradients", "callbacks.on_request", "callbacks.watch", "run.resolve_auto", "data.cache_files"),

@@ -21,7 +21,7 @@ from deeplightning.config.examine import examine
 from deeplightning.config.signature_check import Meanings
 from deeplightning.engine import checkpoint_io
 from deeplightning.faults import PLUGINS, CheckpointError, SetupError
-from deeplightning.run.find import checkpoint_of
+from deeplightning.run.load import checkpoint_of
 from deeplightning.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.samplers import PADDING, BalancedBatches, train_sampler
-from deeplightning.run.class_weights import class_counts, class_weights, label_counts, positive_weights
+from deeplightning.run.resolve_auto import class_counts, class_weights, label_counts, positive_weights
 
 LABELS = np.array([5] * 90 + [2] * 9 + [0] * 2)  # three classes, not numbered consecutively
 

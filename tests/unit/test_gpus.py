@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deeplightning.cli.exit_codes import report
-from deeplightning.config import devices, gpus
+from deeplightning.config import devices
 from deeplightning.config.devices import Gpu, Machine
 from deeplightning.config.examine import load_config
 from deeplightning.engine.trainer_arguments import trainer_arguments
@@ -154,7 +154,7 @@ def test_a_build_without_cuda_is_distinguished_from_a_machine_without_gpus(machi
 # ---- errors at run time
 
 
-@pytest.mark.parametrize("words", gpus.UNUSABLE)
+@pytest.mark.parametrize("words", devices.UNUSABLE)
 def test_a_gpu_that_cuda_refuses_ends_with_exit_code_3(words, capsys):
     """A CUDA error that the machine causes is printed as its first line and a remedy, without a traceback."""
     assert report(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported")) == 3
@@ -166,7 +166,7 @@ def test_a_gpu_that_cuda_refuses_ends_with_exit_code_3(words, capsys):
 def test_an_error_of_the_code_on_a_gpu_stays_one(capsys):
     """An illegal memory access is an error of the code: exit code 1, with its traceback."""
     assert report(RuntimeError("CUDA error: an illegal memory access was encountered")) == 1
-    assert gpus.unusable(ValueError("invalid device ordinal")) is None
+    assert devices.unusable(ValueError("invalid device ordinal")) is None
     assert "Traceback" not in capsys.readouterr().out
 
 
@@ -220,7 +220,7 @@ def test_cuda_and_torch_still_say_these_words():
     folder = Path(torch.__file__).parent
     files = [folder / "lib" / f"lib{name}.so" for name in ("torch_python", "torch_cuda", "c10_cuda")]
     files += folder.parent.glob("nvidia/**/libcudart.so*")
-    missing = set(gpus.UNUSABLE)
+    missing = set(devices.UNUSABLE)
     for file in files:
         if file.exists() and missing:
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:

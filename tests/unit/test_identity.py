@@ -9,7 +9,7 @@ import pytest
 from deeplightning.faults import SetupError
 from deeplightning.process.identity import first_host, identity, own_rank, port_of, tasks_per_node
 from deeplightning.process.shared_folder import shared_folder
-from deeplightning.run import find, resume
+from deeplightning.run import load, resume
 from deeplightning.runfolder import RunFolder
 
 
@@ -231,7 +231,7 @@ def test_a_restarted_launch_leaves_a_run_alone_that_a_process_uses(tmp_path, mon
     monkeypatch.setattr(resume, "identity", lambda: identity(STEP | {"SLURM_RESTART_COUNT": "1"}))
     monkeypatch.setattr(resume, "restarts", lambda: 1)
     monkeypatch.setattr(resume, "refusal", lambda *_: "")
-    monkeypatch.setattr(find, "runs_of", lambda cfg, wanted: iter([folder] if wanted(folder.path) else []))
+    monkeypatch.setattr(load, "runs_of", lambda cfg, wanted: iter([folder] if wanted(folder.path) else []))
     lock = folder.lock()
     cfg = SimpleNamespace(logger=SimpleNamespace(type="own.Logger", params={}))
     assert resume._resume_launch(cfg) is None

@@ -13,10 +13,9 @@ import pytest
 from PIL import Image
 
 from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.report import page, write
-from deeplightning.report.evaluation import evaluate
+from deeplightning.report import write
 from deeplightning.report.facts import facts
-from deeplightning.report.write import report, write_report, write_run
+from deeplightning.report.write import evaluate, report, write_report, write_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.metrics_file import points_line
 
@@ -225,11 +224,11 @@ def test_a_file_that_is_no_report_is_kept(tmp_path):
     target = tmp_path / "report.html"
     target.write_text("my own notes")
     with pytest.raises(SetupError, match="is not a report of Deep Lightning; name another file with --out"):
-        write_report(target, page.document("first", ""))
+        write_report(target, write.document("first", ""))
     assert target.read_text() == "my own notes"
     target.unlink()
     for title in ("first", "second"):
-        write_report(target, page.document(title, ""))
+        write_report(target, write.document(title, ""))
     assert "<h1>second</h1>" in target.read_text()
     with pytest.raises(CheckpointError, match=r"this is not a run folder: it has no cfg\.yaml"):
         facts(RunFolder(tmp_path))

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 from deeplightning.figures import class_plots, measures  # noqa: E402
 from deeplightning.figures.style import drawn, to_svg  # noqa: E402
-from deeplightning.report import page  # noqa: E402
+from deeplightning.report import write  # noqa: E402
 from deeplightning.runfolder import RunFolder  # noqa: E402
 
 WIDTHS, SCHEMES = (360, 1280), {"light": "1", "dark": "0"}  # Blink's numbers for the schemes
@@ -60,8 +60,8 @@ def hundred_classes() -> str:
         ),
         class_plots.reliability(found, "test"),
     )
-    cards = [one for d in drawings for one in page.picture("picture", to_svg(drawn(d), d.alt).encode(), d.alt)]
-    return page.document("100 classes", "made up", data_set="test", answers=cards)
+    cards = [one for d in drawings for one in write.picture("picture", to_svg(drawn(d), d.alt).encode(), d.alt)]
+    return write.document("100 classes", "made up", data_set="test", answers=cards)
 
 
 def take(file: Path, out: Path, width: int, scheme: str) -> None:

@@ -14,7 +14,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.run.assemble import init_module
-from deeplightning.run.class_weights import LABELS, add_label_counts, class_weights, positive_weights
+from deeplightning.run.resolve_auto import LABELS, add_label_counts, class_weights, positive_weights
 
 MAX_COLUMNS = 64
 """Inputs with more columns get one mean and one standard deviation over all of them."""
