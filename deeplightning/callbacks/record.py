@@ -187,9 +187,8 @@ class Record(Callback):
 
     def _prepare_loggers(self, trainer: Trainer) -> None:
         """Set the loggers' run to continue and the name of a new one, before their first use."""
-        name = f"{network_name(self.cfg)}-{data_name(self.cfg)}"
+        self._tell("suggest_name", f"{network_name(self.cfg)}-{data_name(self.cfg)}")
         self._user_calls.take_over()
-        self._tell("suggest_name", name)
         if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
             first: Any = self.loggers[0]
             first.resume_run(self.resumption.run_id, self.resumption.pending_points, self.resumption.folder)
