@@ -122,7 +122,7 @@ def remove(
 
     Args:
         statuses: a run that no longer has one of these is not deleted. RUNNING must not be one of them.
-        report: called with a line for each folder that is not removed.
+        report: called with a line for each run or folder that is not removed.
 
     Returns:
         The rows of those that were deleted.
@@ -132,13 +132,13 @@ def remove(
     with _store(tracking_uri) as store:
         client, known = Client(store), {"KILLED" if status == "PRUNED" else status for status in statuses}
         for row in rows:
-            # A run that has just been resumed has a claim, and is not RUNNING in the store yet.
-            if claims(store, row["id"]) or not client.delete(row["id"], known):
-                continue
-            deleted.append(row)
-            folder = Path(row["folder"])
-            if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
-                report(f"{folder.parent}: not removed: {why}")
+            if claims(store, row["id"]):  # it may have been resumed, and not be RUNNING in the store yet
+                report(f"{row['id']}: not removed: a process logs to it, or has left data to send")
+            elif client.delete(row["id"], known):
+                deleted.append(row)
+                folder = Path(row["folder"])
+                if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
+                    report(f"{folder.parent}: not removed: {why}")
     return deleted
 
 
