@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deeplightning.config.schema import Config, Target
-from deeplightning.config.target import build
+from deeplightning.config.target import build, find
 from deeplightning.launch import hooks_here
 
 if TYPE_CHECKING:
@@ -81,35 +81,20 @@ def run_callbacks(cfg: Config) -> list[pl.Callback]:
         gathered.Gathered(),
         gathered.PendingGradients(),
     ]
-    if cfg.engine.precision in (64, "64-true"):
-        from deeplightning.callbacks.start import Double
-
-        callbacks.append(Double())
-    if cfg.engine.activation_checkpointing:
-        from deeplightning.callbacks.start import Recompute
-
-        callbacks.append(Recompute(cfg.engine.activation_checkpointing))
-    if cfg.logger.gradient_norm:
-        from deeplightning.callbacks.gradients import GradientNorm
-
-        callbacks.append(GradientNorm())
-    if train.gradient_clip is not None and train.gradient_clip.algorithm == "agc":
-        from deeplightning.callbacks.gradients import AdaptiveClip
-
-        callbacks.append(AdaptiveClip(train.gradient_clip.value))
-    if cfg.engine.profiler == "flops" or cfg.logger.pictures is not None or cfg.logger.histograms is not None:
-        from deeplightning.callbacks import on_request
-
-        if cfg.engine.profiler == "flops":
-            callbacks.append(on_request.Flops(record))
-        if cfg.logger.pictures is not None:
-            callbacks.append(on_request.ShowPictures(cfg.logger.pictures, record))
-        if cfg.logger.histograms is not None:
-            callbacks.append(on_request.Histograms(cfg.logger.histograms, record))
-    if train.val_every_n_epoch < 1 and not train.fast:
-        callbacks.append(steps.ValidateParts(train.val_every_n_epoch))
-    if train.accumulator_factor > 1 and train.accumulator_epoch > 0:
-        callbacks.append(steps.AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
+    clip, logs, layers = train.gradient_clip, cfg.logger, cfg.engine.activation_checkpointing
+    late = (train.accumulator_epoch, train.accumulator_factor)
+    optional: list[tuple[object, str, tuple[Any, ...]]] = [  # whether it is wanted, its class, its arguments
+        (cfg.engine.precision in (64, "64-true"), "start.Double", ()),
+        (layers, "start.Recompute", (layers,)),
+        (logs.gradient_norm, "gradients.GradientNorm", ()),
+        (clip and clip.algorithm == "agc", "gradients.AdaptiveClip", (clip and clip.value,)),
+        (cfg.engine.profiler == "flops", "on_request.Flops", (record,)),
+        (logs.pictures is not None, "on_request.ShowPictures", (logs.pictures, record)),
+        (logs.histograms is not None, "on_request.Histograms", (logs.histograms, record)),
+        (train.val_every_n_epoch < 1 and not train.fast, "steps.ValidateParts", (train.val_every_n_epoch,)),
+        (late[0] > 0 and late[1] > 1, "steps.AccumulateFrom", late),
+    ]
+    callbacks += [find(f"deeplightning.callbacks.{name}")(*given) for wanted, name, given in optional if wanted]
     if train.early_stop is not None:
         stop = train.early_stop  # its mode is null if the run does not train
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode or "min"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
-from deeplightning.tracking.claims import artifacts_of, claims, unsent_runs
+from deeplightning.tracking.claims import artifacts_of, is_in_use, unsent_runs
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import Run
 from deeplightning.tracking.reader import open_reader
@@ -132,11 +132,11 @@ def remove(
     with _store(tracking_uri) as store:
         client, known = Client(store), {"KILLED" if status == "PRUNED" else status for status in statuses}
         for row in rows:
-            if claims(store, row["id"]):  # it may have been resumed, and not be RUNNING in the store yet
-                report(f"{row['id']}: not removed: a process logs to it, or has left data to send")
+            folder = Path(row["folder"])
+            if is_in_use(store, row["id"], folder):  # it may have been resumed, and not be RUNNING in the store yet
+                report(f"{row['id']}: not removed: a process uses it, or has left data to send")
             elif client.delete(row["id"], known):
                 deleted.append(row)
-                folder = Path(row["folder"])
                 if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
                     report(f"{folder.parent}: not removed: {why}")
     return deleted

@@ -1,6 +1,8 @@
-"""Write the HTML report of a run, `page.html`, and draw its figures. It is one file without scripts or network access:
-all text is redacted, and escaped by Jinja; pictures are data URLs in `<img>`, where an SVG cannot run scripts; a
-Content-Security-Policy forbids everything else."""
+"""Write the HTML report of a run, from the template `page.html`, and draw its figures.
+
+A report is one file without scripts or network access: all text is redacted, and escaped by Jinja; pictures are data
+URLs in `<img>`, where an SVG cannot run scripts; a Content-Security-Policy forbids everything else.
+"""
 
 import base64
 import csv

@@ -164,7 +164,7 @@ class Forked:
             os.environ.update({name: value for name, value in environment.items() if value is not None})
             return self.train(arguments)
 
-        log.touch()  # a signal may end the run before it opens the file
+        log.touch(0o644)  # a signal may end the run before it opens the file
         self._running[number] = fork(work)
         if self.signal is not None:  # it arrived before this process was known
             os.kill(self._running[number], self.signal)

@@ -104,6 +104,21 @@ def claims(store: Store, run_id: str = "*") -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def is_in_use(store: Store, run_id: str, folder: Path) -> bool:
+    """Return whether a process uses the folder of a run, or has left unsent data in it."""
+    try:
+        if (lock := RunFolder(folder).lock()) is None:
+            return True
+    except OSError:  # it does not exist, or may not be read
+        return False
+    lock.release()
+    for _, descriptor in _own_claims(store, run_id):
+        with contextlib.suppress(ValueError):
+            if Path(read_claim(descriptor)["metrics"]).parent == folder:
+                return True
+    return False
+
+
 def find_run(store: Store, run_id: str) -> Run | None:
     """Return a run, even if its store does not have it yet; None if it does not exist.
 

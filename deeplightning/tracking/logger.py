@@ -497,10 +497,10 @@ class MLflowLogger(Logger):
         if experiment is None:
             experiment = (client or client_of(store)).experiment(self._experiment_name)
         if not experiment.is_active:
-            where = shlex.quote(f"sqlite:///{store.database}" if store.database else store.shown)
+            where = f"MLFLOW_TRACKING_URI={shlex.quote(f'sqlite:///{store.database}')} " if store.database else ""
             raise SetupError(
                 f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it "
-                f"(MLFLOW_TRACKING_URI={where} mlflow experiments restore --experiment-id {experiment.id}) "
+                f"({where}mlflow experiments restore --experiment-id {experiment.id}) "
                 "or set another logger.params.experiment_name."
             )
         if client is not None:

@@ -55,7 +55,7 @@ def _run_artifacts(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
         return CheckpointError(f"{why} {also}The runs there: deeplightning monitor")
 
-    from deeplightning.tracking.claims import artifacts_of, claims, find_run
+    from deeplightning.tracking.claims import artifacts_of, find_run, is_in_use
     from deeplightning.tracking.reader import open_reader  # not needed for a folder
 
     _require_store(store, f"the run {run_id}")
@@ -72,10 +72,9 @@ def _run_artifacts(run_id: str, store: Store, also: str = "") -> Path:
     if found is None:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
     folder = artifacts_of(store, found)
-    if folder is None and (cached := _cache() / run_id).is_dir() and claims(store, run_id):
-        return cached  # a process logs to it, or has left unsent lines in it
     if folder is None:
-        return _download(_client(store), run_id, store, found.artifact_uri)
+        kept = _cache() / run_id
+        return kept if is_in_use(store, run_id, kept) else _download(_client(store), run_id, store, found.artifact_uri)
     if folder.is_dir():
         return folder
     raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")

@@ -7,6 +7,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import UNFINISHED, listing, remove
+from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.claims import Claim
 from deeplightning.tracking.client import Client
@@ -81,14 +82,18 @@ def failed_run(store):
 
 
 def test_a_run_that_has_just_resumed_is_not_removed(tmp_path):
-    """A run that a process has claimed keeps its files, even while its store still says FAILED."""
-    store = tmp_path / "mlruns"
+    """A run whose folder a process has locked or claimed keeps its files, even while its store still says FAILED."""
+    store, told = tmp_path / "mlruns", []
     kept = failed_run(store)
     rows = listing(str(store), UNFINISHED)
     claim = Claim(locate(str(store)), kept.parent.name, kept / "metrics.jsonl")
-    assert remove(str(store), rows) == []
-    assert (kept / "cfg.yaml").exists()
+    assert remove(str(store), rows, report=told.append) == []
+    lock = RunFolder(kept).lock()
     claim.close()
+    assert remove(str(store), rows, report=told.append) == []
+    assert (kept / "cfg.yaml").exists()
+    assert told == [f"{kept.parent.name}: not removed: a process uses it, or has left data to send"] * 2
+    lock.release()
     assert len(remove(str(store), rows)) == 1
 
 

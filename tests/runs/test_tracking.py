@@ -1029,12 +1029,15 @@ def test_a_copy_that_a_process_logs_to_is_not_replaced(monkeypatch, tmp_path):
     monkeypatch.setattr("deeplightning.tracking.resolve._client", lambda store: server)
     metrics = _run_artifacts(run_id, store) / "metrics.jsonl"
     metrics.touch()
-    claim = Claim(store, run_id, metrics)
-    assert _run_artifacts(run_id, store) == metrics.parent
-    assert metrics.exists()
-    claim.close()
+    claim, lock = Claim(store, run_id, metrics), RunFolder(metrics.parent).lock()
+    for held in (claim.close, lock.release):
+        assert _run_artifacts(run_id, store) == metrics.parent
+        assert metrics.exists()
+        held()
+    other = Claim(store, run_id, tmp_path / "runs" / "metrics.jsonl")
     _run_artifacts(run_id, store)
     assert not metrics.exists()
+    other.close()
 
 
 def test_a_deleted_experiment_can_be_restored_as_told(tmp_path):

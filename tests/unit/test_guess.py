@@ -419,8 +419,11 @@ def test_data_that_may_not_be_read_are_no_bug(monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("deeplightning.data.class_folders.files_below", refuse)
+    monkeypatch.setattr("deeplightning.cli.guess_masks.folders", refuse)
     with pytest.raises(SetupError, match="Permission denied: 'd/cat'"):
         init(Path("new"), "images", Path("d"))
+    with pytest.raises(SetupError, match="Permission denied"):
+        init(Path("new"), "segmentation", Path("d"))
 
 
 def test_wrong_arguments_are_errors():
