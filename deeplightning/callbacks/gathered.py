@@ -152,14 +152,14 @@ def _metrics(task: LightningModule) -> dict[str, Metric]:
 
 
 def _state_of(metric: Metric) -> dict[str, object]:
-    """Return the state of a metric over all processes; call it on every rank."""
+    """Return the state of a metric over all processes, or {} if it cannot be continued; call it on every rank."""
     own: dict[str, Any] = metric.metric_state
     with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
         of_all: dict[str, Any] = metric.metric_state
-        found = {name: [*v] if isinstance(v, list) else v.clone() for name, v in of_all.items()}
+        found: dict[str, Any] = {name: [*v] if isinstance(v, list) else v.clone() for name, v in of_all.items()}
     # States without a reduction, such as Pearson's, are now stacked by process, which no process can continue.
-    grown = (name for name, v in found.items() if not isinstance(v, list) and v.ndim > torch.as_tensor(own[name]).ndim)
-    return {} if any(grown) else found
+    grown = any(isinstance(v, torch.Tensor) and found[name].ndim > v.ndim for name, v in own.items())
+    return {} if grown else found
 
 
 def _restore(metric: Metric, state: dict[str, Any]) -> None:

@@ -25,8 +25,8 @@ from deeplightning.process.streams import INTERRUPTED, Interrupted
 
 
 class Signals(LightningCheckpoint):
-    """Raise `Interrupted` after a signal: at the end of the batch or, with several processes, of the next batch on all
-    of them; at once before the first stage and on a second signal.
+    """Raise `Interrupted` after a signal: at the end of the batch or, in a training with several processes, of the next
+    batch on all of them (after a validation over a stream); at once before the first stage and on a second signal.
 
     A process that is blocked waiting for another does not handle its signal: see `process.ranks`.
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from deeplightning.engine.process_group import broadcast_buffers
+from deeplightning.engine.process_group import broadcast_buffers, destroy_group_at_exit
 from deeplightning.engine.sharded import Sharded, Share, holders_of, replace_parameter
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.torch import apply
@@ -40,7 +40,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         reduce_dtype: the dtype in which gradients are summed; null to keep theirs.
         output_dtype: the dtype of a unit's outputs; null to keep theirs.
         cpu_offload: keep parameters, gradients and optimizer state in CPU memory.
-        process_group_backend: nccl or gloo; null to follow the device.
+        process_group_backend: nccl or gloo; null to follow the device, and to use both for `cpu_offload`.
         timeout: how long a process waits for the others.
 
     Raises:
@@ -71,6 +71,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
             self._options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
     def setup_environment(self) -> None:
+        destroy_group_at_exit()  # Lightning destroys only one of `nccl`
         # Lightning's "auto" counts only the processes of one machine.
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()

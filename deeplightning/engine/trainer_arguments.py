@@ -57,7 +57,7 @@ def _strategy(engine: Engine) -> "str | Strategy":
             from deeplightning.engine.fsdp import Fsdp
 
             if engine.gpus is not None and params.get("cpu_offload"):  # norms of gradients are added on the CPU
-                params.setdefault("process_group_backend", "cpu:gloo,cuda:nccl")
+                params["process_group_backend"] = params.get("process_group_backend") or "cpu:gloo,cuda:nccl"
             return Fsdp(**params)
         if engine.gpus is None:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for one and warns

@@ -96,6 +96,7 @@ class TextTransformer(nn.Module):
 
     def _position_encoding(self, positions: Tensor) -> Tensor:
         """Return sinusoidal position encodings, float (L, W), the sines first (section 3.5 of Vaswani et al.)."""
-        halves = torch.arange(self.width // 2, device=positions.device, dtype=torch.float32)  # default: maybe 16 bits
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # the default may have 16 bits
+        halves = torch.arange(self.width // 2, device=positions.device, dtype=dtype)
         angles = positions[:, None] * torch.exp(halves * (-2 * math.log(10_000) / self.width))  # (L, W / 2)
         return torch.cat([angles.sin(), angles.cos()], 1)

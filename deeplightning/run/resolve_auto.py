@@ -77,8 +77,6 @@ def _read(cfg: Config, data: Any) -> None:
 
 def _weights(cfg: Config, data: Any, key: str, name: str) -> list[float]:
     """Return the weight of each class, or of each label's positive samples, and log them."""
-    from deeplightning.run.resolve_auto import class_counts, class_weights, label_counts, positive_weights
-
     _read(cfg, data)
     needs, found = f"`{BALANCED}` needs", f"of the training set of {cfg.data.module.type}"
     if name == WEIGHT:

@@ -219,7 +219,7 @@ def check_recordable(function: Callable[..., object], owner: nn.Module, inputs: 
         The names of the parameters that get gradients from its last result.
 
     Raises:
-        MisfitError: the call changed an attribute of a module, or drew random numbers on the CPU.
+        MisfitError: the call changed an attribute of a module, replaced a buffer, or drew random numbers on the CPU.
     """
     before, drawn, buffers = ModuleState(owner), _cpu_generators(), dict(owner.named_buffers())
     given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]

@@ -200,16 +200,13 @@ def _auto_numbers(target: Any, trainer: pl.Trainer, key: str) -> dict[str, objec
     if not requested:
         return {}
     epochs, length = trainer.max_epochs or 1, trainer.estimated_stepping_batches
-    if target.call.interval == "epoch" and epochs > 0 and trainer.max_steps < 0:
-        length = epochs
-    elif target.call.interval == "epoch":
-        trainer.fit_loop.setup_data()  # otherwise the number of batches is not known if only steps end the training
-        factor = trainer.accumulate_grad_batches
-        length = -(-length // ((trainer.num_training_batches + factor - 1) // factor))  # nan for data without a length
+    kind, limit = target.call.interval, "train.max_steps"
+    if kind == "epoch":
+        length, limit = epochs if epochs > 0 else math.inf, f"train.num_epochs, or {key}.call.interval=step"
     if not math.isfinite(length):
         raise MisfitError(
-            f"{key}.params: {', '.join(sorted(requested))}: `auto` needs the number of steps, which is not known: the "
-            "training data have no length, or the training has no end; set train.max_steps, or a number"
+            f"{key}.params: {', '.join(sorted(requested))}: `auto` needs the number of {kind}s, which is not known: "
+            f"the training data have no length, or the training has no end; set {limit}, or a number"
         )
     total = -(-int(length) // target.call.frequency)
     known = {"total_steps": total, "T_max": total}

@@ -420,7 +420,8 @@ class Supervised(pl.LightningModule):
             weights = torch.stack([nothing + of.get(name, samples) for name in named])
             weighed = torch.where(weights > 0, given * weights, nothing)
             sums, totals = self.trainer.strategy.reduce(torch.stack([weighed, weights]), reduce_op="sum")
-            values = {f"train_{name}": value for name, value in zip(named, sums / totals, strict=True)}
+            means = sums / totals.where(totals > 0, 1)
+            values = {f"train_{name}": value for name, value in zip(named, means, strict=True)}
             if not self._divides_by_samples and len(self.losses) > 1:
                 values["train_loss"] = torch.stack([w * values[f"train_{n}"] for n, w in self.weights.items()]).sum()
         # Not with `self.log`, which costs Lightning time at each step until the end of the epoch.
@@ -456,9 +457,8 @@ class Supervised(pl.LightningModule):
         counts: dict[str, Tensor] = {}
         if weight is not None or not self._divides_by_samples:
             counts = {name: denominator(loss, outputs, truth, weight) for name, loss in self.losses.items()}
-        exact = (
-            truth.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
-        )  # torch refuses its own mean
+        # torch has no deterministic kernel on a GPU for the mean of a loss over pixels.
+        exact = truth.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
         if weight is not None or (counts and (exact or self._combines_batches or not self.training)):
             parts = {name: mean(loss, outputs, truth, counts[name], weight) for name, loss in self.losses.items()}
         else:
@@ -470,8 +470,9 @@ class Supervised(pl.LightningModule):
                 found = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
                 given = f"gives {found}, not a tensor of one number; torch's take `reduction: mean`"
                 raise MisfitError(f"{self._loss_key(name)} {given}")
-            if name in counts:
-                parts[name] = part.where(counts[name] != 0, 0)  # torch's losses return nan if nothing counts
+            loss: Any = self.losses[name]
+            if name in counts and isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is None:
+                parts[name] = part.where(counts[name] != 0, 0)  # if all are ignored, the mean is nan, the gradient 0
         weighted = [part if self.weights[name] == 1 else self.weights[name] * part for name, part in parts.items()]
         return parts, counts, weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 

@@ -239,4 +239,6 @@ def test_offloaded_shards_are_summed_on_the_cpu(resolved):
     cfg = resolved("engine.backend=fsdp", "engine.processes=2", "engine.params={cpu_offload: true}")
     assert trainer_arguments(cfg)["strategy"].process_group_backend is None
     cfg.engine.gpus = [0, 1]
-    assert trainer_arguments(cfg)["strategy"].process_group_backend == "cpu:gloo,cuda:nccl"
+    for given in ({}, {"process_group_backend": None}):
+        cfg.engine.params = {"cpu_offload": True, **given}
+        assert trainer_arguments(cfg)["strategy"].process_group_backend == "cpu:gloo,cuda:nccl"

@@ -136,9 +136,10 @@ def test_a_process_may_have_no_row_to_validate(regress):
     assert widths[1] == pytest.approx(widths[0], rel=1e-4)
 
 
-def test_a_correlation_survives_a_resume_inside_an_epoch(regress):
-    """Two processes resume after three of five steps with a metric whose states cannot be added."""
-    metric = "model.metrics={r: {type: torchmetrics.PearsonCorrCoef}}"
+@pytest.mark.parametrize("name", ["PearsonCorrCoef", "SpearmanCorrCoef"])
+def test_a_correlation_survives_a_resume_inside_an_epoch(name, regress):
+    """Two processes resume after three of five steps with a metric whose states cannot be added, or are lists."""
+    metric = f"model.metrics={{r: {{type: torchmetrics.{name}}}}}"
     settings = ("data.module.params={targets: 1}", ONE, metric, "data.batch_size=7", "train.num_epochs=1")
     part = regress(*settings, "train.max_steps=3", ranks=2)
     whole = regress(*settings, f"train.resume_ckpt='{part.folder}'", "engine.params={timeout: 30}", ranks=2)

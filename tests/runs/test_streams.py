@@ -174,7 +174,7 @@ def test_a_schedule_of_auto_length_is_as_long_as_the_training(fit, caplog, setti
         ("interval: epoch", ("train.num_epochs=6",), 6),
         ("interval: epoch, frequency: 2", ("train.num_epochs=6",), 3),
         ("interval: step, frequency: 9", ("train.num_epochs=6",), 6),
-        ("interval: epoch", ("train.num_epochs=null", "train.max_steps=18"), 2),
+        ("interval: epoch", ("train.num_epochs=6", "train.accumulator_factor=4", "train.accumulator_epoch=1"), 6),
     ],
 )
 def test_a_schedule_of_auto_length_counts_its_own_steps(call, limits, length, fit):
@@ -206,6 +206,8 @@ def test_a_training_without_a_number_of_epochs_has_only_a_number_of_steps(fit):
     """With `max_steps` alone, OneCycleLR can have `total_steps: auto` but not `epochs: auto`."""
     limits = "train.num_epochs=null", "train.max_steps=12"
     assert fit(CYCLE, *limits).trainer.lr_scheduler_configs[0].scheduler.total_steps == 12
+    with pytest.raises(MisfitError, match=r"number of epochs, .* set train.num_epochs, or model.scheduler.call"):
+        fit(CYCLE.replace("interval: step", "interval: epoch"), *limits)
     with pytest.raises(MisfitError, match=r"`auto` works for total_steps, T_max, not \{'epochs'\}"):
         fit(CYCLE.replace("total_steps: auto", "epochs: auto, steps_per_epoch: 9"), *limits)
 

@@ -239,3 +239,10 @@ def test_a_batch_of_which_nothing_counts_does_not_end_a_run(fit):
     losses = [value for _, value in fitted.series("train_loss")]
     assert 0 in losses
     assert all(map(math.isfinite, losses))
+
+
+def test_a_batch_without_weight_ends_a_run_before_it_changes_weights(fit):
+    """A batch whose classes all have weight 0 has no gradient; the run ends before NaN gets into the network."""
+    weight = "model.loss.params={weight: [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]}"
+    with pytest.raises(UserError, match="train_loss is nan"):
+        fit(weight, "data.batch_size=1", "train.num_epochs=1")
