@@ -158,8 +158,7 @@ def _state_of(metric: Metric) -> dict[str, object]:
         of_all: dict[str, Any] = metric.metric_state
         found: dict[str, Any] = {name: [*v] if isinstance(v, list) else v.clone() for name, v in of_all.items()}
     # States without a reduction, such as Pearson's, are now stacked by process, which no process can continue.
-    grown = any(isinstance(v, torch.Tensor) and found[name].ndim > v.ndim for name, v in own.items())
-    return {} if grown else found
+    return {} if any(isinstance(v, torch.Tensor) and found[n].ndim > v.ndim for n, v in own.items()) else found
 
 
 def _restore(metric: Metric, state: dict[str, Any]) -> None:

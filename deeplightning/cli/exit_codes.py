@@ -79,8 +79,8 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
     if code is None and (note := unusable(error)) is not None:
         code, notes = 3, [note]
     if code is None and isinstance(error, OSError) and is_full(error):
-        where = Path(os.fsdecode(error.filename)).absolute().parent if error.filename else Path.cwd()
-        code, notes = 3, [f"the disk is full: {error}. {free_space(where)}; {FREE_SPACE_HINT}"]
+        room = f"{free_space(Path(os.fsdecode(error.filename)).absolute().parent)}; " if error.filename else ""
+        code, notes = 3, [f"the disk is full: {error}. {room}{FREE_SPACE_HINT}"]
     if code is None and isinstance(error, OSError) and is_disk_failure(error):
         remedy = "When it works again, train.resume_ckpt=auto resumes the run"
         code, notes = 3, [f"the disk failed: {error}. {remedy}"]

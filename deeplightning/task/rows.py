@@ -59,14 +59,17 @@ class RowTask(Supervised):
 
     def try_out(self, network: nn.Module) -> None:
         """Pass two inputs of zeros and the largest codes through the network; raise MisfitError if they do not fit."""
-        spec = self.row_spec
-        if spec is None:
+        if (spec := self.row_spec) is None:
             return
         example = torch.zeros(2, *spec.shape)
         message = f"{self.cfg.model.network.type} does not take the data's inputs {tuple(example.shape)}"
         if isinstance(spec, TableSpec) and spec.categories:
             example[:, -len(spec.categories) :] = torch.tensor(spec.cardinalities) - 1.0
             message += f" with cardinalities {spec.cardinalities}"
+            kind, backend = str(self.cfg.engine.precision), str(self.cfg.engine.backend)
+            exact = 256 if "bf16" in kind else 2048 if "16" in kind else 2**24
+            if max(spec.cardinalities) - 1 > exact and ("true" in kind or "deepspeed" in backend):  # inputs are cast
+                raise MisfitError(f"engine.precision: {kind} rounds the codes of categories above {exact}; set 32")
         self.check_outputs(try_network(network, example, message))
 
     def infer_spec(self, inputs: Tensor, outputs: Any) -> None:

@@ -343,3 +343,13 @@ def test_categories_that_the_network_lacks_are_refused_before_the_first_batch(co
     sizes = "model.network.params={num_numbers: 2, cardinalities: [3, 3], num_outputs: 2, width: 16, depth: 1}"
     outcome = command("train", place / "kind.yaml", CLASSIFIED[0], sizes, cwd=place, code=2)
     assert "inputs (2, 4) with cardinalities [4, 3]: index out of range" in outcome.err
+
+
+def test_many_categories_need_32_bits(command, store, tmp_path):
+    """In bf16, the codes 257 and 256 are equal; such a run is refused before its first batch."""
+    rows = "".join(f"{n / 7:.3f},city {n % 300},{n % 2}.5\n" for n in range(3000))
+    (tmp_path / "t.csv").write_text(f"x,city,y\n{rows}")
+    command("init", "p", "--kind", "regression", "--data", "t.csv", cwd=tmp_path, code=0)
+    words = ("engine.precision=bf16-true", "train.num_epochs=1", f"logger.params.tracking_uri={store}")
+    refused = command("train", *words, cwd=tmp_path / "p", code=2).err
+    assert "engine.precision: bf16-true rounds the codes of categories above 256; set 32" in refused
