@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def options_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that all servers share."""
-    default = Limits()
     parser = argparse.ArgumentParser(
         prog="python -m serve",
         description="Answer HTTP from a bundle.",
@@ -81,18 +81,9 @@ def options_parser() -> argparse.ArgumentParser:
         help="device of the model: every GPU, with one process each (cuda), one GPU (cuda:N), or the CPU; auto: every "
         "usable GPU, else the CPU",
     )
-    meanings = {
-        "max_upload_mb": "largest request, in units of 1,000,000 bytes",
-        "max_pixels": "largest image, width x height",
-        "max_side": "largest width and height of an image",
-        "max_batch": "images in one forward pass",
-        "max_queue": "requests that may wait",
-        "max_wait": "seconds that a request may wait",
-    }
-    for name, meaning in meanings.items():
-        value = getattr(default, name)
-        kind = _number_parser(type(value), *BOUNDS[name])
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=meaning)
+    for one in (each for each in fields(Limits) if each.metadata):
+        kind, name = _number_parser(type(one.default), *one.metadata["bounds"]), one.name.replace("_", "-")
+        parser.add_argument(f"--{name}", type=kind, default=one.default, help=one.metadata["meaning"])
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the key clients must send"
     )

@@ -1,19 +1,15 @@
 """Limits of a request, and the refusal of one that exceeds them or is invalid."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 FAULT = "Internal server error; the server's log has the details. Other requests are not affected."
 """Message of status 500."""
 
-BOUNDS: dict[str, tuple[float, float]] = {
-    "max_upload_mb": (1, 10_000),
-    "max_pixels": (1, 178_956_970),
-    "max_side": (1, 178_956_970),
-    "max_batch": (1, 1024),
-    "max_queue": (1, 100_000),
-    "max_wait": (0.1, 600),
-}
-"""Minimum and maximum that a user may set; other limits may be any positive number."""
+
+def _option(default: float, low: float, high: float, meaning: str) -> Any:
+    """Define a limit that a user may set from `low` to `high` with an option of the server."""
+    return field(default=default, metadata={"bounds": (low, high), "meaning": meaning})
 
 
 @dataclass(frozen=True)
@@ -33,13 +29,13 @@ class Limits:
         max_text: size of a text, in bytes of UTF-8; checked before it is tokenized.
     """
 
-    max_upload_mb: int = 16
-    max_pixels: int = 24_000_000
-    max_side: int = 16_384
+    max_upload_mb: int = _option(16, 1, 10_000, "largest request, in units of 1,000,000 bytes")
+    max_pixels: int = _option(24_000_000, 1, 178_956_970, "largest image, width x height")
+    max_side: int = _option(16_384, 1, 178_956_970, "largest width and height of an image")
     max_images: int = 256
-    max_batch: int = 16
-    max_queue: int = 256
-    max_wait: float = 5.0
+    max_batch: int = _option(16, 1, 1024, "images in one forward pass")
+    max_queue: int = _option(256, 1, 100_000, "requests that may wait")
+    max_wait: float = _option(5.0, 0.1, 600, "seconds that a request may wait")
     max_text: int = 100_000
 
     @classmethod
@@ -76,6 +72,10 @@ class Limits:
             f"The request is too large: at most {self.max_upload_mb} MB, {self.max_images} inputs and few other form "
             "fields are accepted. Send smaller inputs, or fewer at a time.",
         )
+
+
+BOUNDS: dict[str, tuple[float, float]] = {one.name: one.metadata["bounds"] for one in fields(Limits) if one.metadata}
+"""Minimum and maximum of the limits that a user may set; others may be any positive number."""
 
 
 class Refusal(Exception):

@@ -144,7 +144,7 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 
     streams.ignore_closed_stdout()
     again = run_again(run, overrides, any_data=any_data, trust=trust, say=note)
-    say(f"reproduced: the same weights and results in {again.path}", err=True)
+    say(f"reproduced: all that was compared is equal in {again.path}", err=True)
 
 
 @cli.command()

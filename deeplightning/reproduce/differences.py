@@ -12,6 +12,7 @@ from deeplightning.process.terminal import LAYOUT
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.datafiles import changes
+from deeplightning.tracking.entities import is_test_metric
 from deeplightning.tracking.metrics_file import first_differences, is_repeatable, last_values
 from deeplightning.words import printable
 
@@ -153,22 +154,25 @@ def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> li
         say(f"the run ended as {original.status}: what it logged until then is compared")
     found: list[str] = []
     one, two = original.series, again.series
+    tested = again.folder.results("test").is_file()  # else `test RUN` may have tested the original later
+    later = set() if tested else {name for name in {*(one or ()), *original.results} if is_test_metric(name)}
     if one is None or two is None:
         say("there are no metric series to compare: neither a tracker nor metrics.jsonl has those of the original run")
     else:
+        one = {name: points for name, points in one.items() if name not in later}
         two = two if is_complete else {name: two.get(name, [])[: len(one[name])] for name in one}
         found += [str(apart) for apart in first_differences(one, two)]
         if not found:
             say(f"metrics: the same {sum(map(len, one.values()))} points of {len(one)} metrics")
     if is_complete:
-        results = _results_between(original, again, {*(one or ())})
+        results = _results_between(original, again, {*(one or ()), *later})
         found += [f"{name}: {shown(a)} → {shown(b)}" for name, a, b in results]
-    found += _weight_differences(original.folder, again.folder, say)
+    found += _weight_differences(original.folder, again.folder, say, is_complete)
     return found
 
 
-def _weight_differences(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -> list[str]:
-    """Return the first difference between the last checkpoints, if any."""
+def _weight_differences(one: RunFolder, two: RunFolder, say: Callable[[str], None], is_complete: bool) -> list[str]:
+    """Return the first difference between the last checkpoints, if any; a complete run must end at the same step."""
     if not one.last.exists():
         say(f"there are no weights to compare: no {one.last.name} in {one.path}")
         return []
@@ -178,7 +182,11 @@ def _weight_differences(one: RunFolder, two: RunFolder, say: Callable[[str], Non
 
     first, second = read_checkpoint(one.last), read_checkpoint(two.last)
     if first.get("global_step") != second.get("global_step"):
-        return [f"{one.last.name}: step {first.get('global_step')} → {second.get('global_step')}"]
+        apart = f"{one.last.name}: step {first.get('global_step')} → {second.get('global_step')}"
+        if is_complete:
+            return [apart]
+        say(f"the weights are not compared: {apart}")
+        return []
     a, b = first["state_dict"], second["state_dict"]
     differ = [
         n for n in {**a, **b} if n not in a or n not in b or _bytes(a[n]) != _bytes(b[n]) or a[n].dtype != b[n].dtype

@@ -99,6 +99,7 @@ class Parent:
             else:
                 tags = {SEARCH: search_id, "deeplightning.searched": self.name}
                 client.log_batch(run.id, Batch(tags=tags, status=("RUNNING", None)))
+                client.drop_tag(run.id, "failure")  # of an earlier command
             self.run_id, self._folder = run.id, artifacts_of(self.store, run)
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)

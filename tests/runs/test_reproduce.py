@@ -23,7 +23,7 @@ from tiny import git
 from deeplightning.config.own_runs import note_own
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import reproduce
-from deeplightning.reproduce.differences import _code_between, as_text, between, differences
+from deeplightning.reproduce.differences import _code_between, _weight_differences, as_text, between, differences
 from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment
@@ -586,3 +586,23 @@ def test_relative_paths_are_those_of_the_user(trained, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         reproduce(str(copied.path), ["data.root=data"], any_data=True, say=lambda _: None, start=start)
     assert seen == [f"model.init_from='{tmp_path / 'weights/a.ckpt'}'", f"data.root='{tmp_path / 'data'}'"]
+
+
+def test_a_run_that_was_tested_later_is_made_again(train, command, place, forked, tmp_path, monkeypatch):
+    """A test by `deeplightning test RUN` is no part of the run's config, so it is not compared."""
+    done = train("stages=[train]", "seed=11").folder
+    command("test", done, cwd=place, code=0)
+    monkeypatch.chdir(tmp_path)
+    assert reproduce(str(done), say=lambda text: None, start=forked).path != done
+
+
+def test_weights_of_an_interrupted_run_are_not_compared_with_later_ones(tmp_path, monkeypatch):
+    """A reproduction of an interrupted run goes further; weights of different steps differ in any case."""
+    folders = [RunFolder(tmp_path / name) for name in "ab"]
+    for step, folder in enumerate(folders):
+        folder.path.mkdir()
+        torch.save({"global_step": step, "state_dict": {}}, folder.last)
+    said = []
+    assert _weight_differences(*folders, said.append, False) == []
+    assert said == ["the weights are not compared: last.ckpt: step 0 → 1"]
+    assert _weight_differences(*folders, said.append, True) == ["last.ckpt: step 0 → 1"]

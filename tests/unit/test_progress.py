@@ -249,3 +249,9 @@ def test_a_metric_of_several_numbers_is_no_result(caplog, tmp_path):
     assert caplog.messages == ["results    test_acc 0.5000"]
     Results(SimpleNamespace(folder=RunFolder(tmp_path), cfg=None)).on_test_end(trainer)
     assert json.loads((tmp_path / "test_results.json").read_text()) == {"test_acc": 0.5}
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(3.14, "3.1 s"), (59.97, "1 min 0 s"), (119.7, "2 min 0 s")])
+def test_a_duration_has_no_sixtieth_second(seconds, shown):
+    """Seconds are rounded before they are divided into minutes."""
+    assert console._duration(seconds) == shown

@@ -82,9 +82,7 @@ class _RateRamp(pl.Callback):
         for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
             group["lr"] = self.planned_rates[len(self.rates)] * ratio
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
         self._parts.append(float(batch_loss(trainer, outputs)))
         if trainer.global_step == len(self.rates):
             return  # accumulating
@@ -95,7 +93,8 @@ class _RateRamp(pl.Callback):
             self._means.append(self._mean / (1 - MEAN_DECAY ** (len(self._means) + 1)))
             self.rates.append(self.planned_rates[len(self.rates)])
             self.losses.append(loss)
-        enough = len(self.rates) > MIN_STEPS and self._means[-1] > DIVERGED_FACTOR * min(self._means)
+        low = min(self._means, default=0.0)  # it may be negative
+        enough = len(self.rates) > MIN_STEPS and self._means[-1] - low > (DIVERGED_FACTOR - 1) * abs(low)
         trainer.should_stop = not math.isfinite(loss) or enough or len(self.rates) == len(self.planned_rates)
 
 
@@ -155,8 +154,8 @@ def _draw(curve: Curve, proposed: float | None, path: Path) -> None:
     if proposed is not None:
         axes.axvline(proposed, color="tab:red", linestyle="--", label=f"proposed: {proposed:.2g}")
     if len(curve.rates):
-        top = 1.5 * max(curve.smoothed[0], float(np.median(curve.smoothed)))
-        axes.set_ylim(min(0.0, float(curve.smoothed.min()) * 1.1), top)
+        top = max(float(curve.smoothed[0]), float(np.median(curve.smoothed)))
+        axes.set_ylim(min(0.0, float(curve.smoothed.min()) * 1.1), top + 0.5 * abs(top))
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
     axes.grid(alpha=0.3)
     axes.legend()

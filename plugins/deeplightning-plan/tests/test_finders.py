@@ -169,3 +169,13 @@ def test_the_tested_rate_is_that_of_the_optimizers_params():
     ramp.on_train_start(trainer, None)
     ramp.on_train_batch_start(trainer)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-8, 1e-6])
+
+
+def test_a_negative_loss_that_falls_does_not_end_the_test_of_rates(monkeypatch):
+    """A loss such as a density's may be negative; only a rise ends the test."""
+    monkeypatch.setattr("deeplightning_plan.learning_rate.batch_loss", lambda trainer, outputs: outputs)
+    trainer, ramp = SimpleNamespace(global_step=0, should_stop=False), _RateRamp(1e-6, 1.0, 40)
+    for step in range(30):
+        trainer.global_step = step + 1
+        ramp.on_train_batch_end(trainer, None, -1 - 0.02 * step)
+        assert not trainer.should_stop

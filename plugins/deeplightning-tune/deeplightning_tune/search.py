@@ -481,7 +481,7 @@ class _Search:
         points, best, metric = [], None, self.tune.metric
         pick = max if self.tune.mode == "max" else min
         for trial in self.study.trials():
-            if trial.value is None or trial.datetime_complete is None:
+            if trial.state.name != "COMPLETE" or trial.value is None or trial.datetime_complete is None:
                 continue
             best = trial.value if best is None else pick(best, trial.value)
             time_ms = int(trial.datetime_complete.timestamp() * 1000)

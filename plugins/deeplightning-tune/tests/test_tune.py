@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from commands import LIMIT_SECONDS, Outcome, Running
 from conftest import TINY, digest
 from deeplightning_tune.outcome import draw
-from deeplightning_tune.search import search
+from deeplightning_tune.search import _Search, search
 from deeplightning_tune.section import Tune
 from deeplightning_tune.space import faults, space_of
 from deeplightning_tune.study import Study, begin
@@ -240,6 +241,8 @@ def test_ctrl_c_ends_a_search_with_the_command_to_resume(command, config, store,
     outcome = patiently(command.start(*words, cwd=place))
     assert "(continues)" in outcome.out
     assert children(store, parent) == {trial: "trial-0"}
+    found = run(store, parent)
+    assert (found.status, "failure" in found.tags) == ("FINISHED", False)
 
 
 def patiently(running: Running, code: int | None = 0) -> Outcome:
@@ -636,3 +639,16 @@ def test_a_trial_has_the_value_of_its_best_weights(tmp_path):
     study = Study(tmp_path / "study.db", tune, space_of(tune.space), seed=3)
     study.report(number := study.draw().number, 1, 0.8)
     assert study.finish(number, True, 0.9) == study.best().value == 0.9
+
+
+def test_a_pruned_trial_is_no_best_of_the_parent_run(tmp_path):
+    """Optuna keeps the last value of a pruned trial; the parent run has points of finished trials only."""
+    tune = Tune(metric="loss", mode="min", space={"a": {"uniform": [0, 1]}})
+    begin(tmp_path / "study.db", "min", {})
+    study = Study(tmp_path / "study.db", tune, space_of(tune.space), seed=3)
+    study.report(first := study.draw().number, 1, 0.9)
+    study.finish(first, False)
+    study.report(second := study.draw().number, 1, 0.6)
+    study.prune(second)
+    points = _Search._points(SimpleNamespace(study=study, tune=tune))
+    assert [(p.name, p.value, p.step) for p in points] == [("loss", 0.9, 0), ("trial_loss", 0.9, 0)]
