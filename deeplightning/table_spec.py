@@ -107,9 +107,9 @@ class TableFormat:
             return not word or word in self.missing_words
         if isinstance(value, date):
             return value != value  # pandas.NaT
-        is_not_finite = isinstance(value, float | np.floating | Decimal) and not math.isfinite(value)
-        is_none = value is None or type(value).__name__ == "NAType"  # pandas.NA
-        return is_none or (is_not_finite and str(value).lower() in ("nan", *self.missing_words))
+        if isinstance(value, int | float | np.number | Decimal):
+            return value != value or (bool(self.missing_words) and word_of(value).lower() in self.missing_words)
+        return value is None or type(value).__name__ == "NAType"  # pandas.NA
 
     def number(self, value: object) -> float:
         """Convert a value of a number column to float, without its unit: 12.5% is 12.5. A date such as 2024-02-29 or
@@ -130,7 +130,7 @@ class TableFormat:
         text = _UNIT_SIGN.sub("", value.strip().replace("\u2212", "-"), count=1)
         if found := _GROUPED[self.decimal].fullmatch(text):
             text = text.replace(found[1], "")
-        if self.decimal == ",":
+        if self.decimal == "," and ":" not in text:  # the seconds of a time may have a point
             if "." in text:
                 raise ValueError(value)
             text = text.replace(",", ".")

@@ -49,7 +49,7 @@ def run_callbacks(cfg: Config) -> list[pl.Callback]:
         names = {name: value for name, value in target.params.items() if name in ("tags", "run_name")}
         params = prepare(target.type, target.params | redacted(names, cfg.redact))
         loggers.append(build(Target(type=target.type, params=params, place=target.place, name=target.name)))
-    train, every = cfg.train, cfg.logger.log_every_n_steps
+    train, clip, logs, every = cfg.train, cfg.train.gradient_clip, cfg.logger, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"
     calls, hooks = UserCalls(), hooks_here()
     started = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(3).hex()}"  # several runs may start together
@@ -81,11 +81,10 @@ def run_callbacks(cfg: Config) -> list[pl.Callback]:
         gathered.Gathered(),
         gathered.PendingGradients(),
     ]
-    clip, logs, layers = train.gradient_clip, cfg.logger, cfg.engine.activation_checkpointing
     late = (train.accumulator_epoch, train.accumulator_factor)
     optional: list[tuple[object, str, tuple[Any, ...]]] = [  # whether it is wanted, its class, its arguments
         (cfg.engine.precision in (64, "64-true"), "start.Double", ()),
-        (layers, "start.Recompute", (layers,)),
+        (cfg.engine.activation_checkpointing, "start.Recompute", (cfg.engine.activation_checkpointing,)),
         (logs.gradient_norm, "gradients.GradientNorm", ()),
         (clip and clip.algorithm == "agc", "gradients.AdaptiveClip", (clip and clip.value,)),
         (cfg.engine.profiler == "flops", "on_request.Flops", (record,)),

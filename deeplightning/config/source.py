@@ -158,8 +158,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     root = functools.reduce(_merge_layer, reversed(trees)) if trees else Entry({}, "")
     _refuse_foreign_format(root, [short(file) for file in tops])
     for text in words:
-        key = text.partition("=")[0]
-        if key in reader.words and key in reader.groups:
+        if text.partition("=")[0] in reader.groups and choices([text]):  # it chose an option
             continue
         try:
             _apply_override(root, text)

@@ -117,7 +117,7 @@ def _decode(folder: Path, files: Sequence[tuple[str, tuple[int, ...]]], spec: Im
 
     step = max(1, min(64, _CHUNK_BYTES // row))
     chunks = (files[start : start + step] for start in range(0, len(files), step))
-    with cache_files.open_locked(folder / "pixels", "xb") as file:
+    with cache_files.open_locked(folder / "pixels", "x+b") as file:  # on NFS, a shared lock needs a readable file
         for _, images in in_threads(lambda chunk: [read(*one) for one in chunk], chunks):
             for pixels in images:
                 file.write(pixels)

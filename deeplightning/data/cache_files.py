@@ -198,7 +198,7 @@ def make_room(data: Path, size: int, purpose: str, written: int = 0) -> None:
         with (
             contextlib.suppress(OSError),
             FileLock(path.with_suffix(".lock"), timeout=0),
-            open_locked(path / data.name) as file,
+            open_locked(path / data.name, "r+b") as file,  # on NFS, an exclusive lock needs a writable file
         ):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(path)

@@ -54,9 +54,10 @@ def keep_classes(labels: np.ndarray, folds: np.ndarray, held_out: int) -> np.nda
     num_folds = folds.max(initial=0) + 1
     if len(missing) == 0 or num_folds == 1 or len(np.unique(labels)) == 1:
         return folds
-    first = [int((labels == label).argmax()) for label in missing]
     moved = folds.copy()
-    moved[first] = (held_out + 1) % num_folds
+    moved[[int((labels == label).argmax()) for label in missing]] = (held_out + 1) % num_folds
+    if not (moved == held_out).any():  # in exchange, a sample of the largest class
+        moved[(labels == np.bincount(labels).argmax()).argmax()] = held_out
     return moved
 
 

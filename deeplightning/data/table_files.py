@@ -6,7 +6,6 @@ It does not import torch, since `deeplightning init` reads tables with it, too. 
 import codecs
 import contextlib
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from deeplightning.table_spec import (
     records,
     word_of,
 )
+from deeplightning.words import is_number
 
 HEAD_BYTES = 2**20
 """Length of the start of a file that is read to recognise its format."""
@@ -179,8 +179,8 @@ class TableFile:
                 return _words(pc.cast(texts, pa.float64()) if is_float else texts, self.form)
             if not is_text:
                 numbers = pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
-                infinite = [value for value in (math.inf, -math.inf) if self.form.is_missing(value)]
-                return np.where(np.isin(numbers, infinite), np.nan, numbers)
+                gaps = [float(word) for word in self.form.missing_words if is_number(word)]  # such as inf or -999
+                return np.where(np.isin(numbers, gaps), np.nan, numbers)
             return _numbers(column, self.form)
         except pa.ArrowException as error:
             wanted = "numbers" if kind == "number" else "words"

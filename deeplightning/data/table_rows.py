@@ -211,7 +211,7 @@ def _write(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: 
     path, data, codes, size = table.path, folder / "rows", _empty_codes(types), 0
     log.info("Reading %s into %s", path, folder)
 
-    with cache_files.open_locked(data, "xb") as file:
+    with cache_files.open_locked(data, "x+b") as file:  # on NFS, a shared lock needs a readable file
         for part in _parts(table, types, codes, bounded):
             file.write(part.tobytes())
             size += part.nbytes

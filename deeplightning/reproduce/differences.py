@@ -183,10 +183,9 @@ def _weight_differences(one: RunFolder, two: RunFolder, say: Callable[[str], Non
     first, second = read_checkpoint(one.last), read_checkpoint(two.last)
     if first.get("global_step") != second.get("global_step"):
         apart = f"{one.last.name}: step {first.get('global_step')} → {second.get('global_step')}"
-        if is_complete:
-            return [apart]
-        say(f"the weights are not compared: {apart}")
-        return []
+        if not is_complete:
+            say(f"the weights are not compared: {apart}")
+        return [apart] * is_complete
     a, b = first["state_dict"], second["state_dict"]
     differ = [
         n for n in {**a, **b} if n not in a or n not in b or _bytes(a[n]) != _bytes(b[n]) or a[n].dtype != b[n].dtype

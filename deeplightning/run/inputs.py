@@ -167,9 +167,9 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.compute as pc
     from pyarrow import parquet
 
-    def as_trained(column: Any) -> Any:  # in training, dates, times, decimals and bytes are texts
+    def as_trained(column: Any) -> Any:  # in training, dates, times and bytes are texts
         of, kind = pa.types, column.type
-        if of.is_temporal(kind) or of.is_decimal(kind) or of.is_binary(kind) or of.is_fixed_size_binary(kind):
+        if of.is_temporal(kind) or of.is_binary(kind) or of.is_fixed_size_binary(kind):
             with contextlib.suppress(pa.ArrowException):  # bytes that are not text
                 return pc.cast(column, pa.string())
         return column

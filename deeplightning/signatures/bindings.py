@@ -393,13 +393,14 @@ class _Reader:
 
     def run_alternatives(self, bodies: Sequence[list[ast.stmt]]) -> bool:
         """Interpret alternative bodies, and merge the bindings that each of them leaves."""
-        before, was_certain = self.names, self.certain
-        self.certain = False
+        before, was_certain, self.certain = self.names, self.certain, False
         outcomes = []
         for body in bodies:
             self.names = dict(before)
             if self.run_body(body):
                 outcomes.append(self.names)
+            else:  # the calls of a function that returns there use these names
+                self.scope.rebound |= self.names.keys() - before.keys()
         self.certain = was_certain
         self.set_names(_merge_names(outcomes) if outcomes else before)
         return bool(outcomes)

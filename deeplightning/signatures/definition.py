@@ -202,7 +202,7 @@ def _may_log_metrics(receiver: ast.expr, method: Functions) -> bool:
     match receiver:
         case ast.Name(id=name):
             return name in [*positional_arguments(method), *(a.arg for a in method.args.kwonlyargs)]
-        case ast.Attribute(attr="lightning_module"):
+        case ast.Attribute(attr="lightning_module") | ast.Call(func=ast.Name(id="super")):
             return True
     return False
 

@@ -77,8 +77,9 @@ class Signatures:
                     raise Undecided(f"{each.path} is not written in Python")
                 continue
             paths = {self.names.real_path(d, Frame(self.names.home(each))) for d in each.node.decorator_list}
-            if "dataclasses.dataclass" in paths and not self.names.defines(each, "__init__"):
-                raise Undecided(f"@dataclass generates the constructor of {each.path}")
+            odd = {str(path).rpartition(".")[2] for path in paths - (PRESERVING_DECORATORS - {"dataclasses.dataclass"})}
+            if odd and not self.names.defines(each, "__init__"):
+                raise Undecided(f"@{min(odd)} generates the constructor of {each.path}")
             for attribute in ("__init__", "__new__", "__signature__"):
                 if (each.node.name, attribute) in self.names.home(each).scope.patched:
                     raise Undecided(f"`{attribute}` of {each.path} is assigned outside the class")

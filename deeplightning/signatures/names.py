@@ -228,7 +228,7 @@ class Names:
             node, inside = imports[name]
             option = Imported(0, node.lineno, bindings.absolute(node, module), inside)
             return self.resolve_import(option, inside, Frame(module))
-        if nearest(name, [*imports]):
+        if nearest(name, [*imports]) and name.encode() not in module.text:
             raise Absent(name, [*imports])
         raise Undecided(f"{module.name} creates names on access (`__getattr__`)")
 

@@ -684,3 +684,13 @@ def test_a_complete_folder_may_be_read_only(mnist_root, monkeypatch):
     module = MNIST(data_config(mnist_root), download=True)
     module.prepare_data()
     assert sizes(on_rank(module)) == (360, 40, 100)
+
+
+def test_a_class_of_one_picture_leaves_no_set_empty(tmp_path):
+    """It is in the training set, and pictures of another class are held out instead."""
+    for number in range(10):
+        draw(tmp_path / ("b" if number == 9 else "a") / f"{number}.png", number)
+    for seed in range(3):
+        module = on_rank(ImageFolder(data_config(tmp_path, seed), image_size=8))
+        assert sizes(module) == (8, 1, 1)
+        assert set(module.dataset("train").labels.tolist()) == {0, 1}

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import logging
 import os
@@ -512,3 +513,24 @@ def test_a_gpu(root, monkeypatch):
     assert {values.device.type for values in batch.values()} == {"meta"}
     assert [tuple(batch[name].shape) for name in ("image", "label", "index")] == [(8, 3, 8, 8), (8,), (8,)]
     assert module.dataset("val").large["image"].device.type == "cpu"
+
+
+def test_caches_on_nfs_are_written_and_removed(root, cache, monkeypatch, caplog):
+    """NFS 4 shares a lock only on a file that is open for reading, and excludes only on one open for writing."""
+
+    def flock(file, operation, lock=fcntl.flock):
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        lacks = (fcntl.LOCK_SH, os.O_WRONLY), (fcntl.LOCK_EX, os.O_RDONLY)
+        if any(operation & kind and mode == wrong for kind, wrong in lacks):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    wanted, module = right(root), ready(root)
+    first = only(cache).name
+    assert pictures(module) == wanted
+    del module
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str((COUNT * per_row(9) + 1000) / 2**30))
+    ready(root, image_size=9)
+    assert only(cache).name != first
+    assert "not cached" not in caplog.text

@@ -586,6 +586,10 @@ class Plain(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log_dict({"val_loss": 0.0, "val_f1": 1.0})
 
+class Prefixed(Plain):
+    def log(self, name, value, **more):
+        super().log(f"mine/{name}", value, **more)
+
 class More(ImageClassification):
     def on_validation_epoch_end(self):
         self.log("val_extra", 1.0)
@@ -619,6 +623,7 @@ PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, ca
         ([f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_f1"], None),
         ([TWO_LOSSES, "train.checkpoint.monitor=val_b"], None),
         (["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_f1"], None),
+        (["model.module.type=own_tasks.Prefixed", "train.checkpoint={monitor: mine/train_loss, mode: min}"], None),
         (["model.module.type=own_tasks.More", "train.checkpoint={monitor: val_extra, mode: min}"], None),
         (["train.callbacks=[{type: own_tasks.Watch}]", "train.checkpoint={monitor: val_watched, mode: min}"], None),
         (["stages=[test]", "test.ckpt=last", "train.checkpoint.monitor=nothing"], None),

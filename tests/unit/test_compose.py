@@ -165,3 +165,10 @@ def test_an_editor_knows_groups(base, is_right):
     """The JSON Schema accepts files and option groups in `_base_`."""
     schema = jsonschema.Draft202012Validator(json_schema())
     assert schema.is_valid(yaml.safe_load(f"_base_: {base}")) == is_right
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_mapping_replaces_the_section_of_a_group():
+    """It does so also if the same command chooses an option."""
+    source = read("base.yaml", ["model=wide", "model={module: {type: a.B}}"])
+    assert plain(source.root)["model"] == {"module": {"type": "a.B"}}

@@ -279,6 +279,8 @@ def test_check_and_training_report_a_wrong_name_alike(own, name, words):
 
 
 UNDECIDED_NAMES = {
+    "def __getattr__(name):\n    if name == 'Thing':\n        from own_other import Things\n        return Things\n"
+    "    raise AttributeError(name)": "`__getattr__`",
     "def __getattr__(name):\n    return make(name)": "`__getattr__`",
     "def __getattr__(name):\n    found = TABLE.get(name)\n    if found is not None:\n        return found\n"
     "    raise AttributeError(name)": "`__getattr__`",
@@ -350,6 +352,8 @@ def test_what_a_target_takes(own, text, expected):
 
 
 UNDECIDED = {
+    "def made(cls):\n    cls.__init__ = make\n    return cls\n@made\nclass Base:\n    a: int\nclass Thing(Base): ...":
+        "@made generates the constructor of own_thing.Base",
     "def odd(f):\n    return lambda: f(1)\n@odd\ndef Thing(a): ...": "@odd may change what it takes",
     "from not_there_at_all import odd": "",
     "import enum\nclass Thing(enum.Enum):\n    A = 1": "metaclass",
@@ -389,6 +393,9 @@ def test_what_only_running_would_tell_is_undecided(own, text, words):
 # ---- `**kwargs`
 
 PASSED_ON = {
+    "class A:\n    def __init__(self, a): ...\nclass B:\n    def __init__(self, b): ...\n"
+    "def Thing(x, **k):\n    if x:\n        cls = A\n        return cls(**k)\n    cls = B\n    return cls(**k)":
+        (["x!"], "`cls` in Thing is known only at run time"),
     # to a parent
     "class Base:\n    def __init__(self, a, b=1, *, c=2): ...\nclass Thing(Base):\n    def __init__(self, x, **more):\n"
     "        super().__init__(x, c=3, **more)": (["x!", "b*"], None),

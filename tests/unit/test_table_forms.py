@@ -631,3 +631,35 @@ def test_the_file_of_a_row_in_a_fold_is_the_training_file():
     for fold in range(2):
         with pytest.raises(DataError, match=r"a\.csv: column x, row 1: the value is"):
             prepared({"train": "a.csv", "validation": "b.csv", "target": "kind"}, num_splits=2, fold=fold)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "t.jsonl"])
+def test_a_number_that_stands_for_a_missing_value_may_be_no_text(name):
+    """It is missing in a file of numbers and in JSON as it is in CSV."""
+    rows = pd.DataFrame({"x": [1, -999, 3] * 20, "y": ["a", "b"] * 30})
+    rows.to_csv("t.csv", index=False)
+    rows.to_parquet("t.parquet")
+    rows.to_json("t.jsonl", orient="records", lines=True)
+    spec = prepared({"train": name, "target": "y", "missing": "fill", "missing_words": ["-999"]}).table_spec
+    assert 1 < spec.columns[0].mean < 3
+    assert [spec.prepare({"x": gap})[0] for gap in (-999, -999.0, "-999", np.int64(-999))] == [0] * 4
+    for other in ("t.csv", "t.parquet", "t.jsonl"):
+        assert [spec.prepare(row)[0] for _, row in inputs_of(Path(other), "table", spec)][1::3] == [0] * 20
+
+
+def test_decimals_and_times_of_parquet_have_no_decimal_comma():
+    """A run trained on CSV with decimal commas reads typed numbers and times as they are."""
+    times = pd.date_range("2024-01-01 10:00", periods=20, freq="h")
+    prices = [Decimal(n) + Decimal("0.125") for n in range(1, 21)]
+    rows = pd.DataFrame({"price": prices, "at": times, "y": ["a", "b"] * 10})
+    rows.to_parquet("t.parquet")
+    lines = [f"{str(price).replace('.', ',')};{at};{y}" for price, at, y in rows.itertuples(index=False)]
+    Path("t.csv").write_text("\n".join(["price;at;y", *lines]))
+    params = {"train": "t.csv", "target": "y", "delimiter": ";", "decimal": ",", "columns": {"at": "number"}}
+    spec = prepared(params).table_spec
+    csv, parquet = (
+        [spec.prepare(row).tolist() for _, row in inputs_of(Path(name), "table", spec)]
+        for name in ("t.csv", "t.parquet")
+    )
+    assert csv == parquet
+    prepared({**params, "test": "t.parquet"})

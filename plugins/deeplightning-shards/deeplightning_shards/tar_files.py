@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from deeplightning.data.cache import rule_of
 from deeplightning.data.cache_files import limit_in_bytes, refuse_foreign, stat_of
 from deeplightning.data.data_errors import DataError
 from deeplightning.image_spec import EXTENSIONS, ImageError, ImageSpec
@@ -314,7 +315,7 @@ def indices_of(source: Source, label: str, check: ImageSpec | None, max_pixels: 
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     folder = _cache() / "index"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    spec = (check.height, check.width, check.mode, check.resize) if check else None
+    spec = rule_of(check, max_pixels) if check else None  # another decoder may skip other samples
     found, read = [], 0
     with FileLock(folder / "lock"):  # only one process reads the headers
         for shard in source.shards:

@@ -11,6 +11,7 @@ import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
+import PIL
 import pytest
 from conftest import digest
 from modules import data_config, on_rank
@@ -383,3 +384,14 @@ def test_shards_at_a_web_server(tars, cache):
         found = ready(f"http://127.0.0.1:{server.server_port}/{tars.name}", validation="val.tar")
         assert samples(found.train_dataloader()) == samples(ready(tars, validation="val.tar").train_dataloader())
         server.shutdown()
+
+
+def test_another_decoder_decides_again_what_is_skipped(tmp_path, monkeypatch):
+    """The index depends on Pillow if it lists what Pillow cannot decode."""
+    write(tmp_path / "some.tar", [pair for n in range(15) for pair in good(n)])
+    calls, index_of = [], module.index_of
+    monkeypatch.setattr(module, "index_of", lambda *given: calls.append(1) or index_of(*given))
+    for version, wanted in ((PIL.__version__, 1), (PIL.__version__, 1), ("99.0", 2)):
+        monkeypatch.setattr(PIL, "__version__", version)
+        ready(tmp_path, "some.tar", on_bad_sample="skip")
+        assert len(calls) == wanted
