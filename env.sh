@@ -259,7 +259,8 @@ packages, such as python3, or unset the variable to set up .venv."
 
 if [ -n "${DEEPLIGHTNING_PYTHON-}" ]; then
     own_python
-    return
+    code=$?
+    return "$code" 2>/dev/null || exit "$code" # `exit` where the file is not sourced
 fi
 plugins=("$root"/plugins/*/pyproject.toml)
 [ -e "${plugins[0]}" ] || plugins=()

@@ -21,15 +21,12 @@ def note_own(file: Path) -> None:
     written causes only a warning."""
     digest = digest_of(file.read_bytes())
     _noted.add(digest)
-    register = _register()
     try:
-        register.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (register := _register()).mkdir(mode=0o700, parents=True, exist_ok=True)
         (register / digest).touch(mode=0o600)
-    except OSError as error:
-        log.warning(
-            "%s cannot be written (%s): later commands treat this run as foreign and ask before they import its code",
-            *(register, error.strerror),
-        )
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        why = f"the register of your runs cannot be written ({error})"
+        log.warning("%s: later commands treat this run as foreign and ask before they import its code", why)
 
 
 def note_launched(folder: str) -> None:
@@ -64,7 +61,7 @@ def is_registered(digest: str) -> bool:
     try:
         register = _register().stat()
         return register.st_uid == os.geteuid() and not register.st_mode & 0o022 and (_register() / digest).is_file()
-    except OSError:
+    except (OSError, RuntimeError):
         return False
 
 

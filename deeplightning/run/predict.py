@@ -228,7 +228,8 @@ def _pictures(into: Path, key: str) -> ToRow:
 def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]:
     """Yield the function that writes a row. The file replaces `out` when the block ends without an error."""
     if out is None:
-        sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # file names are bytes
+        if sys.stdout.encoding.lower() == "utf-8":  # elsewhere, what the encoding lacks stays an escape
+            sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # file names are bytes
         yield _table(sys.stdout)
         return
     temporary = out.with_name(f".{out.name}.{os.getpid()}")

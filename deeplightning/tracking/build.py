@@ -58,7 +58,7 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     """
     if not _OUR_LOGGER.fullmatch(type_name):
         return f"{type_name.rpartition('.')[2]} cannot continue a run"
-    requested = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
+    requested = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID") or None
     if requested not in (None, run_id):
         return f"the run {requested} is requested instead"
     store = locate(params.get("tracking_uri"))

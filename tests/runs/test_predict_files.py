@@ -5,6 +5,7 @@ import csv
 import functools
 import io
 import json
+import sys
 import wave
 from types import SimpleNamespace
 
@@ -316,3 +317,13 @@ def test_a_local_picture_may_be_as_large_as_in_training(answered, tmp_path):
     file = tmp_path / "large.png"
     file.write_bytes(picture(size=(150, 150)))
     assert len(answered("image_multilabel", file)) == 1
+
+
+def test_a_label_that_stdout_cannot_encode_is_escaped(monkeypatch):
+    """On stdout of another encoding than UTF-8, a label is an escape and ends nothing."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    monkeypatch.setattr(sys, "stdout", out)
+    with predict._writer(None) as write:
+        write({"predicted_label": "größe"})
+    out.flush()
+    assert b"gr\\xf6\\xdfe" in out.buffer.getvalue()

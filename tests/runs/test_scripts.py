@@ -184,6 +184,8 @@ def test_a_python_that_is_named_is_used_as_it_is(bare, tmp_path):
     for named in ("own python", "./own python", str(bare.bin / "own python")):
         code, out, err = bare.run("train.sh", "x.yaml", DEEPLIGHTNING_PYTHON=named)
         assert (code, out.splitlines(), err) == (0, ["-m", "deeplightning", "train", "x.yaml"], "")
+    assert bare.run("env.sh", DEEPLIGHTNING_PYTHON=str(bare.bin / "own python")) == (0, "", "")
+    assert bare.run("env.sh", DEEPLIGHTNING_PYTHON="no such python")[0] == 3
     assert not (bare.root / ".venv").exists()
     code, _, err = bare.run("train.sh", DEEPLIGHTNING_PYTHON="no such python")
     assert code == 3

@@ -1050,3 +1050,10 @@ def test_a_deleted_experiment_can_be_restored_as_told(tmp_path):
         finished(store, experiment_name="gone")
     (told,) = re.findall(r"\((MLFLOW_TRACKING_URI=.*)\)", str(refused.value))
     assert told.startswith(f"MLFLOW_TRACKING_URI='sqlite:///{store}/mlflow.db' mlflow experiments restore ")
+
+
+def test_an_empty_run_id_requests_no_run(store, logger, monkeypatch):
+    """An empty MLFLOW_RUN_ID is as good as none: the run continues."""
+    run_id, folder = logger.run_id, logger.artifact_folder
+    monkeypatch.setenv("MLFLOW_RUN_ID", "")
+    assert refusal(OURS, {"tracking_uri": str(store)}, run_id, folder) is None

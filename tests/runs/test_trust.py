@@ -461,3 +461,14 @@ def test_damaged_samples_are_refused(run, tmp_path, command):
     copy = foreign(run, tmp_path / "copy")
     copy.samples.write_bytes(copy.samples.read_bytes()[:-100])
     assert "samples.npz cannot be read" in command("export", copy.path, cwd=tmp_path, code=4).err
+
+
+def test_a_user_without_a_home_has_no_register(run, monkeypatch, caplog):
+    """Without a home the run is not registered, which is a warning."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # so pathlib finds no home
+    monkeypatch.setattr(own_runs, "_noted", set())
+    own_runs.note_own(run.config)
+    assert "treat this run as foreign" in caplog.text
+    own_runs._noted.clear()
+    assert not is_own(run)

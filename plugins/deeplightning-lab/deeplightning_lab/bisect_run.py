@@ -67,7 +67,7 @@ class Parts:
     def write(self, folder: RunFolder) -> None:
         """Write the parts as a run folder. It contains nothing that is not already in the folders of the two runs."""
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(dump(self.tree))
+        folder.config.write_text(dump(self.tree), encoding="utf-8")
         folder.environment.write_text(json.dumps(self.environment))
         folder.code.write_bytes(self.code.pack())
 

@@ -202,3 +202,10 @@ def test_the_data_are_checked_where_the_runs_look_for_them(run, tmp_path, monkey
     made = run("a", tree(data={"root": "${oc.env:DATA}"}))
     assert _data_root(made, "${oc.env:DATA}", []) == str(tmp_path)
     assert _data_root(made, "${oc.env:DATA}", ["data.root='/new data'"]) == "/new data"
+
+
+def test_a_mixed_run_is_written_in_utf_8(tmp_path, monkeypatch):
+    """A config is read as UTF-8, whatever the locale."""
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "ascii")
+    Parts({"a": "Größe"}, Code(), {}, "python").write(folder := RunFolder(tmp_path))
+    assert "Größe" in folder.config.read_text(encoding="utf-8")

@@ -314,10 +314,12 @@ def indices_of(source: Source, label: str, check: ImageSpec | None, max_pixels: 
 
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     folder = _cache() / "index"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     spec = rule_of(check, max_pixels) if check else None  # another decoder may skip other samples
     found, read = [], 0
-    with FileLock(folder / "lock"):  # only one process reads the headers
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # where nothing can be written, the headers are read at each start
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held.enter_context(FileLock(folder / "lock"))  # only one process reads the headers
         for shard in source.shards:
             cache_key = (code, shard.name, shard.version, label, spec, max_pixels)
             path = folder / f"{hashlib.sha256(repr(cache_key).encode()).hexdigest()[:32]}.json"

@@ -395,3 +395,10 @@ def test_another_decoder_decides_again_what_is_skipped(tmp_path, monkeypatch):
         monkeypatch.setattr(PIL, "__version__", version)
         ready(tmp_path, "some.tar", on_bad_sample="skip")
         assert len(calls) == wanted
+
+
+def test_without_a_cache_the_headers_are_read_each_time(tars, tmp_path, monkeypatch):
+    """A cache folder that cannot be made costs time, not the run."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(ready(tars, test="test.tar").dataset("test")) == 20

@@ -132,7 +132,7 @@ class Slurm:
         script = self.script(job, folder)
         try:
             make_private(folder, folder.parent)
-            (folder / "config.yaml").write_text(_frozen_config(job))
+            (folder / "config.yaml").write_text(_frozen_config(job), encoding="utf-8")
             seal(folder / _CODE_FOLDER, git=git_state())
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import random
+import sqlite3
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -62,7 +63,8 @@ def _storage(database: Path) -> Any:
     refuse_journal(database)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # No other search writes here, but a user who opens the file in Optuna's dashboard may lock it.
-    return optuna.storages.RDBStorage(f"sqlite:///{database}", engine_kwargs={"connect_args": {"timeout": 60}})
+    options = {"creator": lambda: sqlite3.connect(database, timeout=60, check_same_thread=False)}
+    return optuna.storages.RDBStorage("sqlite:///study.db", engine_kwargs=options)  # a URL changes `?`, `%` and `{`
 
 
 def is_storage_error(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from deeplightning_tune.outcome import draw
 from deeplightning_tune.search import _Search, search
 from deeplightning_tune.section import Tune
 from deeplightning_tune.space import faults, space_of
-from deeplightning_tune.study import Study, begin
+from deeplightning_tune.study import Study, begin, notes_of
 from PIL import Image
 from tiny import csv_rows
 
@@ -652,3 +652,12 @@ def test_a_pruned_trial_is_no_best_of_the_parent_run(tmp_path):
     study.prune(second)
     points = _Search._points(SimpleNamespace(study=study, tune=tune))
     assert [(p.name, p.value, p.step) for p in points] == [("loss", 0.9, 0), ("trial_loss", 0.9, 0)]
+
+
+@pytest.mark.parametrize("name", ["what?", "feature%2Fx", "{run}"])
+def test_a_search_in_a_folder_with_signs_of_a_url(name, tmp_path):
+    """The file of a search is where it should be, whatever the folder is called."""
+    (tmp_path / name).mkdir()
+    begin(tmp_path / name / "study.db", "max", {"a": "b"})
+    assert notes_of(tmp_path / name / "study.db") == {"a": "b"}
+    assert [path.name for path in tmp_path.iterdir()] == [name]
