@@ -108,7 +108,7 @@ class TableFormat:
         if isinstance(value, date):
             return value != value  # pandas.NaT
         if isinstance(value, int | float | np.number | Decimal):
-            return value != value or (bool(self.missing_words) and word_of(value).lower() in self.missing_words)
+            return value != value or any(is_number(word) and float(word) == value for word in self.missing_words)
         return value is None or type(value).__name__ == "NAType"  # pandas.NA
 
     def number(self, value: object) -> float:

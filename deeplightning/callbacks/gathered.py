@@ -155,8 +155,7 @@ def _state_of(metric: Metric) -> dict[str, object]:
     """Return the state of a metric over all processes, or {} if it cannot be continued; call it on every rank."""
     own: dict[str, Any] = metric.metric_state
     with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
-        of_all: dict[str, Any] = metric.metric_state
-        found: dict[str, Any] = {name: [*v] if isinstance(v, list) else v.clone() for name, v in of_all.items()}
+        found: dict[str, Any] = {n: [*v] if isinstance(v, list) else v.clone() for n, v in metric.metric_state.items()}
     # States without a reduction, such as Pearson's, are now stacked by process, which no process can continue.
     return {} if any(isinstance(v, torch.Tensor) and found[n].ndim > v.ndim for n, v in own.items()) else found
 

@@ -199,7 +199,7 @@ def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]
     schema = f"# yaml-language-server: $schema={(HOME / 'configs' / 'schema.json').as_uri()}\n"
     for path in sorted(templates.iterdir()):
         if path.suffix in (".yaml", ".py", ".json"):
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             if path.suffix == ".yaml":
                 filled = Template(text).substitute(values)
                 text = re.sub("^(?!#)", lambda _: schema, filled, count=1, flags=re.MULTILINE)

@@ -25,8 +25,7 @@ def note_own(file: Path) -> None:
         (register := _register()).mkdir(mode=0o700, parents=True, exist_ok=True)
         (register / digest).touch(mode=0o600)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        why = f"the register of your runs cannot be written ({error})"
-        log.warning("%s: later commands treat this run as foreign and ask before they import its code", why)
+        log.warning("the register of your runs cannot be written (%s): commands treat this run as foreign", error)
 
 
 def note_launched(folder: str) -> None:

@@ -155,7 +155,7 @@ def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> li
     found: list[str] = []
     one, two = original.series, again.series
     tested = again.folder.results("test").is_file()  # else `test RUN` may have tested the original later
-    later = set() if tested else {name for name in {*(one or ()), *original.results} if is_test_metric(name)}
+    later = set() if tested else {n for n in {*(one or ()), *original.results} - {*(two or ())} if is_test_metric(n)}
     if one is None or two is None:
         say("there are no metric series to compare: neither a tracker nor metrics.jsonl has those of the original run")
     else:

@@ -231,6 +231,7 @@ class LoggedNames:
         names: set[str] = set()
         for each, method in self.methods:
             own, called = str(first_argument(method)), {n.func for n in ast.walk(method) if isinstance(n, ast.Call)}
+            complete &= method.name not in ("log", "log_dict")  # it may change names that other methods pass to it
             for call in ast.walk(method) if each.path.partition(".")[0] != "deeplightning" else ():
                 match call:
                     case ast.Attribute(attr="callback_metrics"):

@@ -6,6 +6,7 @@ Modules of the standard library that every process has loaded (`_LIVE_MODULES`) 
 import ast
 import builtins
 import contextlib
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -228,7 +229,7 @@ class Names:
             node, inside = imports[name]
             option = Imported(0, node.lineno, bindings.absolute(node, module), inside)
             return self.resolve_import(option, inside, Frame(module))
-        if nearest(name, [*imports]) and name.encode() not in module.text:
+        if nearest(name, [*imports]) and not re.search(rf"\b{re.escape(name)}\b".encode(), module.text):
             raise Absent(name, [*imports])
         raise Undecided(f"{module.name} creates names on access (`__getattr__`)")
 

@@ -53,7 +53,7 @@ class Parent:
         self.cfg, self.name, self.kind, self.suffix = cfg, name, kind, suffix
         self.is_tracked = re.search(r"\.(MLflowLogger|MLFlowLogger)$", cfg.logger.type) is not None
         self.experiment = experiment_of(cfg.logger.type, cfg.logger.params)
-        self.joined = os.environ.get("MLFLOW_RUN_ID") if self.is_tracked else None  # under `mlflow run`
+        self.joined = (os.environ.get("MLFLOW_RUN_ID") or None) if self.is_tracked else None  # under `mlflow run`
         given = os.environ.get("MLFLOW_TRACKING_URI")
         configured = cfg.logger.params.get("tracking_uri") or given or cfg.logger.params.get("save_dir")
         self.address: str | None = (self.joined and given) or configured

@@ -635,13 +635,15 @@ def test_a_metric_that_nothing_logs_is_reported(overrides, words):
     assert notes(*overrides) == [] if words is None else words in note(*overrides)
 
 
-def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
+@pytest.mark.parametrize(("task", "metric"), [("Computed", "val_x"), ("Prefixed", "mine/val_f1")])
+def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run(task, metric):
     """If the task computes names of metrics, whether a metric is logged is reported as unchecked."""
     Path("own_tasks.py").write_text(OWN_TASKS)
-    report = examine("c.yaml", ["model.module.type=own_tasks.Computed", "train.checkpoint={monitor: val_x, mode: min}"])
+    monitor = f"train.checkpoint={{monitor: {metric}, mode: min}}"
+    report = examine("c.yaml", [f"model.module.type=own_tasks.{task}", monitor])
     assert report.faults == []
     (unchecked,) = report.unchecked
-    assert unchecked.message == "whether `val_x` is logged: own_tasks.Computed computes names; `--dry-run` checks it"
+    assert unchecked.message == f"whether `{metric}` is logged: own_tasks.{task} computes names; `--dry-run` checks it"
 
 
 @pytest.mark.parametrize(

@@ -434,7 +434,10 @@ def test_nested_targets_of_a_foreign_run_are_admitted_as_others_are():
         assert key in [fault.key for fault in refused.value.faults]
 
 
-@pytest.mark.parametrize("text", ["${data.root}", "${...root}", "${oc.select:data.root,x}", "${data[root]}"])
+@pytest.mark.parametrize(
+    "text",
+    ["${data.root}", "${...root}", "${....data.root}", "${oc.select:data.root,x}", "${data[root]}", "${[data][root]}"],
+)
 def test_every_form_of_reference_reads_a_key(text):
     """A module that does not take the config may get a value of its section by any reference."""
     assert faults(text=PLAIN.replace("Numbers}}", f"Numbers, params: {{data_dir: '{text}'}}}}, root: there}}")) == []

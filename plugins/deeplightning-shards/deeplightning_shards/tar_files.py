@@ -356,7 +356,10 @@ def at_address(root: str) -> dict[str, Shard]:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "shards"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "shards"
+    except RuntimeError:  # there is no home folder
+        return Path(os.devnull)  # nothing can be read or written below it
 
 
 def _load_index(path: Path) -> Index | None:
