@@ -442,3 +442,9 @@ def test_every_form_of_reference_reads_a_key(text):
     """A module that does not take the config may get a value of its section by any reference."""
     assert faults(text=PLAIN.replace("Numbers}}", f"Numbers, params: {{data_dir: '{text}'}}}}, root: there}}")) == []
     assert examine("c.yaml").config.data.root == "there"
+
+
+def test_a_reference_to_another_value_reads_no_key():
+    """A param that refers to a value of the same name elsewhere does not read the key of the section."""
+    text = PLAIN.replace("Numbers}}", "Numbers, params: {data_dir: '${logger.name}', other: 'x: root'}}, root: there}")
+    assert "is not read" in " ".join(map(str, faults(text=text)))
