@@ -107,7 +107,7 @@ class TableFormat:
             return not word or word in self.missing_words
         if isinstance(value, date):
             return value != value  # pandas.NaT
-        if isinstance(value, int | float | np.number | Decimal):
+        if isinstance(value, int | float | np.number | Decimal) and not isinstance(value, bool):
             return value != value or any(is_number(word) and float(word) == value for word in self.missing_words)
         return value is None or type(value).__name__ == "NAType"  # pandas.NA
 

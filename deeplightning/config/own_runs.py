@@ -25,7 +25,7 @@ def note_own(file: Path) -> None:
         (register := _register()).mkdir(mode=0o700, parents=True, exist_ok=True)
         (register / digest).touch(mode=0o600)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        log.warning("the register of your runs cannot be written (%s): commands treat this run as foreign", error)
+        log.warning("your runs cannot be registered (%s): commands ask before they import the code of this one", error)
 
 
 def note_launched(folder: str) -> None:

@@ -180,7 +180,7 @@ def find_checkpoint(name: str, cfg: Config, to_resume: bool = False) -> Path:
     For a RUN it is the best checkpoint, or the last one if training is to resume.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no run or checkpoint has this name.
     """
     if name in ("auto", "last", "best"):
         file = "best.ckpt" if name == "best" else "last.ckpt"

@@ -469,6 +469,6 @@ def test_a_user_without_a_home_has_no_register(run, monkeypatch, caplog):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # so pathlib finds no home
     monkeypatch.setattr(own_runs, "_noted", set())
     own_runs.note_own(run.config)
-    assert "treat this run as foreign" in caplog.text
+    assert "commands ask before they import the code of this one" in caplog.text
     own_runs._noted.clear()
     assert not is_own(run)

@@ -663,3 +663,19 @@ def test_decimals_and_times_of_parquet_have_no_decimal_comma():
     )
     assert csv == parquet
     prepared({**params, "test": "t.parquet"})
+
+
+@pytest.mark.parametrize(
+    ("word", "missing", "present"),
+    [
+        ("1", (1, 1.0, Decimal("1.00"), np.float32(1), "1"), (True, np.True_, 10, "true", 1.5)),
+        ("-inf", (-math.inf, np.float32(-math.inf), Decimal("-Infinity")), (math.inf, -1e308)),
+        ("infinity", (math.inf,), (-math.inf, 10**400)),
+        ("?", (math.nan, Decimal("NaN"), None, " ? "), (0, False, 10**400)),
+    ],
+)
+def test_a_missing_word_is_compared_with_numbers_by_value(word, missing, present):
+    """A truth value is no number, and a number of any size and type is compared exactly."""
+    form = TableFormat(missing_words=[word])
+    assert [value for value in missing if not form.is_missing(value)] == []
+    assert [value for value in present if form.is_missing(value)] == []
