@@ -16,6 +16,7 @@ import itertools
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, time, timedelta
@@ -108,7 +109,8 @@ class TableFormat:
         if isinstance(value, date):
             return value != value  # pandas.NaT
         if isinstance(value, int | float | np.number | Decimal) and not isinstance(value, bool):
-            return value != value or any(is_number(word) and float(word) == value for word in self.missing_words)
+            exact: Any = Decimal if isinstance(value, int | Decimal) else float
+            return value != value or any(is_number(word) and exact(word) == value for word in self.missing_words)
         return value is None or type(value).__name__ == "NAType"  # pandas.NA
 
     def number(self, value: object) -> float:
@@ -317,9 +319,9 @@ class TableSpec:
         return standardised
 
     def _code(self, column: Column, value: object) -> float:
-        if self.format.is_missing(value):
-            return self._missing_value(column)
         word = word_of(value)
+        if self.format.is_missing(word if isinstance(value, int | Decimal) else value):  # as in training
+            return self._missing_value(column)
         if not word:
             raise TableError(f"Column {column.name}: {_shown(value)} is neither a text nor a number.")
         code = column.codes.find(word, 0)
@@ -496,7 +498,8 @@ def named_columns(header: Sequence[str], first: Sequence[str] = ()) -> list[str]
     if len(first) > len(header) and any(value.startswith(' "') for value in first):
         raise TableError("A quote in the first row follows a blank, so delimiters inside it count; remove the blank.")
     names = [name.strip() or f"column_{number}" for number, name in enumerate(aligned(header, first), 1)]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    counts = Counter(names)
+    if twice := next((name for name in names if counts[name] > 1), None):
         found = [str(number) for number, name in enumerate(names, 1) if name == twice]
         raise TableError(
             f"The columns {', '.join(found[:-1])[:100]} and {found[-1]} have the same name, {_shown(twice)}; rename "

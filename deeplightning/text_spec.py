@@ -113,7 +113,7 @@ class TextSpec:
         Args:
             max_length: cut to this number of tokens; None: to the spec's `max_length`.
         """
-        encoded, most = self._encoder.encode(texts), max_length or self.max_length
+        encoded, most = self._encoder.encode([text.strip() for text in texts]), max_length or self.max_length
         return encoded if most is None else [cut(tokens, most) for tokens in encoded]
 
     def prepare(self, data: bytes | str) -> np.ndarray:

@@ -31,7 +31,7 @@ class Recorder(pl.Callback):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters:  # Lightning's mock optimizer has none
             self.gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
-            self.rates.append(optimizer.param_groups[0]["lr"])
+            self.rates.append(optimizer.param_groups[0].get("lr"))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.optimizers[0].register_step_post_hook(self._record_step)  # after the closure has computed them

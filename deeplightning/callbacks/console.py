@@ -71,7 +71,8 @@ class Console(Callback):
     def _summary(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:
         cfg, engine = self.cfg, self.cfg.engine
         # ZeRO 3 empties a parameter while it is not in use, and keeps its size in `ds_numel`.
-        sizes_of = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+        known = [p for p in module.parameters() if not torch.nn.parameter.is_lazy(p)]
+        sizes_of = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in known]
         total, learning = sum(n for n, _ in sizes_of), sum(n for n, learns in sizes_of if learns)
         frozen = "" if learning == total else f", {learning:,} trainable"
         network = cfg.model.network
@@ -100,7 +101,7 @@ class Console(Callback):
         folder, uri = self.record.folder.path, self.cfg.logger.params.get("tracking_uri")
         _log_line("run folder", str(folder), [_labelled("run folder", describe.relative_path(folder))])
         if (address := describe.page(trainer.loggers, uri)) is not None:
-            start = describe.monitor(uri)
+            start = self.cfg.redact_message(describe.monitor(uri) or "")  # a terminal shows it as it is
             text = f"{start}, then {address}" if start else address
             _log_line("watch", text, [_labelled("watch", f"{start}, then open"), f"  {address}"] if start else None)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -120,6 +121,8 @@ class Record(Callback):
         self._unsaved_tensors = {name: seen for name, seen, _ in _unsaved_tensors(pl_module)}
         self.open(trainer)
         self.has_learned = True
+        if trainer.is_global_zero and not self.cfg.train.fast:  # a bundle of earlier weights; `serve` exports anew
+            shutil.rmtree(self.folder.bundle, ignore_errors=True)
         is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # on its machine
         if is_first and not self.folder.config.exists() and not hooks_here().copies_files:
             say(
@@ -145,7 +148,7 @@ class Record(Callback):
         if self._folder is not None:
             return
         # Before the run opens: a process that is killed during a call of git must not leave an empty run.
-        environment = describe(self.cfg.redact) if trainer.is_global_zero else None
+        environment = describe(self.cfg.redact_message) if trainer.is_global_zero else None
         resumption = self.resumption or Resumption()
         folder, tracked = "", None
         if trainer.is_global_zero:

@@ -43,9 +43,9 @@ class Results(Callback):
             return
         rows, self._rows = self._rows, []
         if trainer.world_size > 1:
-            shares: list[Any] = [None] * trainer.world_size
-            torch.distributed.all_gather_object(shares, rows)
-            rows = [row for share in shares for row in share]
+            shares: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+            torch.distributed.gather_object(rows, shares)
+            rows = [row for share in shares or () for row in share]
         if not trainer.is_global_zero:
             return
         folder = self.record.folder

@@ -110,7 +110,7 @@ def _samples_of(loader: Any) -> Callable[[int], tuple[int, float]] | None:
         return found  # type: ignore[no-any-return]
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    if type(loader.batch_sampler) is not BatchSampler:
+    if type(loader.batch_sampler) is not BatchSampler or not hasattr(sampler, "__len__"):
         return None
     size, samples = loader.batch_sampler.batch_size, len(sampler)
     # Lightning's samplers give each process the same number.

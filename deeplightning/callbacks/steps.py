@@ -310,10 +310,10 @@ class LogSteps(Callback):
             self._logged = step
             # Without an optimizer in the task, Lightning uses one without groups.
             groups = [optimizer.param_groups[0] for optimizer in trainer.optimizers if optimizer.param_groups]
-            named = {"lr": groups[0]["lr"]} if groups else {}
+            named = {"lr": groups[0].get("lr")} if groups else {}
             if len(groups) > 1:  # by the name of the first group of each, or else its number
-                named |= {f"lr-{group.get('name', number)}": group["lr"] for number, group in enumerate(groups)}
-            points = {name: float(rate) for name, rate in named.items()}
+                named |= {f"lr-{group.get('name', number)}": group.get("lr") for number, group in enumerate(groups)}
+            points = {name: float(rate) for name, rate in named.items() if rate is not None}  # Adafactor may have none
             trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in points.items()})
             for logger in trainer.loggers:  # Lightning's `log` would cost time at each step of the epoch
                 logger.log_metrics({"epoch": trainer.current_epoch, **points}, step)
@@ -331,6 +331,7 @@ class FiniteLoss(Callback):
         self._last: tuple[torch.Tensor, int, int] | None = None
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        loss = loss.detach().float().sum() if loss.ndim else loss  # `manual_backward(outputs, gradient=…)`
         if not transfer.is_asynchronous(loss.device):
             _require_finite(loss.item(), trainer.global_step, trainer.current_epoch)
             return

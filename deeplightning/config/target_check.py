@@ -285,7 +285,7 @@ def _check_modules(report: Report, config: Config) -> None:
         known = ", ".join(p.name for p in signature.parameters if p.keyword) or signature.rest or "nothing"
         defaults = dict(schema.defaults(type(section)))
         for key in _CONFIG_KEYS[name]:
-            is_read = any(re.search(rf"[{{:][\s'\"]*([.\[]*{name}[.\[\]]+|\.+){key}\b", text) for text in written)
+            is_read = any(re.search(rf"[{{:][\s'\"]*([.\[]*{name}[.\[\]]+|\.+\[?){key}\b", text) for text in written)
             if getattr(section, key) != defaults[key] and not is_read:
                 _report_unread_key(report, config, f"{name}.{key}", module, known)
                 setattr(section, key, defaults[key])

@@ -201,7 +201,9 @@ class ArrayData(ColumnData):
         else:
             others = {"target": (target[:, 0].clone() if target.shape[1] == 1 else target).float()}
         if not self._fits(4 * math.prod(spec.shape)):
-            return OnDemand(samples, partial(_load_batch, spec), others)
+            on_demand = OnDemand(samples, partial(_load_batch, spec), others)
+            on_demand.needs_workers = isinstance(samples.inputs, np.memmap)  # each would get a copy of another array
+            return on_demand
         try:
             return InMemory({"input": torch.from_numpy(spec.scaled(samples.load(slice(None))))}, others)
         except ArrayError as error:

@@ -133,7 +133,8 @@ class BalancedBatches(BatchIndices):
 
     def __init__(self, labels: np.ndarray, batch_size: int, **options: Any):
         super().__init__(labels, batch_size, shuffle=True, **options)
-        self.by_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+        ends = np.cumsum(np.unique(labels, return_counts=True)[1])
+        self.by_class = np.split(np.argsort(labels, kind="stable"), ends[:-1])
 
     def _order(self) -> np.ndarray:
         random, classes = random_state(self.seed, self.epoch, purpose=3), len(self.by_class)

@@ -51,11 +51,12 @@ def keep_classes(labels: np.ndarray, folds: np.ndarray, held_out: int) -> np.nda
     if labels.ndim > 1:  # several labels for each sample
         return folds
     missing = np.setdiff1d(labels[folds == held_out], labels[folds != held_out])
-    num_folds, (classes, counts) = folds.max(initial=0) + 1, np.unique(labels, return_counts=True)
+    classes, first, counts = np.unique(labels, return_index=True, return_counts=True)
+    num_folds = folds.max(initial=0) + 1
     if len(missing) == 0 or num_folds == 1 or len(classes) == 1:
         return folds
     moved = folds.copy()
-    moved[[int((labels == label).argmax()) for label in missing]] = (held_out + 1) % num_folds
+    moved[first[np.searchsorted(classes, missing)]] = (held_out + 1) % num_folds
     if not (moved == held_out).any() and counts.max() > 1:  # in exchange, a sample of the largest class
         moved[(labels == classes[counts.argmax()]).argmax()] = held_out
     return moved

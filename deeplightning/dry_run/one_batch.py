@@ -232,11 +232,11 @@ class Observer(pl.Callback):
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         self.learned = True
-        if loss.numel() != 1:
+        if loss.numel() != 1 and pl_module.automatic_optimization:
             message = f"the loss is {structure(loss)}, not one number; losses usually have `reduction: mean`"
             raise ConfigError(Fault(message, self.attempt.loss_key))
         if trainer.global_step == 0 and not torch.isfinite(loss).all():
-            message = f"the loss of the first training step is {float(loss.detach())}"
+            message = f"the loss of the first training step is {float(loss.detach().sum())}"
             raise ConfigError(Fault(message, self.attempt.loss_key))
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

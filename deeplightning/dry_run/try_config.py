@@ -96,7 +96,7 @@ def try_out(asked: Config, cfg: Config, folder: Path) -> Attempt:
             return attempt
         only_here = "|bf16-true rounds" * (asked.engine.precision == "16-true")  # see `isolation.on_one_cpu`
         if asked.engine.gpus is not None and re.search(f"not implemented for '(BFloat16|Half)'{only_here}", str(error)):
-            message = f"the CPU cannot compute this network in {cfg.engine.precision}; later steps were not tried"
+            message = f"the CPU cannot try this network in {asked.engine.precision}; later steps were not tried"
             attempt.untried.append(Fault(message, "engine.precision"))
             return attempt
         attempt.faults += faults_of(attempt, error)

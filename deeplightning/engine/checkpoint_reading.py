@@ -190,7 +190,7 @@ def raise_for_differences(ours: dict[str, Any], theirs: dict[str, Any], path: st
     differences = [f"{n} is missing" for n in ours if n not in theirs]
     differences += [f"{n} is unknown to the network" for n in theirs if n not in ours]
     for name, tensor in ours.items():
-        if name not in theirs or not isinstance(tensor, torch.Tensor):
+        if name not in theirs or not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
             continue
         shape = getattr(theirs[name], "shape", None)
         if shape is None:

@@ -165,6 +165,10 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
     cfg = load_run(folder, CPU_OVERRIDES, "serve", ("data.module",), allow)
     data = init_module(cfg, "data") or pl.LightningDataModule()  # a task with its own loaders has none
     _set_up(data)
+    spec: Any = getattr(data, f"{kind.takes}_spec", None)  # `limit`, of texts, is known only since the export
+    is_same = spec is None or (spec.to_dict() | {"limit": card["input"].get("limit")}).items() >= card["input"].items()
+    if not is_same or (kind.takes == "text" and spec.content != (folder.bundle / spec.file).read_text("utf-8")):
+        raise CheckpointError(f"{folder.path}: the data are prepared differently now from those of the training")
     first = by_name(next(_batches(data.val_dataloader), {}), (name, "label", "weight")) or {}
     if not {name, "label"} <= first.keys():
         raise CheckpointError(

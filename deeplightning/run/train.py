@@ -20,7 +20,7 @@ from deeplightning.config.own_runs import is_own
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import line
-from deeplightning.faults import CheckpointError, ConfigError, Fault, UserError
+from deeplightning.faults import CheckpointError, ConfigError, Fault, SetupError, UserError
 from deeplightning.launch import apply_environment
 from deeplightning.own_code import is_user_file
 from deeplightning.private.messages import ErrorText, matches
@@ -238,10 +238,10 @@ def _export(task: Any, data: Any, record: Any) -> None:
         record.log_model(card_of(record.folder)["task"])
     except NotExpressible as error:
         log.warning("bundle     none; `deeplightning serve` answers by torch, from the checkpoint: %s", error)
-    except (CheckpointError, ConfigError) as error:
-        if not is_plain(task):  # a user's module need not be servable
+    except Exception as error:  # raised by a user's hook, which may need the trainer
+        if not is_plain(task) or isinstance(error, SetupError | OSError):  # a user's module need not be servable
             raise
-        log.info("bundle     none: %s", error.faults[0].message)
+        log.info("bundle     none: %s", error.faults[0].message if isinstance(error, UserError) else first_line(error))
 
 
 def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:

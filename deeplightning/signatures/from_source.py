@@ -76,9 +76,9 @@ class Signatures:
                 if {"__init__", "__new__"} & vars(each.live).keys():
                     raise Undecided(f"{each.path} is not written in Python")
                 continue
-            home = Frame(self.names.home(each))
+            home, kept = Frame(self.names.home(each)), PRESERVING_DECORATORS - {"dataclasses.dataclass"}
             paths = {self.names.real_path(d, home) or ast.unparse(d) for d in each.node.decorator_list}
-            odd = {path.rpartition(".")[2] for path in paths - (PRESERVING_DECORATORS - {"dataclasses.dataclass"})}
+            odd = {path[path.partition("(")[0].rfind(".") + 1 :] for path in paths - kept}
             if odd and not self.names.defines(each, "__init__"):
                 raise Undecided(f"@{min(odd)} generates the constructor of {each.path}")
             for attribute in ("__init__", "__new__", "__signature__"):

@@ -229,7 +229,7 @@ class Names:
             node, inside = imports[name]
             option = Imported(0, node.lineno, bindings.absolute(node, module), inside)
             return self.resolve_import(option, inside, Frame(module))
-        if nearest(name, [*imports]) and not re.search(rf"\b{re.escape(name)}\b".encode(), module.text):
+        if nearest(name, [*imports]) and not re.search(rf"(?<![^\W_]){re.escape(name)}(?!\w)".encode(), module.text):
             raise Absent(name, [*imports])
         raise Undecided(f"{module.name} creates names on access (`__getattr__`)")
 

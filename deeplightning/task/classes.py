@@ -68,6 +68,8 @@ class Classification(Supervised):
                 "have the data module give `label` as torch.int64, for example `labels.long().flatten()`",
                 "data.module",
             )
+        if not self.class_names:
+            self.class_names = self._names_or_numbers(outputs.shape[1])
         low, high = self._label_range(truth)
         if low < 0 or high >= outputs.shape[1]:
             raise LabelError(
@@ -118,10 +120,6 @@ class Classification(Supervised):
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
         self._confusion_indices = []
-
-    def infer_spec(self, inputs: Tensor, outputs: Tensor) -> None:
-        super().infer_spec(inputs, outputs)
-        self.class_names = self._names_or_numbers(outputs.shape[1])
 
     def remember(self, inputs: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Store label and prediction of each validation sample, in 8 bytes."""

@@ -67,6 +67,13 @@ class Collected(Metric):
         self.outputs.append(outputs)
         self.truth.append(truth)
 
+    def forward(self, outputs: Tensor, truth: Tensor) -> Any:
+        """Add a batch and return its own value; torchmetrics would copy all earlier batches (1.9)."""
+        before, self.outputs, self.truth = (self.outputs, self.truth), [outputs], [truth]
+        value, (self.outputs, self.truth) = type(self).compute(self), before
+        self.update(outputs, truth)
+        return value
+
     def compute(self) -> Any:
         """Return outputs and truth, (N, …)."""
         return tuple(v if isinstance(v, Tensor) else torch.cat(v) for v in (self.outputs, self.truth))

@@ -111,17 +111,15 @@ class Labels(Supervised):
             given, wanted = outputs.shape[1], truth.shape[1]
             message = f"{self.cfg.model.network.type} gives {given} number(s) for each sample, the data {wanted} labels"
             raise MisfitError(message, "model.network")
+        if not self.class_names:
+            self.class_names = self._names_or_numbers(outputs.shape[1])
         if self._may_read(truth) and bool((wrong := (truth != 0) & (truth != 1)).any()):
             row, column = wrong.nonzero()[0].tolist()
-            value, name = truth[row, column].item(), self._names_or_numbers(truth.shape[1])[column]
+            value, name = truth[row, column].item(), self.class_names[column]
             message = f"the data hold {value:g} for the label {name}; a label is 1 where a sample has it, else 0"
             raise LabelError(message, "data.module")
 
     # ---- thresholds
-
-    def infer_spec(self, inputs: Tensor, outputs: Tensor) -> None:
-        super().infer_spec(inputs, outputs)
-        self.class_names = self._names_or_numbers(outputs.shape[1])
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Collect probabilities and labels of the validation, from which thresholds are chosen."""

@@ -123,6 +123,9 @@ class ImageTask(Supervised):
         if self.image_spec is None:
             self._set_spec(ImageSpec.from_dict(saved["image_spec"]), saved["class_names"])
             self._inferred = self.image_spec
+        elif self.class_names and (was := saved["class_names"]) not in (self.class_names, [*map(str, range(len(was)))]):
+            known = f"the checkpoint was trained with the classes {', '.join(was)[:200]}, not those of the data"
+            raise MisfitError(known, "data.module")
 
 
 def _plain_spec(images: Tensor) -> ImageSpec | None:

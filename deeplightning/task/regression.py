@@ -118,11 +118,6 @@ class Regression(RowTask):
         # In float32 already here: a product of 16-bit outputs and a number has 16 bits.
         return super()._measure(stage, self.in_units(outputs.float()), self.in_units(truth), *rest, **others)
 
-    def infer_spec(self, inputs: Tensor, outputs: Tensor) -> None:
-        super().infer_spec(inputs, outputs)
-        if not self.target_names and outputs.ndim > 1:
-            self.target_names = [f"target_{number}" for number in range(outputs.shape[1])]
-
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Collect outputs and truth of the validation, from whose differences intervals are computed."""
         if self.interval is not None:  # also without a spec, which other processes may have: they wait in `compute`
@@ -161,6 +156,8 @@ class Regression(RowTask):
             given, wanted = (shape[1] if len(shape) > 1 else 1 for shape in (outputs.shape, truth.shape))
             message = f"{self.cfg.model.network.type} gives {given} number(s) for each sample, the data have {wanted}"
             raise MisfitError(message, "model.network")
+        if not self.target_names and outputs.ndim > 1:
+            self.target_names = [f"target_{number}" for number in range(outputs.shape[1])]
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
         """Return a row per sample: prediction and target, numbered if there are several."""

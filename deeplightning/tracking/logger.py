@@ -423,6 +423,11 @@ class MLflowLogger(Logger):
         final = _STATUS[status]
         if self._status is None or (self._status == "KILLED" and final == "FAILED"):  # Lightning passes `failed`
             return
+        if final == "KILLED" and not (self._params or self._latest or self._continues):
+            self._status = (
+                None  # nothing is recorded: as after `kill -9`, the next command on the store deletes the run
+            )
+            return
         sender = self._open_sender()
         if reason:
             sender.log({"tags": {"failure": reason[: entities.MAX_REASON]}})

@@ -141,7 +141,8 @@ class Parent:
         """Return overrides for the tracking of a trial: its name, and its store if that differs."""
         if not self.is_tracked:
             return []
-        moved = [f"logger.params.tracking_uri='{self.address}'"] if self.joined and self.address else []
+        uri = "${oc.env:MLFLOW_TRACKING_URI}" if "@" in os.environ.get("MLFLOW_TRACKING_URI", "") else self.address
+        moved = [f"logger.params.tracking_uri='{uri}'"] if self.joined and self.address else []
         return [f"logger.params.run_name={line(name)}", *moved]
 
     def log(self, points: list[Point], tags: dict[str, str]) -> None:

@@ -93,11 +93,12 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
         if not database.exists() and (meant := _absolute(unquote(name))).exists():
             database = meant  # `mlflow run` passes its default store with a space as %20 (MLflow 3.17)
         return Store(text, folder=database.parent, database=database, artifact_root=database.parent / "mlruns")
+    shown = re.sub(r"://.*@", "://***@", text).partition("?")[0]  # SQLAlchemy allows a slash in a password
     if scheme in _REMOTE or text in _REMOTE or scheme.split("+")[0] in _DATABASES:
-        return Store(re.sub(r"://[^/@]*@", "://***@", text), address=text)
+        return Store(shown, address=text)
     if scheme and "://" in text:
         raise SetupError(
-            f"tracking_uri {text!r}: MLflow has no store of the kind {scheme!r}. Give a directory (mlruns), "
+            f"tracking_uri {shown!r}: MLflow has no store of the kind {scheme!r}. Give a directory (mlruns), "
             "sqlite:///FILE, or the address of a tracking server (http://HOST:PORT)."
         )
     return _directory_store(_absolute(text))

@@ -361,3 +361,27 @@ def test_a_data_module_without_a_spec_names_its_classes(learn):
     trained = learn("segmentation", data)
     saved = torch.load(trained.folder / "last.ckpt", weights_only=True)["image_segmentation"]
     assert (trained.task.class_names, saved["class_names"]) == (["field", "road"],) * 2
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("kind", ["classification", "multilabel"])
+def test_classes_of_a_training_without_validation_are_numbers(learn, kind):
+    """A bundle needs their names, and no validation has counted them."""
+
+    class Unjudged(Loaders):
+        val_dataloader = pl.LightningDataModule.val_dataloader
+        array_spec = ArraySpec((3,))
+
+    trained = learn(kind, lambda cfg: Unjudged(TensorDataset(*columns(kind))), "train.checkpoint.monitor=null")
+    assert torch.load(trained.folder / "last.ckpt", weights_only=True)[kind]["class_names"] == ["0", "1"]
+
+
+def test_a_checkpoint_of_other_classes_is_refused(learn):
+    """The network's outputs would be taken for other classes."""
+    inputs, mask = columns("segmentation")
+    task = learn("segmentation", lambda cfg: Loaders(TensorDataset((inputs.sigmoid() * 255).byte(), mask))).task
+    task.class_names = ["dog", "wolf"]
+    for accepted in (["dog", "wolf"], ["0", "1"], []):
+        task.arrives({"image_spec": task.image_spec.to_dict(), "class_names": accepted})
+    with pytest.raises(MisfitError, match="trained with the classes cat, dog"):
+        task.arrives({"image_spec": task.image_spec.to_dict(), "class_names": ["cat", "dog"]})

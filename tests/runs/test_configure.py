@@ -1,5 +1,6 @@
 """The Python API for a training of one's own: four lines train and track, and only the last one has effects."""
 
+import sys
 import warnings
 
 import pytest
@@ -62,3 +63,16 @@ def test_runs_of_the_same_second_have_their_own_folders(tiny, monkeypatch):
     monkeypatch.setattr("deeplightning.callbacks.time.strftime", lambda _: "2026-11-30_10-00-00")
     folders = {callback_of(init_trainer(load_config(tiny)), Record).fallback for _ in range(2)}
     assert len(folders) == 2
+
+
+def test_a_token_in_the_arguments_of_a_script_is_not_kept(tiny, tracked, monkeypatch):
+    """The command that a run records has no text that looks like a secret."""
+    monkeypatch.setattr(sys, "argv", ["fit.py", "--password", "hunter-47-clear"])
+    cfg = load_config(tiny)
+    data, task, trainer = init_module(cfg, "data"), init_module(cfg, "model"), init_trainer(cfg)
+    trainer.fit(task, data)
+    folder = trainer.logger.artifact_folder
+    callback_of(trainer, Record).close()
+    assert "fit.py --password" in (folder / "environment.json").read_text()
+    assert "hunter-47" not in (folder / "environment.json").read_text()
+    assert "hunter-47" not in tracked(folder).tags["command"]

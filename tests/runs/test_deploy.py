@@ -351,3 +351,14 @@ def test_the_server_and_the_config_have_the_same_defaults():
     options = vars(options_parser().parse_args([])) | {"precision": "fp32"}
     defaults = {field.name: getattr(Serve(), field.name) for field in keys(Serve)}
     assert options == defaults
+
+
+def test_a_run_that_was_trained_further_is_not_served_from_its_former_bundle(train, tmp_path):
+    """The bundle of the first training does not answer for the weights of the second."""
+    settings = [f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.checkpoint.monitor=null"]
+    run = RunFolder(train(*settings, "train.num_epochs=1", "train.export=true").folder)
+    before = run.bundle_weights.read_bytes()
+    more = ["train.num_epochs=2", "train.export=false", f"train.resume_ckpt='{run.path}'"]
+    assert train(*settings, *more).folder == run.path
+    command_of(str(run.path))
+    assert run.bundle_weights.read_bytes() != before

@@ -325,3 +325,18 @@ def test_a_data_module_as_in_lightnings_manual_gives_the_samples(command, train,
     (here / "pairs.py").write_text((here / "pairs.py").read_text().replace("    def setup(self, stage):\n", new))
     assert RunFolder(train().folder).bundle_card.is_file()
     command("export", train("train.export=false").folder, cwd=here, code=0)
+
+
+def test_a_module_that_is_built_with_its_trainer_trains_without_a_bundle(train, here):
+    """The export has no trainer: one note, and the run succeeds."""
+    hook = "    def configure_model(self):\n        assert self.trainer.max_epochs\n\n"
+    text = (here / "pairs.py").read_text()
+    (here / "pairs.py").write_text(text.replace("    def forward(", f"{hook}    def forward("))
+    assert "bundle     none: Task is not attached to a `Trainer`" in train().out
+
+
+def test_lazy_layers_get_their_shapes_from_the_first_batch(train, here):
+    """A module with `LazyLinear` trains and is exported."""
+    text = (here / "pairs.py").read_text()
+    (here / "pairs.py").write_text(text.replace("nn.Linear(4, 8)", "nn.LazyLinear(8)"))
+    assert RunFolder(train().folder).bundle_card.is_file()

@@ -91,6 +91,11 @@ class Counted(Backwards):
         return iter(torch.randperm(40, generator=torch.Generator().manual_seed(self.count)).tolist())
 
 
+class Endless(Sampler):
+    def __iter__(self):
+        return itertools.cycle(range(40))
+
+
 class Pairs(BatchSampler):
     def __init__(self, sampler=None, batch_size=8, drop_last=False):
         super().__init__(Backwards() if sampler is None else sampler, batch_size, drop_last)
@@ -112,6 +117,7 @@ def loader(kind):
         "sampler": lambda: DataLoader(data, 8, sampler=Backwards()),
         "drawn sampler": lambda: DataLoader(data, 8, sampler=Drawn()),
         "counted sampler": lambda: DataLoader(data, 8, sampler=Counted()),
+        "endless": lambda: DataLoader(data, 8, sampler=Endless()),
         "batch sampler": lambda: DataLoader(data, batch_sampler=Pairs()),
         "collate": lambda: DataLoader(data, 8, collate_fn=collate),
         "dict": lambda: {"a": DataLoader(data, 8), "b": DataLoader(data, 8, sampler=Backwards())},
@@ -275,3 +281,9 @@ def test_a_stream_without_samples_for_a_process_ends_the_run(train):
     outcome = train("empty", code=5, ranks=2)
     errors = "".join(each.err for each in outcome.ranks)
     assert "the training stream Stream has 0 batches for rank 1 in epoch 1" in errors
+
+
+def test_a_sampler_without_a_length_trains_for_the_given_steps(train):
+    """torch's Sampler has no `__len__`; the epoch has no end, and `max_steps` ends the run."""
+    outcome = train("endless", "train.num_epochs=null", "train.max_steps=7")
+    assert seen(outcome) == [index % 40 for index in range(56)]

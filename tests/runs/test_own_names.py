@@ -183,6 +183,31 @@ def scheduled(both: list[SGD]) -> tuple[list[SGD], list[dict[str, Any]]]:
     return both, [{"scheduler": StepLR(optimizer, 1, 0.5)} for optimizer in both]
 
 
+class ByGradient(ByHand):
+    """Gives `manual_backward` a vector and its gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        errors = (self.layer(batch[0]) - batch[1]).square().flatten()
+        self.manual_backward(errors, gradient=torch.full_like(errors, 1 / len(errors)))
+        optimizer.step()
+
+
+class Signs(torch.optim.Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.01 * parameter.grad.sign()
+        return loss
+
+
 FORMS = {
     "one": (Plain, lambda task, one: one),
     "a list of optimizers": (ByHand, lambda task, one: list(two(task))),
@@ -192,6 +217,8 @@ FORMS = {
     "dicts": (ByHand, lambda task, one: tuple({"optimizer": o, "lr_scheduler": StepLR(o, 1, 0.5)} for o in two(task))),
     "optimizers and dicts of schedules": (ByHand, lambda task, one: scheduled(list(two(task)))),
     "None": (Plain, lambda task, one: None),
+    "an optimizer without a rate": (Plain, lambda task, one: Signs(task.parameters())),
+    "a backward pass from a vector": (ByGradient, lambda task, one: one),
 }
 
 

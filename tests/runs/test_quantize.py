@@ -338,3 +338,13 @@ def test_a_run_without_a_data_module_is_not_quantized(run, monkeypatch):
 
 
 FIGURES = {"accuracy": 1.0, "accuracy_fp32": 1.0, "images": 40}
+
+
+def test_data_that_are_prepared_differently_now_are_refused(run, monkeypatch):
+    """The figures would be those of other inputs than the server's."""
+    data = pl.LightningDataModule()
+    data.image_spec = ImageSpec(8, 8, "L", mean=(0.123,))
+    data.val_dataloader = lambda: [[{"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": torch.arange(3)}]]
+    monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: data)
+    with pytest.raises(CheckpointError, match="prepared differently"):
+        quantize_run(run)

@@ -346,3 +346,14 @@ def test_a_finished_search_leaves_nothing_to_clean_and_shows_its_best(command, t
     killed = "train.callbacks=[{type: own.Killed, params: {epoch: 0, batch: 0}}]"
     failed = command(*words, "tune.name=killed", "tune.num_trials=1", killed, cwd=place, code=5)
     assert set(listed(store)) == {*runs, failed.folder.parent.name}
+
+
+def test_only_rank_0_receives_the_predictions(tmp_path, monkeypatch):
+    """Another process sends its rows; each would otherwise have those of all in memory."""
+    given = []
+    monkeypatch.setattr(torch.distributed, "gather_object", lambda rows, shares: given.append((rows, shares)))
+    results = Results(SimpleNamespace(folder=RunFolder(tmp_path)))
+    results._rows = [{"index": 0}]
+    state = SimpleNamespace(fn=SimpleNamespace(value="test"))
+    results.on_test_end(SimpleNamespace(world_size=2, is_global_zero=False, state=state))
+    assert given == [([{"index": 0}], None)]

@@ -527,6 +527,15 @@ def test_a_store_that_cannot_be_is_named(uri):
     assert locate("https://me:secret@host/x").shown == "https://***@host/x"
 
 
+@pytest.mark.parametrize("uri", ["me:pa/ss@h/db", "me:p@ss@h/db", "h/db?user=me&password=ss"])
+def test_no_message_has_the_password_of_a_store(uri):
+    """Neither the shown address nor the error about an unknown kind has any part of it."""
+    assert "ss" not in locate(f"postgresql://{uri}").shown.partition("://")[2]
+    with pytest.raises(SetupError, match="no store of the kind 'postgres'") as refused:
+        locate(f"postgres://{uri}")
+    assert not re.search("ss@|=ss", str(refused.value))
+
+
 @pytest.mark.filterwarnings("ignore:codecs.open:DeprecationWarning")  # MLflow calls it, also on Python 3.14
 def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
     """A file store of an older MLflow works; the log has the command that migrates it."""

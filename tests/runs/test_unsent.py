@@ -67,10 +67,11 @@ def history(store, run_id, name):
     return sorted((point.step, point.value) for point in client(store).get_metric_history(run_id, name))
 
 
-def killed(store, *points, run_id=lambda: None):
+def killed(store, *points, run_id=lambda: None, ends=()):
     """Return the id of a run whose process logged points and was killed within a second.
 
     Args:
+        ends: the statuses that it was about to set.
         run_id: returns the run to continue. It is called after the fork: otherwise the child would have copies of a
             thread's locks, which are never released.
     """
@@ -82,6 +83,8 @@ def killed(store, *points, run_id=lambda: None):
         os.write(writing, logger.run_id.encode())
         for metrics, step in points:
             logger.log_metrics(metrics, step)
+        for status in ends:
+            logger.finalize(status, "KeyboardInterrupt")
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)
     os.close(child_reading)
@@ -136,11 +139,11 @@ def test_a_killed_process_loses_no_point(folder):
     assert claimed(folder) == []
 
 
-@pytest.mark.parametrize("has_status", [False, True], ids=["nothing", "a status by another rank"])
-def test_a_run_that_recorded_nothing_is_deleted(has_status, folder):
+@pytest.mark.parametrize("case", ["kill -9", "Ctrl-C", "a status by another rank"])
+def test_a_run_that_recorded_nothing_is_deleted(case, folder):
     """A run that was killed before it recorded anything is deleted, except after a resume, when it is FAILED."""
-    run_id = killed(folder)
-    if has_status:
+    run_id = killed(folder, ends=["killed", "failed"] if case == "Ctrl-C" else [])
+    if case == "a status by another rank":
         (_, head), *_ = read_lines(metrics_of(folder, run_id))
         Client(locate(folder)).make_run(run_of(head["run"]))
         client(folder).set_terminated(run_id, "FAILED")

@@ -127,3 +127,12 @@ def test_labels_of_several_are_counted_however_the_data_module_has_them():
     assert label_counts(single)[0].tolist() == [1]
     for none in ([{"target": torch.full((3, 2), 0.5)}], [{"label": torch.ones(3).long()}], [(1, 2)], []):
         assert label_counts(SimpleNamespace(train_dataloader=lambda none=none: none)) is None
+
+
+def test_many_classes_are_found_in_one_pass():
+    """The positions of each class are in order; a pass for each class would take minutes for millions of rows."""
+    labels = np.random.default_rng(0).integers(0, 20_000, 1_000_000)
+    found = BalancedBatches(labels, 64).by_class
+    assert [len(members) for members in found] == np.unique(labels, return_counts=True)[1].tolist()
+    for label in (0, 7, 19_999):
+        np.testing.assert_array_equal(found[label], np.flatnonzero(labels == label))

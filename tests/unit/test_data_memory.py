@@ -117,3 +117,13 @@ def test_a_number_that_is_not_finite_is_a_fault_of_the_data_also_if_it_is_read_l
     module.setup("fit")
     with pytest.raises(DataError, match=r"The number at \[3, 1\] is nan"):
         module.dataset("val")[np.arange(20)]
+
+
+@pytest.mark.parametrize(("save", "workers"), [(np.savez, 2), (np.savez_compressed, 0)])
+def test_arrays_in_memory_are_not_sent_to_workers(save, workers, tmp_path, monkeypatch):
+    """Workers map a file; each would get a copy of an array that is in memory."""
+    monkeypatch.setattr(loading, "IN_MEMORY_LIMIT", 0)
+    save(tmp_path / "a.npz", x=np.arange(40.0).reshape(20, 2), y=np.array([0, 1] * 10))
+    module = ArrayData(data_config(tmp_path, num_workers=2), "a.npz")
+    module.setup("fit")
+    assert module.train_dataloader().num_workers == workers

@@ -100,3 +100,6 @@ def test_a_run_of_a_group_under_mlflow_run_keeps_its_store_where_none_is_named(m
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "there")
     moved = Parent(SimpleNamespace(logger=logger), "group").overrides("one")
     assert moved == ["logger.params.run_name=one", "logger.params.tracking_uri='there'"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter-47@there")  # files of trials contain no password
+    moved = Parent(SimpleNamespace(logger=logger), "group").overrides("one")
+    assert moved[1] == "logger.params.tracking_uri='${oc.env:MLFLOW_TRACKING_URI}'"

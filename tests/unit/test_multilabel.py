@@ -205,3 +205,15 @@ def test_a_mask_without_pixels_that_count_is_no_mistake():
     """Its accuracy is NaN, which cannot be sorted."""
     rows = [{"index": n, "iou": a, "acc": a} for n, a in enumerate([0.9, float("nan"), 0.1, 0.5])]
     assert [row["index"] for row in worst_rows(rows, [])] == [2, 3, 0]
+
+
+def test_a_logged_step_copies_no_earlier_batch():
+    """The value is that of the batch, and earlier batches stay the same tensors."""
+    scores, truth = map(torch.from_numpy, scores_and_truth(2))
+    metric = F1()
+    metric(scores[:50], truth[:50])
+    first, value = metric.outputs[0], metric(scores[50:], truth[50:])
+    assert metric.outputs[0] is first
+    assert value == F1()(scores[50:], truth[50:])
+    assert len(metric.outputs) == metric.update_count == 2
+    assert metric.compute() == F1()(scores, truth)

@@ -436,7 +436,15 @@ def test_nested_targets_of_a_foreign_run_are_admitted_as_others_are():
 
 @pytest.mark.parametrize(
     "text",
-    ["${data.root}", "${...root}", "${....data.root}", "${oc.select:data.root,x}", "${data[root]}", "${[data][root]}"],
+    [
+        "${data.root}",
+        "${...root}",
+        "${....data.root}",
+        "${oc.select:data.root,x}",
+        "${data[root]}",
+        "${[data][root]}",
+        "${...[root]}",
+    ],
 )
 def test_every_form_of_reference_reads_a_key(text):
     """A module that does not take the config may get a value of its section by any reference."""
@@ -445,6 +453,6 @@ def test_every_form_of_reference_reads_a_key(text):
 
 
 def test_a_reference_to_another_value_reads_no_key():
-    """A param that refers to a value of the same name elsewhere does not read the key of the section."""
-    text = PLAIN.replace("Numbers}}", "Numbers, params: {data_dir: '${logger.name}', other: 'x: root'}}, root: there}")
+    """A text that has the key's name, but no reference to it, does not read the key of the section."""
+    text = PLAIN.replace("Numbers}}", "Numbers, params: {data_dir: 'x: root'}}, root: there}")
     assert "is not read" in " ".join(map(str, faults(text=text)))

@@ -255,3 +255,16 @@ def test_a_metric_of_several_numbers_is_no_result(caplog, tmp_path):
 def test_a_duration_has_no_sixtieth_second(seconds, shown):
     """Seconds are rounded before they are divided into minutes."""
     assert console._duration(seconds) == shown
+
+
+def test_a_terminal_shows_no_password_of_the_store(terminal, caplog, tmp_path):
+    """The command that shows the store is redacted in the lines for a terminal, too."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    cfg = config("lines")
+    cfg.logger.params = {"tracking_uri": "postgresql://me:hunter-47-x@db/mlflow"}
+    cfg.redact_message = lambda text: text.replace("me:hunter-47-x", "***")
+    shown = Console(cfg, SimpleNamespace(folder=RunFolder(tmp_path)), None)
+    shown._log_location(SimpleNamespace(loggers=[MLflowLogger()]))
+    lines = str([record.terminal for record in caplog.records])
+    assert "--tracking-uri" in lines
+    assert "hunter" not in lines

@@ -282,6 +282,9 @@ UNDECIDED_NAMES = {
     "def __getattr__(name):\n    if name == 'Thing':\n        from own_other import Things\n        return Things\n"
     "    raise AttributeError(name)": "`__getattr__`",
     "def __getattr__(name):\n    return make(name)": "`__getattr__`",
+    "class _Thing: ...\ndef __getattr__(name):\n    from own_other import Things\n    return globals()['_' + name]": (
+        "`__getattr__`"
+    ),
     "def __getattr__(name):\n    found = TABLE.get(name)\n    if found is not None:\n        return found\n"
     "    raise AttributeError(name)": "`__getattr__`",
     "globals()['Thing'] = 1": "globals()",
@@ -352,7 +355,7 @@ def test_what_a_target_takes(own, text, expected):
 
 
 UNDECIDED = {
-    "made = make()\n@made(1)\nclass Base:\n    a: int\nclass Thing(Base): ...": "@made(1) generates the constructor",
+    "made = make()\n@made(0.5)\nclass Base:\n    a: int\nclass Thing(Base): ...": "@made(0.5) generates the",
     "def made(cls):\n    cls.__init__ = make\n    return cls\n@made\nclass Base:\n    a: int\nclass Thing(Base): ...":
         "@made generates the constructor of own_thing.Base",
     "def odd(f):\n    return lambda: f(1)\n@odd\ndef Thing(a): ...": "@odd may change what it takes",

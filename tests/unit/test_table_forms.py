@@ -647,6 +647,19 @@ def test_a_number_that_stands_for_a_missing_value_may_be_no_text(name):
         assert [spec.prepare(row)[0] for _, row in inputs_of(Path(other), "table", spec)][1::3] == [0] * 20
 
 
+def test_a_missing_word_is_compared_with_categories_as_text():
+    """Numbers that are categories are missing in a request exactly if they were in training."""
+    rows = pd.DataFrame({"x": [Decimal("-999.00"), Decimal("1.00")] * 10, "n": [-999, 1] * 10, "y": ["a", "b"] * 10})
+    rows.to_parquet("t.parquet")
+    params = {"train": "t.parquet", "target": "y", "missing": "fill", "missing_words": ["-999"]}
+    spec = prepared({**params, "columns": {"x": "category", "n": "category"}}).table_spec
+    assert [list(column.categories) for column in spec.columns] == [["-999.00", "1.00"], ["1"]]
+    assert [(code > 0).tolist() for code in map(spec.prepare, rows.to_dict("records")[:2])] == [
+        [True, False],
+        [True] * 2,
+    ]
+
+
 def test_decimals_and_times_of_parquet_have_no_decimal_comma():
     """A run trained on CSV with decimal commas reads typed numbers and times as they are."""
     times = pd.date_range("2024-01-01 10:00", periods=20, freq="h")
@@ -671,6 +684,8 @@ def test_decimals_and_times_of_parquet_have_no_decimal_comma():
         ("1", (1, 1.0, Decimal("1.00"), np.float32(1), "1"), (True, np.True_, 10, "true", 1.5)),
         ("-inf", (-math.inf, np.float32(-math.inf), Decimal("-Infinity")), (math.inf, -1e308)),
         ("infinity", (math.inf,), (-math.inf, 10**400)),
+        ("-99.9", (-99.9, Decimal("-99.9"), Decimal("-99.90")), (-99,)),
+        ("9999999999999999", (9999999999999999,), (10**16,)),
         ("?", (math.nan, Decimal("NaN"), None, " ? "), (0, False, 10**400)),
     ],
 )

@@ -311,3 +311,12 @@ def test_examples_are_texts_that_were_not_cut(tmp_path):
     tsv(tmp_path / "train", [("word " * 30, 0), *((f"word{n}", n % 2) for n in range(20))])
     data = on_rank(TextData(data_config(tmp_path), "train", max_length=8))
     assert max(map(len, data.text_spec.encode(data.example_texts(16)))) <= 8
+
+
+def test_blanks_around_a_text_are_no_tokens():
+    """Training files are read without them, and clients send line ends."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "dull": 1, "Ċ": 2, "Ġ": 3}, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spec = TextSpec("hugging_face", made.to_str())
+    assert [spec.prepare(text).tolist() for text in ("dull", "dull ", b" dull\n")] == [[1]] * 3

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from io import BytesIO
 from pathlib import Path
@@ -107,10 +108,8 @@ class Storage:
         return {name: (size, changed) for name, (size, changed) in found[1]["files"].items()} if found else {}
 
     def _card_content(self, folder: Path) -> bytes:
-        try:
-            inside = folder.relative_to(self.root).as_posix()
-        except ValueError:
-            inside = f"runs/{folder.name}"
+        is_tracked = folder.name == "artifacts" and folder.is_relative_to(self.root)
+        inside = folder.relative_to(self.root).as_posix() if is_tracked else f"runs/{folder.name}"
         card = {"experiment": self.experiment, "inside": inside, "files": self._stored}
         return json.dumps(card, indent=1).encode()
 
@@ -152,7 +151,7 @@ class Storage:
                 return None
             source, card = found
             folder = (self.root / card["inside"]).absolute()
-            if not folder.is_relative_to(self.root.absolute()) or ".." in folder.parts:
+            if not re.fullmatch(r"runs/[^/.][^/]*|[^/.][^/]*/[^/.][^/]*/artifacts", str(card["inside"])):
                 raise CheckpointError(f"{self.uri}: {source}/{CARD} leads out of {self.root}")
             for name, (size, changed) in card["files"].items():
                 target = folder / name

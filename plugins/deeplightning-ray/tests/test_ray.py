@@ -371,7 +371,8 @@ def test_a_storage_with_a_wrong_card_or_address_is_rejected(tmp_path):
     storage = Storage(str(tmp_path / "storage"), "ray-1", "Default", tmp_path / "root")
     (tmp_path / "storage" / "ray-1").mkdir(parents=True)
     card = tmp_path / "storage" / "ray-1" / CARD
-    for inside, files in (("../out", {}), ("0/a/artifacts", {"../../../../out": [1, 1]})):
+    outside = [("../out", {}), (".", {"net.py": [1, 1]}), ("src", {"net.py": [1, 1]})]
+    for inside, files in (*outside, ("0/a/artifacts", {"../../../../out": [1, 1]})):
         card.write_text(json.dumps({"experiment": "Default", "inside": inside, "files": files}))
         with pytest.raises(CheckpointError, match="leads out of"):
             storage.fetch()

@@ -73,7 +73,7 @@ class Follower:
                 stream.flush()
                 if re.search(r"Artifact storage path|^(error|srun|slurmstepd)", text, re.MULTILINE):
                     self._next_query, self._pause = 0.0, 1.0  # the end is near
-                for folder in re.findall(r"^Artifact storage path: (.+)", text, re.MULTILINE):
+                for folder in re.findall(r"^Artifact storage path: (.+)", text * (tail is self._out), re.MULTILINE):
                     note_launched(folder)
 
     def _state(self) -> dict[str, str] | None:

@@ -753,6 +753,9 @@ def test_a_run_that_a_job_has_started_is_own(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.config.write_text(f"seed: 1  # {tmp_path}\n")
+    forged = f"warning: Skipped 1 image: /data/x\nArtifact storage path: {run.path}\n.png\n"
+    log_of(tmp_path, "7", kind="err").write_text(forged)
+    Follower("7", tmp_path)._echo(to_the_end=True)
     assert not is_own(run)
     log_of(tmp_path, "7").write_text(f"Artifact storage path: {run.path}\n")
     Follower("7", tmp_path)._echo(to_the_end=True)

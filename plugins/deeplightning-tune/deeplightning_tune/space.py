@@ -7,7 +7,6 @@ a config before the first trial. Optuna is not imported here.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deeplightning.config.report import Report
 from deeplightning.config.tree import line
@@ -95,12 +94,6 @@ class Dimension:
     def override(self, value: object) -> str:
         """Return the override that sets the key to a value."""
         return f"{self.key}={line(value)}"
-
-    def same(self, one: Any, other: Any) -> bool:
-        """Return whether two values are the same setting, up to rounding of numbers."""
-        if self.kind == "choice":
-            return line(one) == line(other)
-        return math.isclose(one, other, rel_tol=1e-12)
 
 
 def size(space: Sequence[Dimension]) -> int | None:

@@ -160,7 +160,7 @@ class Study:
     def draw(self) -> FrozenTrial:
         """Add a trial, at an untried point if there is one."""
         known = self.trials()
-        tried = [self.point(trial) for trial in known]
+        tried = [trial.params for trial in known]
         number = len(known)
         # Drawn in memory, so that the file contains only trials that run.
         memory = optuna.storages.InMemoryStorage()
@@ -175,7 +175,7 @@ class Study:
                 draft.sampler = self._sampler_for(number, attempt)
                 draft.ask(self._distributions)
                 trial = draft.get_trials(deepcopy=False)[-1]
-                if not any(self._same(self.point(trial), other) for other in tried):
+                if not any(self._same(trial.params, other) for other in tried):
                     break
             else:
                 trial = self._move_to_untried(trial, tried, number)
@@ -202,14 +202,11 @@ class Study:
         count = size(self.space)
         if count is None or count > MAX_POINTS:
             return trial
-        points = [
-            dict(zip((d.key for d in self.space), values, strict=True))
-            for values in itertools.product(*(d.values() for d in self.space))
-        ]
+        values = [[_to_optuna(d, value) for value in d.values()] for d in self.space]
+        points = [dict(zip((d.key for d in self.space), point, strict=True)) for point in itertools.product(*values)]
         untried = [point for point in points if not any(self._same(point, other) for other in tried)]
         if untried:
-            point = random.Random(f"{self.seed} {number}").choice(untried)
-            trial.params = {d.key: _to_optuna(d, point[d.key]) for d in self.space}
+            trial.params = random.Random(f"{self.seed} {number}").choice(untried)
         return trial
 
     def report(self, number: int, step: int, value: float) -> bool:
@@ -267,8 +264,11 @@ class Study:
     def _trial_id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
-    def _same(self, one: Point, other: Point) -> bool:
-        return all(d.same(one[d.key], other[d.key]) for d in self.space)
+    @staticmethod
+    def _same(one: Point, other: Point) -> bool:
+        """Return whether the params of two trials are the same, up to rounding of numbers."""
+        pairs = [(value, other[key]) for key, value in one.items()]
+        return all(a == b if isinstance(a, str) else math.isclose(a, b, rel_tol=1e-12) for a, b in pairs)
 
     def _sampler_for(self, number: int, attempt: int = 0) -> object:
         """Return the sampler for a trial and an attempt to draw it."""

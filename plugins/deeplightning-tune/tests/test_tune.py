@@ -661,3 +661,14 @@ def test_a_search_in_a_folder_with_signs_of_a_url(name, tmp_path):
     begin(tmp_path / name / "study.db", "max", {"a": "b"})
     assert notes_of(tmp_path / name / "study.db") == {"a": "b"}
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_draw_writes_no_choice_for_each_earlier_trial(tmp_path, monkeypatch):
+    """Otherwise a large search keeps its running trials waiting for longer than they do."""
+    space, calls = {key: {"choice": [*"abcdef"]} for key in "xy"}, []
+    drawn(tmp_path / "study.db", SAMPLERS["Random"], space, 30, reopened=False)
+    tune = Tune(metric="loss", space=space, num_trials=36, sampler=Target(**yaml.safe_load(SAMPLERS["Random"])))
+    study = Study(tmp_path / "study.db", tune, space_of(space), seed=3)
+    monkeypatch.setattr("deeplightning_tune.study.line", lambda value: calls.append(value) or line(value))
+    study.draw()
+    assert 0 < len(calls) < 50
