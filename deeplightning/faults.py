@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import keyword
 import os
 import re
 import shutil
@@ -40,24 +41,25 @@ class Fault:
             text = f"{text[:MAX_HALF_CHARACTERS]} … {text[-MAX_HALF_CHARACTERS:]}"
         return printable(text)
 
+    def position(self) -> tuple[str, int, int]:
+        """Return file, line and column of the place, for sorting; of any other place its text, 0 and 0."""
+        file, line, column = ([*(self.place or "").rsplit(":", 2), "", ""])[:3]
+        return (file, int(line), int(column)) if line.isdigit() and column.isdigit() else (self.place or "", 0, 0)
+
     def to_dict(self) -> dict[str, object]:
         """Return the error for programs.
 
         It has `file`, `line` and `column` or the `override` that set the value, `key`, `message`, and if known `found`,
         `allowed` and `suggestion`, the nearest valid word.
         """
-        place, override = self.place or "", None
-        file, line, column = ([*place.rsplit(":", 2), "", ""])[:3]
-        if place.startswith("override "):
-            file, override = "", place.removeprefix("override ")
-        elif not (line.isdigit() and column.isdigit()):
-            file, line, column = place, "", ""
+        is_override = (self.place or "").startswith("override ")
+        file, line, column = ("", 0, 0) if is_override else self.position()
         suggestion = re.search(r" (?:Did you mean|Here it is called) (\{.*?\}|\[.*?\]|\S+?)[?.]?(?=\s|$)", self.message)
         return {
             "file": file or None,
-            "line": int(line) if line and not override else None,
-            "column": int(column) if column and not override else None,
-            "override": override,
+            "line": line or None,
+            "column": column or None,
+            "override": (self.place or "").removeprefix("override ") if is_override else None,
             "key": self.key,
             "message": self.message,
             "found": self.found,
@@ -154,13 +156,17 @@ def not_installed(plugin: str) -> str:
     return f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
 
 
-def refuse_moved(name: str) -> None:
-    """Raise ValueError with the new name if a dotted name is the former name of a target that has moved."""
+def parts_of(name: str) -> list[str]:
+    """Return the parts of a MODULE.NAME; raise ValueError for others, and for the former name of a moved target."""
+    parts = name.split(".")
+    if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
+        raise ValueError(f"`{name}` is not a MODULE.NAME such as torch.optim.SGD.")
     moved = {each.rpartition(".")[2]: f"deeplightning_{p}.{each}" for p, names in PLUGINS.items() for each in names}
     package, _, last = name.rpartition(".")
     new = f"{_RENAMED[package]}.{last}" if package in _RENAMED else None if last.islower() else moved.get(last)
     if new and package.startswith("deeplightning."):
         raise ValueError(f"`{name}` is called {new} here.")
+    return parts
 
 
 def install_command(module: str) -> str:
@@ -226,14 +232,10 @@ def is_disk_failure(error: OSError) -> bool:
 def free_space(folder: Path, written: int = 0) -> str:
     """Return how much free space the disk of a folder has, plus `written` bytes of a file that is being removed."""
     try:
-        return f"{folder} has {megabytes(shutil.disk_usage(folder).free + written)} free"
+        size = shutil.disk_usage(folder).free + written
     except OSError:
         return f"{folder} has no room"
-
-
-def megabytes(size: int) -> str:
-    """Format a number of bytes for people."""
-    return f"{size:,} bytes" if size < 1_000_000 else f"{size / 1e6:,.0f} MB"
+    return f"{folder} has " + (f"{size:,} bytes free" if size < 1_000_000 else f"{size / 1e6:,.0f} MB free")
 
 
 class UserError(Exception):

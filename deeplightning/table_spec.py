@@ -291,8 +291,9 @@ class TableSpec:
         if not isinstance(row, Mapping):
             raise TableError(f"A row has values by column; this one is of type {type(row).__name__}.")
         if absent := [column.name for column in self.columns if column.name not in row]:
+            are = f"columns {', '.join(absent)} are" if len(absent) > 1 else f"column {absent[0]} is"
             raise TableError(
-                f"{_named('column', absent)} missing; a row has {', '.join(column.name for column in self.columns)}, "
+                f"The {are} missing; a row has {', '.join(column.name for column in self.columns)}, "
                 f"and this one has {', '.join(_shown(name) for name in [*row][:10]) or 'none'}."
             )
         numbers = [self._number(column, row[column.name]) for column in self.numbers]
@@ -543,10 +544,6 @@ def rows_of_csv(
             raise TableError(f"Line {number} has {len(values)} values, the header {len(header)}.")
         rows.append(dict(zip(header, values, strict=True)))
     return rows
-
-
-def _named(what: str, names: Sequence[str]) -> str:
-    return f"The {what}{'s' if len(names) > 1 else ''} {', '.join(names)} {'are' if len(names) > 1 else 'is'}"
 
 
 def _shown(value: object) -> str:

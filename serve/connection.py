@@ -270,7 +270,10 @@ class Connection(asyncio.Protocol):
         request, answered = self._request, self._state == "rest"
         self._head_bytes = 0
         self._set_state("idle")
-        self._finish_body()
+        self._dispatcher.reserve(-self._body_bytes)
+        if request is not None:
+            request.body = bytes(self._body)
+        self._request, self._body, self._body_bytes = None, b"", 0
         if answered or request is None:
             if self._final_answer_written:
                 self._transport.close()
@@ -324,13 +327,6 @@ class Connection(asyncio.Protocol):
     def _set_state(self, state: _ReadState) -> None:
         self._state = state
         self._state_since = self._loop.time()
-
-    def _finish_body(self) -> None:
-        """Move the body that was read to its request."""
-        self._dispatcher.reserve(-self._body_bytes)
-        if self._request is not None:
-            self._request.body = bytes(self._body)
-        self._request, self._body, self._body_bytes = None, b"", 0
 
     def _answer_next(self) -> None:
         """Answer the oldest pending request, unless another one is being answered or the client does not read."""

@@ -8,6 +8,7 @@ import itertools
 import mmap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,7 +83,7 @@ class Metrics:
         """Return all metrics in Prometheus' text format 0.0.4; `model` has the labels `run`, `task` and `precision`."""
         from prometheus_client import generate_latest  # imported lazily: it takes 0.1 s
 
-        return generate_latest(_Collector(self, model))
+        return generate_latest(SimpleNamespace(collect=lambda: self.collect(model)))
 
     def collect(self, model: Mapping[str, str]) -> "Iterator[Metric]":
         """Yield the metric families of the client library."""
@@ -115,13 +116,6 @@ class Metrics:
     @property
     def _start(self) -> int:
         return self.row * self._width
-
-
-class _Collector:
-    """Collector that the client library calls."""
-
-    def __init__(self, metrics: Metrics, model: Mapping[str, str]):
-        self.collect = lambda: metrics.collect(model)
 
 
 def _histogram(cell: Sequence[float], bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:

@@ -148,7 +148,10 @@ class WorkerPool:
             if wake in readable:
                 os.read(wake, 4096)
             self._read_reports([worker for worker in loading if worker.pipe in readable])
-            self._stop_overdue()
+            for worker in self._workers:
+                if not worker.reported and not worker.fault and time.monotonic() > worker.since + LOAD_SECONDS:
+                    worker.fault = timeout_message(self._setup.folder, LOAD_SECONDS)
+                    os.kill(worker.process, signal.SIGKILL)
             self._reap()
         self._stop_workers(signal.SIGTERM)
         os._exit(0)
@@ -229,13 +232,6 @@ class WorkerPool:
         assert self._pipe is not None, "it has not reported yet"
         send_report(self._pipe, **report)
         os._exit(1)
-
-    def _stop_overdue(self) -> None:
-        """Kill workers that exceed the time limit while they load."""
-        for worker in self._workers:
-            if not worker.reported and not worker.fault and time.monotonic() > worker.since + LOAD_SECONDS:
-                worker.fault = timeout_message(self._setup.folder, LOAD_SECONDS)
-                os.kill(worker.process, signal.SIGKILL)
 
     def _reap(self) -> None:
         """Replace workers that have died."""

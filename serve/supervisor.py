@@ -99,7 +99,11 @@ class Supervisor:
                 self._read_report(readable)
                 self._reap()
         finally:
-            self._shut_down()
+            for listener in self._setup.listeners:
+                _drop_new_connections(listener)
+                listener.close()
+            self._stop_next()
+            self._stop(self._current, self._outgoing)  # wait until all workers have finished
         return 0
 
     def _load_if_needed(self) -> None:
@@ -208,14 +212,6 @@ class Supervisor:
         for process in processes:
             os.kill(process, signal.SIGTERM)
         pool.wait_or_kill(processes, GRACE_SECONDS + 1)
-
-    def _shut_down(self) -> None:
-        """Close the port, and wait until all workers have finished."""
-        for listener in self._setup.listeners:
-            _drop_new_connections(listener)
-            listener.close()
-        self._stop_next()
-        self._stop(self._current, self._outgoing)
 
 
 def _drop_new_connections(listener: socket.socket) -> None:

@@ -8,6 +8,7 @@ every core busy and holds the model in memory once; otherwise several processes 
 import math
 import os
 import time
+import timeit
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,9 +109,4 @@ def usable_cores() -> int:
 def _forward_seconds(model: Model) -> float:
     """Return the CPU time of this thread for one picture in seconds, the minimum of `TIMED_PASSES`."""
     one: np.ndarray = model.samples[:1]
-    times = []
-    for _ in range(TIMED_PASSES):
-        start = time.thread_time()
-        model.predict(one)
-        times.append(time.thread_time() - start)
-    return min(times)
+    return min(timeit.repeat(lambda: model.predict(one), timer=time.thread_time, repeat=TIMED_PASSES, number=1))

@@ -99,6 +99,11 @@ class Checkpoints(LightningCheckpoint):
         trainer.callbacks = [each for each in callbacks if each not in ours] + ours  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop, resumed = trainer.fit_loop, self.record.resumption
+        if resumed is not None and loop.max_epochs is not None and loop.max_epochs >= 0:
+            # Lightning rejects a checkpoint of more epochs, even with nothing left to train. Not before this hook:
+            # StochasticWeightAveraging adds an epoch in its own, which the checkpoint may have counted.
+            loop.max_epochs = max(loop.max_epochs, resumed.epochs)
         if self._unchecked is not None:
             from deeplightning.engine.restored import check_optimizers
 
@@ -216,8 +221,8 @@ class Checkpoints(LightningCheckpoint):
     # ---- what to save
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
-        """Save what Lightning 2.6 does not: the pending step of schedulers that follow a metric, the metrics of those
-        that advance by steps, and whether a validation is in progress. Early stopping is in its callback's state."""
+        """Save what Lightning 2.6 does not: the pending step of schedulers that follow a metric, the last value of each
+        metric that a scheduler or callback follows, and whether a validation is in progress."""
         epoch: Any = trainer.fit_loop.epoch_progress.current
         batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         ends_epoch = epoch.completed < epoch.processed == epoch.ready
@@ -225,9 +230,10 @@ class Checkpoints(LightningCheckpoint):
             due = _due_plateaus(trainer, "epoch" if ends_epoch else "step")
             checkpoint["plateaus"] = {str(number): value for number, _, value in due}
         checkpoint["validating"] = self._validating
-        steps = {c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"}
+        followers: list[Any] = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
+        names = [name for each in followers if isinstance(name := getattr(each, "monitor", None), str)]
         metrics = trainer.callback_metrics
-        checkpoint["monitored"] = {name: float(metrics[name]) for name in steps if name in metrics}
+        checkpoint["monitored"] = {name: metrics[name].detach().cpu() for name in names if name in metrics}
         ours = {key: checkpoint[key] for key in ("plateaus", "validating", "monitored") if key in checkpoint}
         vars(trainer).setdefault("own_entries", {}).update(ours)
 
@@ -248,13 +254,13 @@ class Checkpoints(LightningCheckpoint):
         _convert_counters(checkpoint, trainer.world_size, factor)
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
         monitored = checkpoint.get("monitored") or {}
-        self._monitored = {name: torch.tensor(value) for name, value in monitored.items() if isinstance(value, float)}
+        self._monitored = {n: torch.as_tensor(v) for n, v in monitored.items() if isinstance(v, float | torch.Tensor)}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             state = checkpoint.get("callbacks", {}).get(callback.state_key)
             if isinstance(callback, EarlyStopping) and state and trainer.state.fn == "fit":
                 by_patience = state["wait_count"] >= state["patience"]
                 state["patience"] = callback.patience  # the config's, which may have changed
-                by_more = state["stopped_epoch"] > 0 and not by_patience
+                by_more = (state["stopped_epoch"] > 0 or state.get("stopping_reason", 0) > 0) and not by_patience
                 trainer.should_stop |= by_more or state["wait_count"] >= callback.patience
 
     def save_now(self, trainer: Trainer) -> None:
@@ -266,17 +272,13 @@ class Checkpoints(LightningCheckpoint):
         self._saved_step, self._last_is_due = trainer.global_step, False
         if self.off:
             return
-        trainer.save_checkpoint(self.record.folder.last)
-        if self.settings.monitor is None and self.settings.save_top_k > 1 and trainer.is_global_zero:
-            self._keep_newest(self.record.folder.checkpoint(trainer.current_epoch, trainer.global_step))
-
-    def _keep_newest(self, named: Path) -> None:
-        """Copy `last.ckpt` to its own name, and remove all but the newest k of such copies."""
         folder = self.record.folder
-        copy_checkpoint(folder.last, named)
-        copies = [path for path in folder.checkpoints() if path not in (folder.last, folder.best)]
-        for old in copies[self.settings.save_top_k :]:
-            remove_checkpoint(old)
+        trainer.save_checkpoint(folder.last)
+        if self.settings.monitor is None and self.settings.save_top_k > 1 and trainer.is_global_zero:
+            copy_checkpoint(folder.last, folder.checkpoint(trainer.current_epoch, trainer.global_step))
+            copies = [path for path in folder.checkpoints() if path not in (folder.last, folder.best)]
+            for old in copies[self.settings.save_top_k :]:
+                remove_checkpoint(old)
 
     def _keep_if_best(self, trainer: Trainer) -> None:
         """Keep the weights if the monitored metric has a new value among the best k."""

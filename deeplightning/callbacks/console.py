@@ -84,11 +84,13 @@ class Console(Callback):
         loader = trainer.train_dataloader
         sizes = [getattr(part, "batch_size", None) for part in (loader, getattr(loader, "batch_sampler", None))]
         own_size = next((size for size in sizes if isinstance(size, int)), None)
+        sets = {"training": loader, "validation": trainer.val_dataloaders}
+        set_sizes = [f"{samples:,} {each}" for each, loaders in sets.items() if (samples := num_samples(loaders))]
         return {
             **({"config": ", ".join(cfg.written)} if cfg.written else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
             f"{' (and as `lightning`)' if UNIFIED in sys.modules else ''}, Python {platform.python_version()}",
-            "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(describe.set_sizes(trainer))} samples",
+            "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(set_sizes)} samples",
             "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
             "batch": effective_batch(cfg, own_size, num_samples(trainer.train_dataloader)),

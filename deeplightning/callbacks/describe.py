@@ -46,12 +46,6 @@ def num_samples(loaders: Any) -> int:
     return sum(sized_len(getattr(loader, "dataset", None)) or 0 for loader in several)
 
 
-def set_sizes(trainer: Any) -> list[str]:
-    """Return the sizes of the training and validation sets, as text."""
-    sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
-    return [f"{size:,} {name}" for name, loader in sets.items() if (size := num_samples(loader))]
-
-
 def command(verb: str, script: str, *arguments: str) -> str:
     """Return a command as one shell line, relative to the working directory."""
     file = HOME / script

@@ -31,6 +31,7 @@ class Gathered(Callback):
         self._counts: dict[str, int] = {}  # updates of each metric at the start of the current validation
         self._validation_metrics: set[str] = set()  # metrics that a validation updates
         self._saved: dict[str, Any] = {}
+        self._restored: set[str] = set()  # metrics with states of the checkpoint, which torchmetrics has not counted
         self._restored_means: dict[str, Any] = {}  # from the checkpoint, until the task logs them again
         self._validated: dict[int, int] = {}  # validation batches by loader, before the next validation
 
@@ -58,7 +59,8 @@ class Gathered(Callback):
         if self._trainer is None or epoch.processed == epoch.ready:
             return {"validated": self._validated}
         metrics = _metrics(self._trainer.lightning_module)
-        found = {n: m for n, m in metrics.items() if m.update_called and n not in self._validation_metrics}
+        begun = {n: m for n, m in metrics.items() if m.update_called or n in self._restored}
+        found = {n: m for n, m in begun.items() if n not in self._validation_metrics}
         found = {n: m for n, m in found.items() if self._counts.get(n, m.update_count) == m.update_count}
         logged = self._restored_means | logged_means(self._trainer)  # the run may end before the task logs again
         states = {name: _state_of(metric) for name, metric in found.items()}
@@ -70,18 +72,18 @@ class Gathered(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, {}
         self._validated = dict(saved.get("validated", {}))
-        if not saved or not trainer.is_global_zero:
-            return
+        states = saved.get("metrics", {})
+        self._restored = {*states}
         for name, metric in _metrics(pl_module).items():
-            _restore(metric, saved.get("metrics", {}).get(name, {}))
-        self._restored_means = dict(saved.get("logged", {}))
+            _restore(metric, states.get(name, {}), trainer.is_global_zero)
+        self._restored_means = dict(saved.get("logged", {})) if trainer.is_global_zero else {}
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         if self._restored_means:
             add_to_logged_means(trainer, self._restored_means)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restored_means = {}
+        self._restored, self._restored_means = set(), {}
 
 
 class PendingGradients(Callback):
@@ -160,9 +162,10 @@ def _state_of(metric: Metric) -> dict[str, object]:
     return {} if any(isinstance(v, torch.Tensor) and found[n].ndim > v.ndim for n, v in own.items()) else found
 
 
-def _restore(metric: Metric, state: dict[str, Any]) -> None:
+def _restore(metric: Metric, state: dict[str, Any], is_first: bool) -> None:
+    """Restore the state of all processes on the first; lists of the others get no rows, but the form to be gathered."""
     for name, now in metric.metric_state.items():
-        if name in state:
+        if name in state and (is_first or isinstance(now, list)):
             saved = state[name] if isinstance(state[name], list) else [state[name]]
-            saved = [value.to(metric.device) for value in saved]
+            saved = [(value if is_first else torch.atleast_1d(value)[:0]).to(metric.device) for value in saved]
             setattr(metric, name, saved if isinstance(now, list) else saved[0])

@@ -81,7 +81,7 @@ class Provenance:
                 )
             if self._code.left_out:
                 some = ", ".join(f"{path} ({why})" for path, why in list(self._code.left_out.items())[:3])
-                log.warning("code       not stored completely: %s", some)
+                log.warning("code       not stored completely, %d left out: %s", len(self._code.left_out), some)
             paths = paths_of(data, self._root, self.cfg.data.module.params)
             weights = [from_start(name) for name in (began_from, self.cfg.model.init_from) if name is not None]
             paths += [path for path in weights if path.is_file()]  # initial weights are data too
@@ -135,6 +135,8 @@ class Provenance:
             store = locate(self.cfg.logger.params.get("tracking_uri")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
             found = describe_files(paths, self._root, without=without, stop=self._stop_digest.is_set)
+            if found["incomplete"]:
+                log.warning("data       %s", found["incomplete"])
             self._describe_data(found["files"])
             write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:

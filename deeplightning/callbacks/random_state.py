@@ -264,10 +264,10 @@ class Generators(Callback):
 
 
 def _generators(trainer: Trainer) -> list[Any]:
-    """Return the generators of torch, NumPy and Python in the training loaders, their samplers and data sets with their
-    transforms. Only the first 100 values of a list or dict are searched: it may be the data."""
+    """Return the generators of torch, NumPy and Python in the loaders for training and validation, their samplers and
+    data sets with their transforms. Only the first 100 values of a list or dict are searched: it may be the data."""
     found, seen = list[Any](), set[int]()
-    queue: list[Any] = training_loaders(trainer)[::-1]
+    queue: list[Any] = [trainer.val_dataloaders, *training_loaders(trainer)[::-1]]
     while queue and len(seen) < 10_000:
         part = queue.pop()
         if id(part) in seen or isinstance(part, type | ModuleType | LightningModule | LightningDataModule | Trainer):

@@ -104,7 +104,9 @@ class StreamEnds(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = trainer.fit_loop
         self._is_resumed = self._is_first = loop.epoch_loop.batch_progress.current.ready > 0
-        if math.isfinite(loop.max_batches) and _is_stream(trainer.train_dataloader) and read_ahead(trainer):
+        loader: Any = trainer.train_dataloader  # if it has a state, that would include the prefetched batch
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset) and not hasattr(loader, "state_dict")
+        if math.isfinite(loop.max_batches) and is_stream and read_ahead(trainer):
             self._declared_batches = loop.max_batches
         self._flag_group = None
         if trainer.world_size > 1 and distributed.is_initialized() and (ahead := batches_ahead(trainer)) is not None:
@@ -197,11 +199,6 @@ def _digest(batch: object) -> str:
     flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in tensors)
     found = b"".join(values.view(torch.uint8).numpy().tobytes() for values in flat)
     return hashlib.sha256(found).hexdigest() if found else ""
-
-
-def _is_stream(loader: Any) -> bool:
-    """Return whether a loader reads a stream and has no state: a state would include the prefetched batch."""
-    return isinstance(getattr(loader, "dataset", None), IterableDataset) and not hasattr(loader, "state_dict")
 
 
 class ScheduleSteps(Callback):

@@ -32,7 +32,9 @@ def segmentation(data: Path) -> Guess:
                 "masks, PNG files of the same names with a value or colour for each class, into `masks`"
             )
     with errors_of_data():
-        files, masks = find("deeplightning.data.masks.pictures_and_masks")(top)
+        pair: Any = find("deeplightning.data.masks.pictures_and_masks")
+        pairs = [pair(each) for each in sets.values() or [top]]  # training reads each set, train first
+        files, masks = pairs[0]
         picture_values, seen, bad = examine_pictures(files, multiple=8)
         if bad:
             raise SetupError(f"{top / 'images'} holds pictures that cannot be decoded: {some(bad)}; remove them")

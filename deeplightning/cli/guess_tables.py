@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deeplightning.cli.guess import Columns, Guess, counted, some
-from deeplightning.cli.guess_columns import AMOUNT, DATE, GAPS, MAX_CLASSES, Table, likely_target, table
+from deeplightning.cli.guess_columns import AMOUNT, DATE, GAPS, MAX_CLASSES, SIGN, Table, likely_target, table
 from deeplightning.faults import SetupError
 from deeplightning.table_spec import TableFormat
 
@@ -185,6 +185,7 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
         parts = {part.lower() for part in re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)}
         is_whole = column.is_whole and column.numbers == column.filled
         is_number = column.is_number() and not ("id" in parts and is_whole)
+        is_sign = column.different == 1 and not column.missing and all(map(SIGN.fullmatch, column.values))
         amounts = [word for word in column.strays if AMOUNT.fullmatch(word)]
         many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.read.size // 2))
         undated = "dates that are not written as 2024-02-29 or Feb-29-2024"
@@ -192,7 +193,7 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
             "by --ignore": name in wanted.ignore,
             f"of type {column.type}": bool(column.type),
             "the sets of the rows, which data.module.params.split may name": column.names_sets(),
-            "with almost no values": column.filled < 3,  # a training set may have none of them
+            "with almost no values": column.filled < 3 or is_sign,  # a training set may have none; ? in each row
             "a row number": parts & _ID_NAMES and is_whole and column.different == column.filled,
             undated: column.has_dates and not column.is_number(),
             f"amounts such as {some(amounts[:1])}, not plain numbers": many and len(amounts) > len(column.strays) / 2,

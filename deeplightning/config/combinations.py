@@ -7,7 +7,7 @@ DeepSpeed refuses on eight GPUs is also reported on a laptop, where a single pro
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from deeplightning.config.schema import Config, Engine, Optimizer, Target, plain, value_at, with_keys
+from deeplightning.config.schema import Config, Engine, Optimizer, Target, plain, targets_of, value_at
 from deeplightning.config.signature_check import Meanings
 from deeplightning.config.tree import line
 from deeplightning.faults import Fault, upwards
@@ -23,12 +23,8 @@ def is_sharded(asked: Engine) -> bool:
     return uses_deepspeed(asked) or asked.backend == "fsdp"
 
 
-def optimizers_of(cfg: Config) -> list[Target]:
-    return [optimizer for _, optimizer in with_keys(cfg.model.optimizer, "model.optimizer")]
-
-
 def uses_optimizer(cfg: Config, *names: str) -> bool:
-    return any(o.type is not None and o.type.rpartition(".")[2] in names for o in optimizers_of(cfg))
+    return any(o.type is not None and o.type.rpartition(".")[2] in names for o in targets_of(cfg.model.optimizer))
 
 
 EMA = "deeplightning.callbacks.average.EMA"
@@ -59,7 +55,7 @@ _FP32_OPTIMIZERS = ("apex.", "bitsandbytes.")  # they compute in 32 bits whateve
 
 def loses_eps(cfg: Config) -> bool:
     """Return whether an optimizer divides by an `eps` that half precision rounds to 0."""
-    for optimizer in optimizers_of(cfg):
+    for optimizer in targets_of(cfg.model.optimizer):
         if not isinstance(optimizer.type, str) or optimizer.type.startswith(_FP32_OPTIMIZERS):
             continue
         groups = optimizer.groups if isinstance(optimizer, Optimizer) else []
@@ -117,7 +113,7 @@ RULES = [
         "`warmup`, DeepSpeed",
         "DeepSpeed steps the optimizer itself, at a rate that cannot be scaled for one step",
         "set a schedule that warms up, such as OneCycleLR, or use fsdp or ddp",
-        lambda cfg, asked: uses_deepspeed(asked) and any(s.warmup for _, s in with_keys(cfg.model.scheduler, "")),
+        lambda cfg, asked: uses_deepspeed(asked) and any(s.warmup for s in targets_of(cfg.model.scheduler)),
     ),
     Rule(
         "logger.gradient_norm",
@@ -140,7 +136,7 @@ RULES = [
         "two optimizers, DeepSpeed",
         "DeepSpeed drives one optimizer",
         "use `engine.backend=ddp`",
-        lambda cfg, asked: uses_deepspeed(asked) and len(optimizers_of(cfg)) > 1,
+        lambda cfg, asked: uses_deepspeed(asked) and len(targets_of(cfg.model.optimizer)) > 1,
     ),
     Rule(
         "train.accumulator_epoch",

@@ -146,11 +146,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, text in before.items():
-            if text is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = text
+        for name in before:
+            os.environ.pop(name, None)
+        os.environ.update({name: text for name, text in before.items() if text is not None})
 
 
 def _use_own_loaders(source: Source) -> None:

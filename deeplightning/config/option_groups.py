@@ -15,7 +15,7 @@ from deeplightning.own_code import frozen
 
 SUFFIX = ".yaml"
 SHIPPED_GROUPS = HOME / "configs"  # its folders are the option groups that ship with Deep Lightning
-_NAME = re.compile(r"[A-Za-z_][\w-]*(/[A-Za-z_][\w-]*)*", re.ASCII)
+NAME = re.compile(r"[A-Za-z_][\w-]*(/[A-Za-z_][\w-]*)*", re.ASCII)
 _OPTION = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
 _MAX_LISTED = 20  # options in an error message
 
@@ -61,17 +61,6 @@ class Group:
         raise ConfigError(Fault(message, self.name, self.place, found=option, allowed=listed))
 
 
-def check_name(name: str, place: str) -> None:
-    """Refuse an invalid group name.
-
-    Raises:
-        ConfigError: the name is invalid.
-    """
-    if not _NAME.fullmatch(name):
-        message = f"`{name:.60}` is not an option group, the path of a folder such as `model` or `model/optimizer`"
-        raise ConfigError(Fault(message, "_base_", place))
-
-
 def chosen(entry: Entry) -> tuple[str, ...]:
     """Return the options that a value names: one, several in a list, or none for null.
 
@@ -95,7 +84,7 @@ def choices(overrides: Iterable[str]) -> dict[str, Entry]:
     found = {}
     for text in overrides:
         name, equals, value = text.partition("=")
-        if not equals or not _NAME.fullmatch(name):
+        if not equals or not NAME.fullmatch(name):
             continue
         place = f"override {text}"
         with contextlib.suppress(ConfigError):  # reported by the override itself

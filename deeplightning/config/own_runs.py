@@ -19,7 +19,7 @@ _noted: set[str] = set()
 def note_own(file: Path) -> None:
     """Record that this user wrote a run's config, or its saved code, on this machine. A register that cannot be
     written causes only a warning."""
-    digest = digest_of(file.read_bytes())
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
     _noted.add(digest)
     try:
         (register := _register()).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def is_own_code(folder: RunFolder) -> bool:
 def is_noted(file: Path) -> bool:
     """Return whether this user wrote the current content of a file on this machine, see `note_own`."""
     try:
-        return is_registered(digest_of(file.read_bytes()))
+        return is_registered(hashlib.sha256(file.read_bytes()).hexdigest())
     except OSError:
         return False
 
@@ -67,7 +67,3 @@ def is_registered(digest: str) -> bool:
 def _register() -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
     return state / "deeplightning" / "own"
-
-
-def digest_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

@@ -176,17 +176,13 @@ def sort_faults(faults: Iterable[Fault], source: Source) -> list[Fault]:
     A missing package is one fault, which names all keys that need it.
     """
 
-    def position(fault: Fault) -> tuple[str, int, int]:
-        name, line, column = ([*(fault.place or "").rsplit(":", 2), "", ""])[:3]
-        return (name, int(line), int(column)) if line.isdigit() and column.isdigit() else (fault.place or "", 0, 0)
-
     def clean(fault: Fault) -> Fault:
         texts = {name: getattr(fault, name) for name in ("message", "place", "found", "allowed")}
         clean: dict[str, Any] = {name: source.secrets.redact(text) for name, text in texts.items() if text}
         return replace(fault, **clean)
 
     found = dict[str, Fault]()
-    for fault in sorted(dict.fromkeys(map(clean, faults)), key=position):
+    for fault in sorted(dict.fromkeys(map(clean, faults)), key=Fault.position):
         absent = _NO_MODULE.match(fault.message) if fault.exit_code == Missing.exit_code else None
         name = absent[1] if absent else f"fault {len(found)}"
         if name in found:

@@ -297,6 +297,11 @@ def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:
     return [(key, targets)] if isinstance(targets, Target) else []
 
 
+def targets_of(section: object) -> list[Any]:
+    """Return the targets of a key that takes one or several by name."""
+    return [target for _, target in with_keys(section, "")]
+
+
 def backend_of(engine: Engine) -> Backend | None:
     """Return the current name of an `engine.backend`."""
     return BACKENDS.get(engine.backend or "", engine.backend)

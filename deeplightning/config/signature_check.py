@@ -62,10 +62,6 @@ class Imported:
         """Return the paths of a class and its ancestors, which are always complete."""
         return [path_of(c) or "" for c in getattr(self.object, "__mro__", ())], True
 
-    def defines(self, name: str) -> bool:
-        """Return whether a class or an ancestor has an attribute."""
-        return hasattr(self.object, name)
-
     def signature(self) -> Signature:
         """Return its signature. Parameters that `**kwargs` passes on are read from source.
 

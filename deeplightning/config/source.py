@@ -291,11 +291,13 @@ class _Reader:
 
     def _choose(self, items: dict[str, Entry], file: _File) -> "list[tuple[str, Group]]":
         """Choose the options in `{group: option}`, unless a file closer to the user has; return names and groups."""
-        from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name, chosen
+        from deeplightning.config.option_groups import NAME, SHIPPED_GROUPS, Group, chosen
 
         found = []
         for name, entry in items.items():
-            check_name(name, entry.place)
+            if not NAME.fullmatch(name):
+                what = "an option group, the path of a folder such as `model` or `model/optimizer`"
+                raise ConfigError(Fault(f"`{name:.60}` is not {what}", "_base_", entry.place))
             group_key = f"{file.inside}/{name}" if file.inside else name
             if group_key not in self.groups:
                 choice = self.words.get(group_key, entry)

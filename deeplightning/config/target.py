@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import keyword
 import os
 import pkgutil
 import sys
@@ -32,7 +31,7 @@ from deeplightning.faults import (
     is_full,
     nearest,
     no_module,
-    refuse_moved,
+    parts_of,
 )
 from deeplightning.signatures.signature import Options, Signature, Undecided, factory_of, of_item, of_object
 from deeplightning.words import first_line
@@ -68,10 +67,7 @@ def find(name: str) -> Any:
         ValueError: no object has this name (the message suggests the nearest), or its module cannot be imported;
             `Missing` if this machine lacks a package or library that the module needs.
     """
-    parts = name.split(".")
-    if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
-        raise ValueError(f"`{name}` is not a MODULE.NAME such as torch.optim.SGD.")
-    refuse_moved(name)
+    parts = parts_of(name)
     found: object = None
     depth = 0
     for depth in range(len(parts) - 1, 0, -1):

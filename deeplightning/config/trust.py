@@ -5,6 +5,7 @@ A config is code: it names what is imported and called. A run folder that is not
 tree is the one that its objects are built from.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from deeplightning.config.own_runs import digest_of, is_own, is_registered
+from deeplightning.config.own_runs import is_own, is_registered
 from deeplightning.config.section_kinds import KINDS
 from deeplightning.config.source import Source, Text, short, text_of
 from deeplightning.config.target import find
@@ -183,7 +184,7 @@ def run_config(folder: RunFolder, allow: Sequence[str] = (), verb: str = "", tru
         bundle = "neither a bundle nor a" if verb == "serve" else "no"
         raise CheckpointError(f"{folder.path}: there is {bundle} {folder.config.name} in this folder")
     text = text_of(folder.config)
-    is_trusted = trust or is_registered(digest_of(text.encode()))
+    is_trusted = trust or is_registered(hashlib.sha256(text.encode()).hexdigest())
     config = RunConfig(folder.config, text, is_trusted, tuple(allow), verb)
     if not is_trusted and (faults := list(_non_plain_faults(config))):
         raise CheckpointError(faults)

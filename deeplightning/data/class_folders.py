@@ -97,4 +97,4 @@ class ClassFolders:
 def _folders(path: Path) -> list[str]:
     """Return the names of the subfolders, sorted, without hidden ones."""
     entries = path.iterdir() if path.is_dir() else ()
-    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(each.name for each in entries if each.is_dir() and not re.match(r"\.|lost\+found$", each.name))

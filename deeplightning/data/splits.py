@@ -36,8 +36,8 @@ def assign_folds(labels: np.ndarray, num_folds: int, seed: int, purpose: int = 0
     """
     order = shuffled(len(labels), seed, purpose)
     order = order[np.argsort(labels[order], kind="stable")]  # by class
-    folds = np.empty(len(labels), dtype=np.int64)
-    folds[order] = np.resize(np.arange(num_folds)[::-1], len(labels))
+    folds = np.empty(len(labels), np.int32)
+    folds[order] = np.resize(np.arange(num_folds, dtype=np.int32)[::-1], len(labels))
     return folds
 
 
@@ -51,10 +51,10 @@ def keep_classes(labels: np.ndarray, folds: np.ndarray, held_out: int) -> np.nda
     if labels.ndim > 1:  # several labels for each sample
         return folds
     missing = np.setdiff1d(labels[folds == held_out], labels[folds != held_out])
-    classes, first, counts = np.unique(labels, return_index=True, return_counts=True)
     num_folds = folds.max(initial=0) + 1
-    if len(missing) == 0 or num_folds == 1 or len(classes) == 1:
+    if len(missing) == 0 or num_folds == 1 or labels.min() == labels.max():
         return folds
+    classes, first, counts = np.unique(labels, return_index=True, return_counts=True)
     moved = folds.copy()
     moved[first[np.searchsorted(classes, missing)]] = (held_out + 1) % num_folds
     if not (moved == held_out).any() and counts.max() > 1:  # in exchange, a sample of the largest class

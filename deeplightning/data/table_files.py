@@ -85,12 +85,13 @@ class TableFile:
 
     # ---- CSV
 
-    def _open(self, types: Types | None) -> csv.CSVStreamingReader:
+    def _open(self, types: Types | None, reads_ahead: bool = True) -> csv.CSVStreamingReader:
         """Open a CSV file for some columns, all as text; None: all columns, with the types of the first block."""
         words = {form for word in self.form.missing_words for form in (word, word.upper(), word.capitalize())}
         read = csv.ReadOptions(
-            skip_rows=self.above, column_names=self.names, skip_rows_after_names=1, encoding=self.form.encoding
-        )
+            use_threads=reads_ahead, skip_rows=self.above, column_names=self.names, skip_rows_after_names=1,
+            encoding=self.form.encoding,
+        )  # fmt: skip
         convert = csv.ConvertOptions(
             column_types={name: pa.string() for name in types or ()},
             include_columns=list(types or ()),
@@ -117,9 +118,9 @@ class TableFile:
                 return parquet.read_schema(self.path)
             if self.kind == "json":
                 return self._json().schema
-            with self._open(None) as reader:
+            with self._open(None, reads_ahead=False) as reader:
                 schema = reader.schema
-            with self._open(dict.fromkeys(self.names, "word")) as reader:
+            with self._open(dict.fromkeys(self.names, "word"), reads_ahead=False) as reader:
                 block = reader.read_next_batch()
         for index, field in enumerate(schema):
             texts = block.column(index)

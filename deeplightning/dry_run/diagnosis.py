@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from deeplightning import own_code
 from deeplightning.batches import structure
-from deeplightning.config.schema import Config, Target
+from deeplightning.config.schema import Config, Target, targets_of
 from deeplightning.config.target import find, needs
 from deeplightning.faults import Fault, UserError
 from deeplightning.private.messages import ErrorText, matches
@@ -158,11 +158,6 @@ def _target_of(attempt: Attempt, value: object) -> Target | None:
 
 
 NO_GRADIENT_MESSAGE = "the loss depends on no trainable parameter, so no gradient reaches the network; is it detached?"
-
-
-def targets_of(section: object) -> list[Any]:
-    """Return the targets of a section that has one, several by name, or none."""
-    return [] if section is None else list(section.values()) if isinstance(section, dict) else [section]
 
 
 def _is_instance_of(value: object, target: Target) -> bool:

@@ -17,8 +17,7 @@ from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.utilities import move_data_to_device
 
-from deeplightning.config.schema import Config
-from deeplightning.dry_run.diagnosis import targets_of
+from deeplightning.config.schema import Config, targets_of
 
 
 class _NetworkError(OSError):

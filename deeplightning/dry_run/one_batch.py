@@ -18,9 +18,9 @@ from deeplightning.batches import class_names_of, structure
 from deeplightning.callbacks import random_state, start
 from deeplightning.callbacks.steps import LogSteps
 from deeplightning.config.auto_values import WEIGHTS, unfilled
-from deeplightning.config.schema import Config
+from deeplightning.config.schema import Config, targets_of
 from deeplightning.config.target import build, needs
-from deeplightning.dry_run.diagnosis import NO_GRADIENT_MESSAGE, Attempt, error_in_words, faults_of, targets_of
+from deeplightning.dry_run.diagnosis import NO_GRADIENT_MESSAGE, Attempt, error_in_words, faults_of
 from deeplightning.dry_run.isolation import DiscardingLogger, InMemory, wants_network
 from deeplightning.engine.trainer_arguments import clip_arguments, trainer_arguments
 from deeplightning.faults import ConfigError, Fault

@@ -16,8 +16,8 @@ from pathlib import Path
 from deeplightning import own_code
 from deeplightning.config.machine import world_size
 from deeplightning.config.plugins import DRY_RUN, load
-from deeplightning.config.schema import Config
-from deeplightning.dry_run.diagnosis import Attempt, faults_of, targets_of
+from deeplightning.config.schema import Config, targets_of
+from deeplightning.dry_run.diagnosis import Attempt, faults_of
 from deeplightning.dry_run.isolation import drop_weights, offline, on_one_cpu, silenced, wants_network
 from deeplightning.dry_run.one_batch import take_steps
 from deeplightning.faults import Fault, nearest, not_installed
@@ -50,8 +50,13 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
             key = "engine.gpus" if on_gpu else "engine.processes"
             attempt.untried.append(Fault(f"tried in one process on the CPU only; {not_installed('plan')}", key))
 
+    model = cfg.model
+    sections = (model.network, model.loss, model.metrics, model.optimizer, model.scheduler)
+    targets = [cfg.data.module, model.module, *cfg.train.callbacks, *(t for s in sections for t in targets_of(s))]
+    places = {target.name: target.place for target in targets}
+
     def distinct(notes: list[Fault]) -> list[Fault]:
-        clean = [replace(f, message=cfg.redact(f.message), place=f.place or _place(cfg, f.key)) for f in notes]
+        clean = [replace(f, message=cfg.redact(f.message), place=f.place or places.get(f.key)) for f in notes]
         return list(dict.fromkeys(clean))
 
     return distinct(attempt.faults), distinct(attempt.untried)
@@ -128,17 +133,8 @@ def _monitors(attempt: Attempt) -> Iterator[tuple[str, str]]:
     if train.early_stop is not None:
         yield "train.early_stop.metric", train.early_stop.metric
     for target in targets_of(attempt.asked.model.scheduler):
-        call = getattr(target, "call", None)
-        if call is not None and call.monitor is not None:
-            yield f"{target.name}.call.monitor", call.monitor
+        if target.call.monitor is not None:
+            yield f"{target.name}.call.monitor", target.call.monitor
     for target, callback in attempt.callbacks:
         if isinstance(getattr(callback, "monitor", None), str):
             yield f"{target.name}.params.monitor", callback.monitor
-
-
-def _place(cfg: Config, key: str | None) -> str | None:
-    """Return the place in the config files of the target with this key, or None if there is none."""
-    model = cfg.model
-    sections = (model.network, model.loss, model.metrics, model.optimizer, model.scheduler)
-    targets = [cfg.data.module, model.module, *cfg.train.callbacks, *(t for s in sections for t in targets_of(s))]
-    return next((target.place for target in targets if target.name == key), None)

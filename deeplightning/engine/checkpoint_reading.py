@@ -192,22 +192,20 @@ def raise_for_differences(ours: dict[str, Any], theirs: dict[str, Any], path: st
     for name, tensor in ours.items():
         if name not in theirs or not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
             continue
-        shape = getattr(theirs[name], "shape", None)
+        value = theirs[name]
+        shape = getattr(value, "shape", None)
         if shape is None:
-            differences.append(f"{name} is {described(theirs[name])}, not a tensor")
+            differences.append(f"{name} is {described(value)}, not a tensor")
         elif tuple(shape) != tuple(tensor.shape):
             differences.append(f"{name} is {tuple(shape)}, the network expects {tuple(tensor.shape)}")
-        elif isinstance(theirs[name], torch.Tensor) and not has_values(theirs[name]):
+        elif isinstance(value, torch.Tensor) and (
+            value.device.type == "meta" or value.layout != torch.strided or value.is_quantized
+        ):
             differences.append(f"{name} is a tensor without plain values")
     if differences:
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         message = f"{path}: of another network: {len(differences)} tensors differ: {'; '.join(differences[:3])}{more}"
         raise CheckpointError(message)
-
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements can be copied into a parameter: it is neither meta, sparse nor quantized."""
-    return tensor.device.type != "meta" and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def restore_left_out(checkpoint: dict[str, Any], module: Any, data: Any = None) -> dict[str, Any]:

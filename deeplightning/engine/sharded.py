@@ -50,10 +50,6 @@ class Share:
         start, stop = self.start, self.start + self.values.numel()
         return tensor.part(start, stop) if isinstance(tensor, Scattered) else tensor.reshape(-1)[start:stop]
 
-    def shard(self, values: Tensor) -> Shard:
-        """Return values (n,) of a tensor that is sharded like the parameter as this process's shard."""
-        return Shard(self.shape, self.start, values)
-
 
 class Sharded(CountsOnce, ABC):
     """Mixin for Lightning's strategies; each defines how it shards parameters, see the abstract methods."""
@@ -146,7 +142,7 @@ class Sharded(CountsOnce, ABC):
         found = self.lightning_module.state_dict()
         for name in found.keys() & parameters.keys():
             if share := shares.get(parameters[name]):
-                found[name] = share.shard(share.values)
+                found[name] = Shard(share.shape, share.start, share.values)
         return found
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -220,7 +216,7 @@ def _shard(value: Any, share: Share | None) -> object:
     if share is None:  # complete on every process, as at stage 0
         return value
     if isinstance(value, Tensor) and value.shape == share.values.shape:  # (n,)
-        return share.shard(value)
+        return Shard(share.shape, share.start, value)
     # DeepSpeed has one step count for many parameters; if they shared it after loading, each would increment it.
     return value.clone() if isinstance(value, Tensor) else value
 

@@ -184,8 +184,10 @@ class Local:
                 cause = failure.first_cause(self._folder) or ended
             if None not in codes:
                 break
-            if cause is not None:
-                self._kill_late_processes(cause)
+            if cause is not None and self._kill_time is None and cause.exit_code not in INTERRUPTED.values():
+                self._kill_time = time.monotonic() + GRACE_SECONDS  # not while a run saves a checkpoint after a signal
+            if cause is not None and self._kill_time is not None and time.monotonic() > self._kill_time:
+                self._send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         # Once rank 0 has succeeded, the run is complete; processes lost after that do not matter.
         if cause is None or not failed or (cause.lost and codes[0] == 0):
@@ -215,13 +217,6 @@ class Local:
             tags |= {"restarts": str(self._restarts)} if self._restarts else {}
             with contextlib.suppress(Exception):  # any error of a store: the status is optional
                 end_run(locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name, tags)
-
-    def _kill_late_processes(self, cause: failure.Cause) -> None:
-        """Kill processes that exceed the time limit, except while a run saves a checkpoint after a signal."""
-        if self._kill_time is None and cause.exit_code not in INTERRUPTED.values():
-            self._kill_time = time.monotonic() + GRACE_SECONDS
-        if self._kill_time is not None and time.monotonic() > self._kill_time:
-            self._send(signal.SIGKILL)
 
     def _find_run(self) -> RunFolder | None:
         """Read the path of the run's folder and return the folder; None if the run has not started."""

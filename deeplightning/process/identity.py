@@ -157,8 +157,9 @@ def _of_torchrun(variables: _Variables) -> Identity:
     address, port = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT")
     if run_id != "none":
         launch = run_id
-    elif nodes == 1:
-        launch = f"torchrun-{socket.gethostname()}-{os.getppid()}"
+    elif nodes == 1:  # in containers, host names and process ids recur; the folder of the agent's logs does not
+        logs = (variables.text("TORCHELASTIC_ERROR_FILE") or "").rpartition("/attempt_")[0].rpartition("/")[2]
+        launch = f"torchrun-{socket.gethostname()}-{os.getppid()}{logs}"
     else:
         launch = f"torchrun-{address}-{port}"
     may_resume = run_id != "none" or attempt > 0

@@ -188,6 +188,8 @@ class Ranks:
                 time.sleep(POLL_SECONDS)
             elif select.select([self._pipe[0]], [], [], POLL_SECONDS)[0]:
                 self._handle_signals(os.read(self._pipe[0], 512))
+            with contextlib.suppress(OSError):  # otherwise a cleaner of /tmp removes it after ten days
+                os.utime(self.folder)
             is_orphan = self.parent is not None and os.getppid() != self.parent
             if is_orphan or (self.parent_reports and not self.folder.exists()):  # the parent failed to start them all
                 self._exit(5)

@@ -61,7 +61,9 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     if section == "data" and has_auto:
         fill(cfg, module, read)
     if cfg.train.overfit is not None and (section == "data" or cfg.data.module.type == OWN_LOADERS):
-        _overfit(module, cfg.train.overfit)
+        # Train and validate on the first batches, read once and kept in memory. Augmentation still applies.
+        first = functools.partial(_first_batches, module.train_dataloader, cfg.train.overfit)
+        module.train_dataloader = module.val_dataloader = functools.cache(first)
     if section == "model" and cfg.engine.channels_last:
         use_channels_last(module)
     return module
@@ -109,15 +111,6 @@ def init_trainer(cfg: Config) -> pl.Trainer:
         enable_model_summary=False,
     )
     return trainer
-
-
-def _overfit(data: Any, number: int) -> None:
-    """Make a data module, or a task with its own loaders, train and validate on its first `number` training batches.
-
-    They are read once and kept in memory. Later changes to a batch, such as augmentation, still apply.
-    """
-    first = functools.partial(_first_batches, data.train_dataloader, number)
-    data.train_dataloader = data.val_dataloader = functools.cache(first)
 
 
 def _first_batches(make: Callable[[], Any], number: int) -> Sequence[object]:

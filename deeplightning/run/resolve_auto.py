@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deeplightning.batches import class_names_of
+from deeplightning.batches import by_name, class_names_of
 from deeplightning.config.auto_values import BALANCED, DECLARED, WEIGHT, WEIGHTS, unfilled
 from deeplightning.config.machine import world_size
 from deeplightning.config.schema import Config
@@ -191,8 +191,6 @@ def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
     """Yield the labels of the training set in parts: its `labels`, or the first of `columns` that its batches have."""
     dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
     from lightning_fabric.utilities.data import sized_len  # lazy: imported before the stand-ins are installed
-
-    from deeplightning.batches import by_name
 
     size = sized_len(dataset) or 0
     column: object = getattr(dataset, "labels", None)

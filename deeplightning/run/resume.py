@@ -128,10 +128,8 @@ def _resume_launch(cfg: Config) -> Resumption | None:
         return None
     from deeplightning.run.load import runs_of
 
-    def is_of_launch(path: Path) -> bool:
-        return bool(read_object(RunFolder(path).environment).get("launch") == here.launch)
-
-    folder = next(runs_of(cfg, is_of_launch), None)
+    ours = runs_of(cfg, lambda path: bool(read_object(RunFolder(path).environment).get("launch") == here.launch))
+    folder = next(ours, None)
     if folder is None and restarts() > 0:  # it may have ended before recording the launch
         nameless = runs_of(cfg, lambda path: not RunFolder(path).environment.exists())
         return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
@@ -170,7 +168,8 @@ def _resume_from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resu
     kept = list(_kept_settings(checkpoint, cfg))
     _apply_kept(cfg, kept)
     moved = (checkpoint.get("run") or {}).get("folder") != str(path.parent)
-    epochs = _completed_epochs(checkpoint)
+    seen = _value_at(checkpoint, ("loops", "fit_loop", "epoch_progress", "current", "processed"))
+    epochs = seen if isinstance(seen, int) else 0
     done = _reason_complete(epochs, checkpoint, cfg) if moved else ""
     if own_rank() != 0:
         return Resumption(path, complete=done, epochs=epochs, kept=kept)
@@ -256,12 +255,6 @@ def _value_at(tree: Any, path: Sequence[str]) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
-
-
-def _completed_epochs(checkpoint: Mapping[str, Any]) -> int:
-    """Return how many epochs a checkpoint has completed."""
-    found = _value_at(checkpoint, ("loops", "fit_loop", "epoch_progress", "current", "processed"))
-    return found if isinstance(found, int) else 0
 
 
 def _reason_complete(epochs: int, checkpoint: Mapping[str, Any], cfg: Config) -> str:
@@ -365,9 +358,12 @@ def _reason_inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
 
 def _step_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield the settings of a config that determine each step, by key."""
-    keys = ("accumulator_epoch", "accumulator_factor", "gradient_clip", "overfit")
+    keys = ["accumulator_epoch", "accumulator_factor", "gradient_clip", "limit_batches", "overfit"]
+    if "'auto'" in repr(settings.get("model", {}).get("scheduler")):  # it counts the steps of the whole training
+        keys += ["num_epochs", "max_steps"]
     train = {key: settings.get("train", {}).get(key) for key in keys}
-    sections = {"data": settings.get("data", {}), "model": settings.get("model", {}), "train": train}
+    engine = {k: settings.get("engine", {}).get(k) for k in ("channels_last", "matmul_precision", "sync_batchnorm")}
+    sections = {"data": settings.get("data", {}), "model": settings.get("model", {}), "train": train, "engine": engine}
     for section, values in sections.items():
         for key, value in values.items():
             if (section, key) not in (("data", "num_workers"), ("data", "root")):

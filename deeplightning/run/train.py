@@ -166,9 +166,6 @@ def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: object, resumed: R
     if cfg.train.num_epochs == 0:
         run_stage(trainer.validate, task, data, verbose=False)
         return
-    if resumed is not None and trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        # Lightning rejects a checkpoint of more epochs, even with nothing left to train.
-        trainer.fit_loop.max_epochs = max(trainer.max_epochs, resumed.epochs)
     run_stage(trainer.fit, task, data, ckpt_path=resumed.checkpoint if resumed else None)
 
 

@@ -215,16 +215,6 @@ class Opaque(Binding):
 UNBOUND = Opaque(-1, 0, None)
 
 
-@dataclass(frozen=True, eq=False)
-class Star:
-    """`from module import *`."""
-
-    order: int
-    line: int
-    module: str
-    certain: bool
-
-
 Names = dict[str, tuple[Binding, ...]]
 
 
@@ -233,6 +223,7 @@ class Scope:
     """The names of a module or class.
 
     Attributes:
+        stars: `from module import *`, as an import of the name `*`, and whether it is certainly reached.
         exported: the parts of `__all__`, with None for one that is unknown.
         patched: attributes that are assigned to a name, such as `("Model", "__init__")`.
         imports: modules that are certainly imported, with the line.
@@ -241,7 +232,7 @@ class Scope:
 
     module: Module
     names: Names = field(default_factory=dict)
-    stars: list[Star] = field(default_factory=list)
+    stars: list[tuple[Imported, bool]] = field(default_factory=list)
     exported: list[ast.expr | None] = field(default_factory=list)
     patched: set[tuple[str, str]] = field(default_factory=set)
     imports: list[tuple[str, int]] = field(default_factory=list)
@@ -259,6 +250,7 @@ class Scope:
             elif isinstance(inner, ast.comprehension):
                 reader.bind_opaque(inner.target, "is known only at run time")
         reader.run_body(node.body)
+        scope.names = reader.names
         return scope
 
     @cached_property
@@ -358,7 +350,7 @@ class _Reader:
         for alias in node.names:
             if alias.name == "*":
                 self.order += 1
-                self.scope.stars.append(Star(self.order, node.lineno, module, self.certain))
+                self.scope.stars.append((Imported(self.order, node.lineno, module, "*"), self.certain))
             else:
                 self.bind(alias.asname or alias.name, Imported, node.lineno, module, alias.name, self.is_tried)
 
@@ -402,12 +394,8 @@ class _Reader:
             else:  # the calls of a function that returns there use these names
                 self.scope.rebound |= self.names.keys() - before.keys()
         self.certain = was_certain
-        self.set_names(_merge_names(outcomes) if outcomes else before)
+        self.names = _merge_names(outcomes) if outcomes else before
         return bool(outcomes)
-
-    def set_names(self, names: Names) -> None:
-        self.names = names
-        self.scope.names = names
 
     def run_try(self, node: ast.Try | ast.TryStar) -> bool:
         """Interpret a `try`. Whether the modules that it imports exist is looked up when a name is resolved."""
@@ -423,7 +411,7 @@ class _Reader:
             if self.run_body(handler.body):
                 outcomes.append(self.names)
         self.certain = was_certain
-        self.set_names(_merge_names(outcomes) if outcomes else before)
+        self.names = _merge_names(outcomes) if outcomes else before
         return self.run_body(node.finalbody) and bool(outcomes)
 
 

@@ -10,13 +10,12 @@ same by importing, with the same error messages.
 import ast
 import builtins
 import contextlib
-import keyword
 import pkgutil
 import re
 from collections.abc import Iterator
 
 from deeplightning import own_code
-from deeplightning.faults import Missing, nearest, no_module, refuse_moved
+from deeplightning.faults import Missing, nearest, no_module, parts_of
 from deeplightning.signatures.bindings import Assigned, Broken
 from deeplightning.signatures.from_source import Signatures
 from deeplightning.signatures.names import Names, Texts
@@ -48,10 +47,7 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
             it needs is not installed.
         Undecided: only importing would show it.
     """
-    parts = name.split(".")
-    if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
-        raise ValueError(f"`{name}` is not a MODULE.NAME such as torch.optim.SGD.")
-    refuse_moved(name)
+    parts = parts_of(name)
     names = names or Names()
     try:
         symbol = _find(parts, names)

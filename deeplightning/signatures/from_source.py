@@ -30,7 +30,7 @@ from deeplightning.signatures.symbol import (
     positional_arguments,
     stdlib_path,
 )
-from deeplightning.signatures.uses import Call, is_name, uses_of
+from deeplightning.signatures.uses import is_name, uses_of
 
 _KNOWN_BASES = ("torch", "torchvision", "torchmetrics", "pytorch_lightning", "sklearn", "transformers")
 """Packages whose `__init_subclass__` does not change the constructors of subclasses."""
@@ -151,11 +151,11 @@ class FunctionReader:
         more: dict[str, Parameter] = {}
         first: list[Parameter] = []
         why = [uses.other and f"{self.node.name} {uses.other}"]  # other keywords cannot be checked
-        for call in uses.calls:
+        for call, certain in uses.calls:
             try:
-                taken, position = self.of_call(call, sure=len(uses.calls) == 1 and not uses.adds)
+                taken, position = self.of_call(call, sure=certain and len(uses.calls) == 1 and not uses.adds)
             except RESOLUTION_ERRORS as error:
-                why.append(f"`{ast.unparse(call.node.func)[:60]}`, which takes the rest, cannot be resolved: {error}")
+                why.append(f"`{ast.unparse(call.func)[:60]}`, which takes the rest, cannot be resolved: {error}")
                 continue
             why.append(taken.rest)
             for parameter in taken.parameters:
@@ -206,10 +206,10 @@ class FunctionReader:
             )
         ]
 
-    def of_call(self, call: Call, sure: bool) -> tuple[Signature, bool]:
+    def of_call(self, call: ast.Call, sure: bool) -> tuple[Signature, bool]:
         """Return what a call still takes by `**kwargs`, and whether it also receives our `*args`."""
-        taken = self.callee(call.node.func)
-        arguments = list(call.node.args)
+        taken = self.callee(call.func)
+        arguments = list(call.args)
         vararg = self.node.args.vararg
         open_end = False
         if arguments and isinstance(arguments[-1], ast.Starred) and vararg and is_name(arguments[-1].value, vararg.arg):
@@ -218,8 +218,8 @@ class FunctionReader:
         if any(isinstance(argument, ast.Starred) for argument in arguments):
             sure = False
         given = len([argument for argument in arguments if not isinstance(argument, ast.Starred)])
-        words = {word.arg for word in call.node.keywords if word.arg}
-        sure = sure and call.certain and sum(word.arg is None for word in call.node.keywords) == 1
+        words = {word.arg for word in call.keywords if word.arg}
+        sure = sure and sum(word.arg is None for word in call.keywords) == 1
         remaining = [p for p in taken.parameters if p.position][given:]
         remaining += [p for p in taken.parameters if not p.position]
         kept = [

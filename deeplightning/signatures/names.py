@@ -169,20 +169,20 @@ class Names:
         options = scope.names.get(name, (bindings.UNBOUND,))
         since = max(option.order for option in options)
         doubt = None
-        for star in reversed(scope.stars):
+        for star, certain in reversed(scope.stars):
             if star.order < since:
                 break
             try:
                 source = self.module(star.module)
             except ImportFails:
-                if star.certain:
+                if certain:
                     raise
                 source = None
             if source is None or source.is_compiled:
                 doubt = f"{star.module}, from which {scope.module.name} imports `*`, is not written in Python"
             elif source.may_bind(name) and (source.name, name) not in self.active and self.exports(source, name):
-                taken = Imported(star.order, star.line, star.module, name)
-                if star.certain:
+                taken = replace(star, name=name)
+                if certain:
                     return (taken,), None
                 options = (*options, taken)
         return options, doubt
@@ -236,7 +236,7 @@ class Names:
     def names_of(self, module: Module) -> list[str]:
         """Return the names in a module, for suggestions."""
         names = {n for n, options in module.scope.names.items() if not all(map(is_unbound, options))}
-        for star in module.scope.stars:
+        for star, _ in module.scope.stars:
             source, key = self.module(star.module), ("*", star.module)
             if source is not None and not source.is_compiled and source is not module and key not in self.active:
                 self.active.add(key)

@@ -14,19 +14,11 @@ _CONDITIONAL_NODES = (
 
 
 @dataclass
-class Call:
-    """A call that receives `**kwargs`."""
-
-    node: ast.Call
-    certain: bool
-
-
-@dataclass
 class Uses:
     """How a function uses a mapping that it is given.
 
     Attributes:
-        calls: calls that receive it as `**kwargs`.
+        calls: calls that receive it as `**kwargs`, and whether each certainly runs, once.
         words: literal keys that are read from it.
         passed: calls that receive it as a plain argument, with the position of the argument.
         refuses: whether remaining keys raise an error.
@@ -35,7 +27,7 @@ class Uses:
         other: any other use, as text for a message.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[tuple[ast.Call, bool]] = field(default_factory=list)
     words: set[str] = field(default_factory=set)
     passed: list[tuple[ast.Call, int]] = field(default_factory=list)
     refuses: bool = False
@@ -90,9 +82,9 @@ def _record_use(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> No
     place, above, call = path[-1], path[-2], path[-3] if len(path) > 2 else None
     match above:
         case ast.keyword(arg=None) if isinstance(call, ast.Call):
-            uses.calls.append(Call(call, certain and not any(isinstance(node, _CONDITIONAL_NODES) for node in path)))
+            uses.calls.append((call, certain and not any(isinstance(node, _CONDITIONAL_NODES) for node in path)))
         case ast.Dict() if isinstance(call, ast.keyword) and call.arg is None and _is_unpacked(place, above):
-            uses.calls.append(Call(path[-4], False))  # type: ignore[arg-type]
+            uses.calls.append((path[-4], False))  # type: ignore[arg-type]
         case ast.Call(func=ast.Name(id="len" | "bool" | "print" | "str" | "repr" | "isinstance")):
             pass
         case ast.Call() if place in above.args:

@@ -256,13 +256,10 @@ def _restore_buffers_and_rng(owner: nn.Module, device: torch.device) -> Iterator
             buffer.copy_(value)
 
 
-@contextmanager
-def _without_autocast_cache(kind: str) -> Iterator[None]:
+def _without_autocast_cache(kind: str) -> torch.autocast:
     """Keep the current autocast settings but disable its weight cache: a recording would use cached copies forever."""
-    with torch.autocast(
-        kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
-    ):
-        yield
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
 
 
 def _cause(error: BaseException) -> str:

@@ -308,10 +308,8 @@ class Supervised(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self._combines_batches = self.trainer.world_size > 1 or self.cfg.train.accumulator_factor > 1
-        if self.trainer.is_global_zero:
-            self._warn_about_losses()
-
-    def _warn_about_losses(self) -> None:
+        if not self.trainer.is_global_zero:
+            return
         for name, loss in self.losses.items():
             if getattr(loss, "reduction", None) == "sum":
                 log.warning(

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from tiny import digest
 
 MODULE = """\
@@ -140,7 +141,8 @@ class Data(pl.LightningDataModule):
         return loader(self.kind)
 
     def val_dataloader(self):
-        return [DataLoader(Samples(), 8) for _ in range(self.sets)] if self.sets else []
+        samples = Noisy() if self.kind == "own generators" else Samples()
+        return [DataLoader(samples, 8) for _ in range(self.sets)] if self.sets else []
 
 
 class Task(pl.LightningModule):
@@ -287,3 +289,17 @@ def test_a_sampler_without_a_length_trains_for_the_given_steps(train):
     """torch's Sampler has no `__len__`; the epoch has no end, and `max_steps` ends the run."""
     outcome = train("endless", "train.num_epochs=null", "train.max_steps=7")
     assert seen(outcome) == [index % 40 for index in range(56)]
+
+
+def test_generators_of_validation_data_continue_where_they_were(train):
+    """The metrics of a validation after a resume are those of an uninterrupted run."""
+
+    def values(epochs, *more, experiment):
+        keeps = ("data.module.params.sets=1", "train.checkpoint={monitor: val_loss, save_top_k: 9}")
+        done = train("own generators", *keeps, f"train.num_epochs={epochs}", *more, experiment=experiment)
+        kept = torch.load(done.folder / "last.ckpt", weights_only=True)["callbacks"]["Checkpoints"]["kept"]
+        return sorted((entry["epoch"], entry["value"]) for entry in kept)
+
+    expected = values(2, experiment="noisy")
+    values(1, experiment="noisy part")
+    assert values(2, "train.resume_ckpt=auto", experiment="noisy part") == expected

@@ -377,3 +377,22 @@ def test_a_launched_process_that_stands_still(launched, tracked):
 
 def folder(out):
     return Path(out.splitlines()[-1].removeprefix("Artifact storage path: "))
+
+
+KEPT = """\
+import os, sys, time
+from pathlib import Path
+from deeplightning.process.ranks import Ranks
+folder = Path(sys.argv[1])
+group = Ranks(0, folder)
+os.utime(folder, (0, 0))
+while folder.stat().st_mtime == 0:
+    time.sleep(0.1)
+print("kept", flush=True)
+os._exit(0)
+"""
+
+
+def test_the_folder_of_a_launch_does_not_age(tmp_path):
+    """A cleaner of /tmp would remove it, and the processes would end."""
+    assert python("-c", KEPT, tmp_path).stdout == "kept\n"

@@ -20,6 +20,7 @@ from conftest import digest
 from mlflow.tracking import MlflowClient
 from tiny import git
 
+from deeplightning.callbacks.provenance import Provenance
 from deeplightning.config.own_runs import note_own
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import reproduce
@@ -606,3 +607,14 @@ def test_weights_of_an_interrupted_run_are_not_compared_with_later_ones(tmp_path
     assert _weight_differences(*folders, said.append, False) == []
     assert said == ["the weights are not compared: last.ckpt: step 0 → 1"]
     assert _weight_differences(*folders, said.append, True) == ["last.ckpt: step 0 → 1"]
+
+
+def test_data_without_a_digest_are_named_in_the_log(tmp_path, caplog):
+    """A warning gives the number of files of which only the size is recorded."""
+    write(tmp_path, {"data/x.bin": "x"})
+    module, logger = SimpleNamespace(type="own.Data", params={}), SimpleNamespace(params={})
+    data = SimpleNamespace(root=str(tmp_path / "data"), dataset="D", module=module)
+    recorder = Provenance(SimpleNamespace(secrets=None, logger=logger, data=data), RunFolder(tmp_path))
+    recorder._stop_digest.set()
+    recorder._hash_data(None, [tmp_path / "data"])
+    assert "only the size of 1 files is recorded" in caplog.text

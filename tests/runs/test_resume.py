@@ -9,13 +9,17 @@ import json
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import yaml
 from conftest import digest, weights
+from torchmetrics.classification import MulticlassAUROC
 
 from deeplightning.callbacks.checkpoints import _convert_counters
+from deeplightning.callbacks.gathered import Gathered
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.run.resume import resumption
 from deeplightning.runfolder import RunFolder
@@ -115,12 +119,15 @@ def test_a_run_resumed_inside_an_epoch_ends_bit_for_bit_like_an_uninterrupted_on
 @pytest.mark.parametrize(
     "validating", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in a batch", "while it validates"]
 )
-def test_a_users_metrics_of_an_epoch_count_the_batches_before_a_resume(validating, train, interrupt, tracked):
+def test_a_users_metrics_of_an_epoch_count_the_batches_before_a_resume(validating, train, interrupt, tracked, tmp_path):
     """torchmetrics objects, a MetricCollection and `self.log` of a user's task end like in an uninterrupted run."""
     named = f"logger.params.experiment_name=measured-{validating}"
     settings = [*PLAIN, "model.module.type=own.Measured", "train.val_every_n_epoch=0.5", named]
     reference = train(*settings, f"{named}-reference")
     interrupt(settings, validating)
+    if validating:  # a second time, before any batch
+        (tmp_path / "until").unlink()
+        interrupt([*settings, "train.resume_ckpt=auto"], validating)
     resumed = train(*settings, "train.resume_ckpt=auto")
     values, expected = (tracked(run.folder).series() for run in (resumed, reference))
     assert {"train_acc", "train_f1", "train_mean", "train_loss_epoch", "train_most", "train_sum"} <= expected.keys()
@@ -371,8 +378,12 @@ BY_STEPS = ["train.max_steps=18", "train.checkpoint={every_n_epochs: null, every
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "parts"),
-    [(EPOCH, [BY_STEPS]), (PLATEAU, [BY_STEPS, ["train.num_epochs=2"], ["train.max_steps=14"]])],
-    ids=["epoch", "plateau"],
+    [
+        (EPOCH, [BY_STEPS]),
+        (PLATEAU, [BY_STEPS, ["train.num_epochs=2"], ["train.max_steps=14"]]),
+        (PLATEAU.replace("val_loss", "train_loss"), [["train.max_steps=17"]]),
+    ],
+    ids=["epoch", "plateau", "plateau of a metric of steps"],
 )
 def test_schedules_by_epoch_resume_from_any_checkpoint(scheduler, parts, train, tracked):
     """Resumed from the end or the inside of an epoch, a run has the rates and weights of an uninterrupted run."""
@@ -587,3 +598,55 @@ def test_processes_agree_that_a_run_named_through_a_link_is_done(job, tmp_path):
     (tmp_path / "link").symlink_to(done.folder)
     again = job(*settings, f"train.resume_ckpt='{tmp_path / 'link' / 'last.ckpt'}'")
     assert "nothing to do" in again.err + again.out
+
+
+def test_early_stopping_by_a_metric_of_steps_resumes_after_the_last_logged_step(train):
+    """Its value is of step 16; no step is logged between step 17, where the run resumes, and the epoch's end."""
+    settings = ["train.early_stop={metric: train_loss, patience: 9}", "train.num_epochs=3"]
+    part = train(*settings, "train.max_steps=17")
+    assert_same_weights(train(*settings, f"train.resume_ckpt='{part.folder}'"), train(*settings))
+
+
+def test_a_run_that_early_stopping_ended_in_its_first_epoch_is_done(train, tmp_path):
+    """Lightning counts epochs from 0, which is also its value for a training that was not stopped."""
+    settings = ["model.loss.type=own.NoNumber", "train.early_stop={metric: val_loss}", "train.num_epochs=4"]
+    settings += [f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.resume_ckpt=auto"]
+    done = train(*settings)
+    again = train(*settings)
+    assert again.folder == done.folder
+    assert "done       already" in again.out
+    assert torch.load(again.folder / "last.ckpt", weights_only=True)["global_step"] == 9
+
+
+def test_a_finished_run_with_averages_and_batch_norm_is_done(train, tmp_path):
+    """Lightning adds an epoch for batch norm; a resume does not add another one."""
+    swa = "{type: pytorch_lightning.callbacks.StochasticWeightAveraging, params: {swa_lrs: 0.01, swa_epoch_start: 1}}"
+    settings = [f"train.callbacks=[{swa}]", "model.network={type: own.Normed}", "train.num_epochs=2"]
+    settings += [f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.resume_ckpt=auto"]
+    before = (train(*settings).folder / "last.ckpt").read_bytes()
+    again = train(*settings)
+    assert "done       already" in again.out
+    assert (again.folder / "last.ckpt").read_bytes() == before
+
+
+def test_a_resume_that_changes_the_length_of_its_schedule_or_its_batches_says_so(train):
+    """The note names settings that change what is learned."""
+    cosine = "{type: torch.optim.lr_scheduler.CosineAnnealingLR, params: {T_max: auto}, call: {interval: step}}"
+    part = train(f"model.scheduler={cosine}", "train.num_epochs=1")
+    changed = ["train.num_epochs=2", "train.limit_batches={train: 5}", "engine.channels_last=true"]
+    resumed = train(f"model.scheduler={cosine}", *changed, f"train.resume_ckpt='{part.folder}'")
+    (note,) = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
+    assert "train.num_epochs 1 → 2" in note
+    assert "train.limit_batches" in note
+    assert "engine.channels_last False → True" in note
+
+
+def test_another_process_begins_with_empty_lists_of_the_same_form():
+    """Processes gather lists, and an empty one needs the dimensions and the type of the others."""
+    gathered, module = Gathered(), pl.LightningModule()
+    module.metric = MulticlassAUROC(3)
+    gathered.setup(SimpleNamespace(state=SimpleNamespace(fn="fit")), module, "fit")
+    gathered.load_state_dict({"metrics": {"metric": {"preds": torch.rand(4, 3), "target": torch.arange(4)}}})
+    gathered.on_train_start(SimpleNamespace(is_global_zero=False), module)
+    assert [value.shape for value in module.metric.preds] == [(0, 3)]
+    assert module.metric.target[0].dtype == torch.int64

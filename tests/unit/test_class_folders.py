@@ -94,3 +94,10 @@ def test_mean_and_deviation_of_each_channel(tmp_path):
     train = np.stack([np.load(tmp_path / name) for name in DIVIDED if name.startswith("train")])
     np.testing.assert_allclose(module.array_spec.mean, train.mean((0, 2)), rtol=1e-12)
     assert module.array_spec.std == pytest.approx((train[:, 0].std(), 1.0), rel=1e-12)
+
+
+def test_the_folder_that_each_ext4_disk_has_is_no_class(tmp_path):
+    """`lost+found` is at the top of a mounted volume."""
+    make(tmp_path, *(f"{name}/{n}.npy" for name in ("cat", "dog") for n in range(10)))
+    (tmp_path / "lost+found").mkdir()
+    assert signals(tmp_path).class_names == ["cat", "dog"]

@@ -499,3 +499,11 @@ def test_sizes_of_a_table_that_is_not_read_to_its_end_are_left_to_the_training(m
     network = written["model"]["network"]["params"]
     assert (network["cardinalities"], network["num_outputs"]) == ("auto", "auto")
     assert written["data"]["module"]["params"]["missing"] == "fill"
+
+
+def test_each_set_of_pictures_must_have_masks():
+    """Training reads every set, so pictures without masks are refused before it."""
+    masked("d/train/{}", np.eye(8))
+    picture("d/test/images/0.jpg", (9, 9, 9), (8, 8))
+    with pytest.raises(SetupError, match=r"d/test/images/0\.jpg: this picture has no mask"):
+        init(Path("new"), "segmentation", Path("d"))

@@ -240,3 +240,14 @@ def test_a_restarted_launch_leaves_a_run_alone_that_a_process_uses(tmp_path, mon
     assert (found.run_id, found.folder, found.checkpoint) == ("run", folder.path, None)
     assert folder.lock() is None
     found.lock.release()
+
+
+def test_torchrun_in_two_containers_is_two_launches():
+    """Host name and process id are the same in both; a restart keeps the name."""
+
+    def launch(agent, attempt):
+        file = f"/tmp/torchelastic_a/none_{agent}/attempt_{attempt}/1/error.json"
+        return identity(ALONE | {"TORCHELASTIC_ERROR_FILE": file}).launch
+
+    assert launch("x", 0) == launch("x", 1) != launch("y", 0)
+    assert "/" not in launch("x", 0)

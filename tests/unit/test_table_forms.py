@@ -132,6 +132,15 @@ FORMS = {
     # ---- files
     "commas": Form(text(), PLAIN, params={"delimiter": ",", "decimal": ".", "encoding": "utf-8"}),
     "tabs": Form(text(delimiter="\t"), PLAIN, notes=(r"delimiter '\t'",), params={"delimiter": "\t"}),
+    "a sign in each row": Form(
+        text(
+            header="note,area,rooms,town,kind",
+            change=lambda number, row: ["?", "?" if number == 7 else row[0], *row[1:]],
+        ),
+        {"note": "ignore"} | PLAIN,
+        notes=("ignored, with almost no values: note",),
+        params={"missing": "fill"},
+    ),
     "blanks": Form(text(delimiter=" "), PLAIN, params={"delimiter": " "}),
     "semicolons and commas in texts": Form(
         text(delimiter=";", change=put(2, lambda _, town: f"{town}, CH")), PLAIN, params={"delimiter": ";"}

@@ -22,8 +22,9 @@ def read(files: Sequence[Path], system: str) -> Entry:
         ConfigError: a file cannot be read, is not a mapping, or is in its own defaults list.
     """
     root = Entry({}, "")
+    overrides = {group: e for file in files if system == "hydra" for group, e in _group_overrides(file, ()).items()}
     for file in files:
-        root = merge(root, _compose(file, _group_overrides(file, ()), ()) if system == "hydra" else read_mapping(file))
+        root = merge(root, _compose(file, overrides, ()) if system == "hydra" else read_mapping(file))
     for section in [root, *(root.value.get(name) for name in SUBCOMMANDS)] if system == "lightning-cli" else []:
         items = section.value if section is not None and isinstance(section.value, dict) else {}
         for name in ("trainer", "model", "data", "optimizer", "lr_scheduler"):  # each may be in its own file
@@ -85,7 +86,8 @@ def _read_with_defaults(path: Path) -> tuple[Entry, list[tuple[str, Entry]]]:
     pairs = []
     for item in defaults.value if defaults is not None and isinstance(defaults.value, list) else []:
         for group, option in item.value.items() if isinstance(item.value, dict) else [("", item)]:
-            pairs += [(group, one) for one in (option.value if isinstance(option.value, list) else [option])]
+            is_split = isinstance(option.value, list) and "override" not in group.split()
+            pairs += [(group, one) for one in (option.value if is_split else [option])]
     return content, pairs
 
 
@@ -135,9 +137,10 @@ def _compose(path: Path, overrides: dict[str, Entry], trail: tuple[Path, ...], p
         group_of, _, at = name.partition("@")
         inside = f"{path.parent.relative_to(root)}/{group_of}".removeprefix("./").strip("/")
         full_group = group_of.lstrip("/") if group_of.startswith("/") else inside
-        file = _option_file(path, root, group, overrides.get(full_group, option) if name else option)
-        if file is not None:
-            relative = at or (group_of.lstrip("/") if group_of.startswith("/") else group_of).replace("/", ".")
-            below = ".".join(filter(None, ["" if group_of.startswith("/") else package, relative]))
-            composed = merge(composed, _compose(file, overrides, (*trail, path), below))
+        chosen = overrides.get(full_group, option) if name else option
+        relative = at or (group_of.lstrip("/") if group_of.startswith("/") else group_of).replace("/", ".")
+        below = ".".join(filter(None, ["" if group_of.startswith("/") else package, relative]))
+        for one in chosen.value if isinstance(chosen.value, list) else [chosen]:
+            if (file := _option_file(path, root, group, one)) is not None:
+                composed = merge(composed, _compose(file, overrides, (*trail, path), below))
     return composed if is_merged else merge(composed, content)

@@ -168,7 +168,8 @@ class Conversion:
             seed, stages = items.pop("seed_everything", None), ["train"]
         else:
             seed = items.pop("seed", None)
-            flags = {name: items.pop(name, None) for name in ("train", "test")}
+            sections = {name for name, e in items.items() if isinstance(e.value, dict)}
+            flags = {name: None if name in sections else items.pop(name, None) for name in ("train", "test")}
             stages = [name for name, e in flags.items() if (e is None and name == "train") or (e and e.value)]
         is_fixed = seed is not None and isinstance(seed.value, int) and not isinstance(seed.value, bool)
         self.put("seed", seed.value if seed is not None and is_fixed else None, seed or self.root)
@@ -177,9 +178,10 @@ class Conversion:
         arguments = dict(_arguments(trainer))
         if self.system == "hydra":
             for name in ("callbacks", "logger"):
-                if (section := items.pop(name, None)) is not None and isinstance(section.value, dict):
-                    several = {key: e for key, e in section.value.items() if isinstance(e.value, dict)}
-                    arguments[name] = section if _class_name(section) else Entry([*several.values()], section.place)
+                if (section := items.pop(name, None)) is not None and section.value is not None:
+                    is_group = isinstance(section.value, dict) and _class_name(section) is None
+                    several = [e for e in section.value.values() if _class_name(e)] if is_group else []
+                    arguments[name] = Entry(several, section.place) if is_group else section
         for name in ("data", "datamodule", "model"):
             if name in items:
                 self._module(name.removesuffix("module"), name, items.pop(name))

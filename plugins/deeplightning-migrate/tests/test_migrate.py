@@ -340,3 +340,48 @@ def test_a_checkpoint_without_a_monitor_and_a_link_from_nothing(here):
     (here / "main.py").write_text(SCRIPT.format(inside=inside, given="").replace("CLI(Model, Data)", "CLI()"))
     with pytest.raises(ConfigError, match=r"`data\.init_args\.size` has no value that can be read"):
         convert(f"{head}trainer: {{accelerator: cpu}}\n")
+
+
+def test_callbacks_of_hydra_may_be_a_list(here):
+    """None of them is lost, and an entry without a class is left out, as the template does."""
+    head = "trainer: {accelerator: cpu}\nmodel: {_target_: parts.Model}\ndata: {_target_: parts.Data}\n"
+    timer = '{_target_: lightning.pytorch.callbacks.Timer, duration: "00:01:00:00"}'
+    expected = [{"type": "pytorch_lightning.callbacks.Timer", "params": {"duration": "00:01:00:00"}}]
+    for callbacks in (f"[{timer}]", f"{{timer: {timer}}}"):
+        made = convert(f"{head}callbacks: {callbacks}\nlogger: {{wandb: {{group: mnist}}}}\n", system="hydra")
+        assert at(made, "train.callbacks") == expected
+
+
+def test_an_experiment_of_hydra_that_is_a_file_of_its_own_chooses_options(here):
+    """Its overrides apply to the defaults lists of the files before it."""
+    files = {
+        "data/a": "_target_: parts.Data\nsize: 1\n",
+        "data/b": "_target_: parts.Data\nsize: 2\n",
+        "experiment/e": "# @package _global_\ndefaults:\n  - override /data: b\nseed: 3\n",
+    }
+    for name, text in files.items():
+        path = Path(f"{name}.yaml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    text = "defaults: [{data: a}]\ntrainer: {accelerator: cpu}\nmodel: {_target_: parts.Model}\n"
+    made = convert(text, "experiment/e.yaml", system="hydra")
+    assert (at(made, "data.module.params.size"), at(made, "seed")) == (2, 3)
+
+
+def test_a_section_train_of_hydra_is_no_flag(here):
+    """It is refused like any section that only Python code reads."""
+    text = "trainer: {accelerator: cpu}\nmodel: {_target_: parts.Model}\ndata: {_target_: parts.Data}\n"
+    with pytest.raises(ConfigError, match="train: is not a section of Lightning"):
+        convert(f"{text}train: {{init_from: a.pt}}\n", system="hydra")
+    assert at(convert(f"{text}train: false\ntest: true\n", system="hydra"), "stages") == ["test"]
+
+
+def test_an_override_of_hydra_may_list_several_options(here):
+    """Each of them is composed, as in Hydra."""
+    Path("data").mkdir()
+    Path("data/a.yaml").write_text("_target_: parts.Data\n")
+    Path("data/b.yaml").write_text("size: 2\n")
+    base = "defaults: [{data: null}]\ntrainer: {accelerator: cpu}\nmodel: {_target_: parts.Model}\n"
+    Path("base.yaml").write_text(base)
+    made = convert("defaults: [base, {override /data: [a, b]}]\n", system="hydra")
+    assert at(made, "data.module") == {"type": "parts.Data", "params": {"size": 2}}

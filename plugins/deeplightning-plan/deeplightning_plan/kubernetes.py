@@ -44,6 +44,8 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
         ConfigError: the config has a launcher, or does not set the number of GPUs of a machine.
     """
     name = _label(name)
+    if re.match(r"sqlite:|file:|~", _store(cfg) or ""):
+        raise ConfigError(Fault("a volume needs a plain folder, such as mlruns", "logger.params.tracking_uri"))
     number = _gpus(cfg, gpus)
     settings: dict[str, Any] = cfg.public()
     settings["engine"] |= {"gpus": "auto" if number else None, "max_restarts": 0}
@@ -63,6 +65,8 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
         f"# Machines: {nodes}; on each {number} GPUs" if number else f"# Machines: {nodes}; no GPU",
         f"# The image contains Deep Lightning, and your code in {WORKING_DIRECTORY}.",
     ]
+    if settings["train"]["resume_ckpt"] == "auto":
+        lines.append("# A pod resumes the newest run of its experiment: give each job its own experiment_name.")
     if secrets:
         pairs = " ".join(f'--from-literal={variable}="${variable}"' for variable in secrets)
         lines.append(f"# Before: kubectl create secret generic {name}-environment {pairs}")
@@ -90,16 +94,14 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
             {"name": WAIT_VARIABLE, "value": str(_RENDEZVOUS_SECONDS)},
         ]
     cores = (gpus or engine.processes) * ((engine.threads or 1) + cfg.data.num_workers)
-    resources: dict[str, Any] = {"requests": {"cpu": str(cores)}}
-    if gpus:
-        resources["limits"] = {"nvidia.com/gpu": gpus}
+    limits = {"limits": {"nvidia.com/gpu": gpus}} if gpus else {}
     container = {
         "name": "train",
         "image": image,
         "workingDir": WORKING_DIRECTORY,
         "command": ["deeplightning", "train", _CONFIG],
         "env": environment,
-        "resources": resources,
+        "resources": {"requests": {"cpu": str(cores)}, **limits},
         "volumeMounts": mounts,
     }
     pod: dict[str, Any] = {
@@ -108,9 +110,8 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "containers": [container],
         "volumes": volumes,
+        **({"subdomain": name} if nodes > 1 else {}),
     }
-    if nodes > 1:
-        pod["subdomain"] = name
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},  # a drained node is not a failure
         # The config or a checkpoint is invalid: a retry would fail too.

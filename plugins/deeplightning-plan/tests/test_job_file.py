@@ -97,6 +97,8 @@ def test_what_the_environment_gave_goes_by_a_secret(planned):
         (["--format", "k8s", "--image", "x", "engine.gpus=auto"], 2, "--gpus, such as 8xH100"),
         (["--format", "k8s", "--image", "x", "engine.launcher.type=deeplightning.launch.Local"], 2, "engine.launcher"),
         (["--format", "k8s", "--image", "x", "train.num_epoch=3"], 2, "num_epochs"),
+        (["--format", "k8s", "--image", "x", "logger.params.tracking_uri='sqlite:////r/mlflow.db'"], 2, "plain folder"),
+        (["--format", "k8s", "--image", "x", "logger.params.tracking_uri='~/mlruns'"], 2, "plain folder"),
     ],
 )
 def test_what_cannot_be_planned_is_named(command, place, words, code, message):
@@ -146,3 +148,9 @@ def test_a_config_that_cannot_resume_gets_a_valid_job(planned, tmp_path, word):
     kinds, _ = planned(word)
     (tmp_path / "c.yaml").write_text(kinds["ConfigMap"]["data"]["config.yaml"])
     assert examine(tmp_path / "c.yaml").faults == []
+
+
+def test_the_file_says_what_a_pod_resumes(planned):
+    """`auto` selects by experiment, so two jobs need two."""
+    assert "give each job its own experiment_name" in planned()[1]
+    assert "give each job its own experiment_name" not in planned("train.seeds=3")[1]

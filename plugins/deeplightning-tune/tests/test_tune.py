@@ -669,6 +669,8 @@ def test_a_draw_writes_no_choice_for_each_earlier_trial(tmp_path, monkeypatch):
     drawn(tmp_path / "study.db", SAMPLERS["Random"], space, 30, reopened=False)
     tune = Tune(metric="loss", space=space, num_trials=36, sampler=Target(**yaml.safe_load(SAMPLERS["Random"])))
     study = Study(tmp_path / "study.db", tune, space_of(space), seed=3)
-    monkeypatch.setattr("deeplightning_tune.study.line", lambda value: calls.append(value) or line(value))
-    study.draw()
-    assert 0 < len(calls) < 50
+    for module in ("study", "space"):
+        monkeypatch.setattr(f"deeplightning_tune.{module}.line", lambda value: calls.append(value) or line(value))
+    drawn_now = study.draw().params
+    assert drawn_now not in [trial.params for trial in study.trials()[:-1]]
+    assert len(calls) < 50
