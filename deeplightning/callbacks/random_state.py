@@ -13,14 +13,19 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from pytorch_lightning.utilities.seed import isolate_rng
 from torch import distributed
 from torch.utils.data import IterableDataset
 
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature_check import Imported
 from deeplightning.faults import CheckpointError
-from deeplightning.private.lightning import before_batches, before_cycles, restart_epoch, training_loaders
+from deeplightning.private.lightning import (
+    before_batches,
+    before_cycles,
+    before_sanity_check,
+    restart_epoch,
+    training_loaders,
+)
 
 _MASK_64 = 2**64 - 1
 
@@ -191,11 +196,14 @@ class Generators(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the validation data before training and without affecting its numbers, like Lightning's sanity check."""
-        if trainer.enable_validation:
+
+        def load() -> None:
             trainer.validating = True  # it determines how loaders are split over processes
-            with isolate_rng():
-                trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
             trainer.training = True
+
+        if trainer.enable_validation:
+            before_sanity_check(trainer, load)
 
     def state_dict(self) -> dict[str, Any]:
         # Lightning calls no hook after a validation without batches.

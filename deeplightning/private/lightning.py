@@ -58,6 +58,18 @@ def resume_by_epochs(trainer: "pl.Trainer") -> None:
     loop._iteration_based_training = lambda: False
 
 
+def before_sanity_check(trainer: "pl.Trainer", do: Callable[[], None]) -> None:
+    """Call a function before Lightning's sanity check, after all hooks `on_fit_start`, without affecting the random
+    numbers of the training. If the name moves, it is not called."""
+    found: Any = trainer
+
+    def run_sanity_check() -> None:
+        do()
+        type(found)._run_sanity_check(found)
+
+    found._run_sanity_check = run_sanity_check
+
+
 def before_batches(
     trainer: "pl.Trainer", on_epoch: Callable[[Any], None], on_validation: Callable[[Any], None] = lambda _: None
 ) -> None:

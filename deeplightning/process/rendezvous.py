@@ -169,10 +169,16 @@ def _listen(address: str, port: int, world: int) -> Any:
     """Create the store of rank 0."""
     from torch.distributed import DistError, TCPStore
 
-    try:
-        socket.getaddrinfo(address, None)
-    except OSError as error:
-        raise SetupError(f"MASTER_ADDR={address}: cannot resolve this address: {error.strerror or error}") from error
+    until = time.monotonic() + (wait_seconds() if WAIT_VARIABLE in os.environ else 0)
+    while True:  # the name of a pod may be known later than the pod runs
+        try:
+            socket.getaddrinfo(address, None)
+            break
+        except OSError as error:
+            if time.monotonic() >= until:
+                message = f"MASTER_ADDR={address}: cannot resolve this address: {error.strerror or error}"
+                raise SetupError(message) from error
+            time.sleep(POLL_SECONDS)
     limit = timedelta(seconds=wait_seconds())
     try:
         return TCPStore(address, port, world, timeout=limit, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -340,3 +340,13 @@ def test_lazy_layers_get_their_shapes_from_the_first_batch(train, here):
     text = (here / "pairs.py").read_text()
     (here / "pairs.py").write_text(text.replace("nn.Linear(4, 8)", "nn.LazyLinear(8)"))
     assert RunFolder(train().folder).bundle_card.is_file()
+
+
+def test_validation_data_are_loaded_after_on_fit_start(train, here):
+    """As in Lightning, a module may prepare in `on_fit_start` what `val_dataloader` reads."""
+    text = (here / "pairs.py").read_text()
+    held = "def val_dataloader(self):\n        return DataLoader(self.held, 16)"
+    text = text.replace("val_dataloader = test_dataloader = train_dataloader", held)
+    hook = "    def on_fit_start(self):\n        self.trainer.datamodule.held = self.trainer.datamodule.set\n\n"
+    (here / "pairs.py").write_text(text.replace("    def forward(", f"{hook}    def forward("))
+    train("train.export=false")

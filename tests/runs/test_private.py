@@ -249,6 +249,29 @@ def test_an_epoch_begins_again():
     assert loader.sampler.epoch == 0
 
 
+def test_the_sanity_check_follows_all_hooks_and_draws_no_number_of_the_training():
+    """The trainer calls `_run_sanity_check` after `on_fit_start` of the module, and restores random numbers."""
+    drawn, seen = [], []
+
+    class Draws(pl.Callback):
+        def on_train_start(self, trainer, module):
+            drawn.append(torch.rand(1))
+
+    class Loads(Draws):
+        def on_fit_start(self, trainer, module):
+            lightning.before_sanity_check(trainer, lambda: seen.append(("ours", torch.rand(1))[0]))
+
+    class Module(Line):
+        def on_fit_start(self):
+            seen.append("module")
+
+    for callback in (Loads(), Draws()):
+        torch.manual_seed(3)
+        _fit(callback, Module())
+    assert seen == ["module", "ours", "module"]
+    assert drawn[0] == drawn[1]
+
+
 def test_a_loader_begins_again_inside_an_epoch():
     """Before the shorter of two loaders restarts, the function gets its number and that of the batch."""
     restarts = []

@@ -15,6 +15,7 @@ from commands import LIMIT_SECONDS, environment, free_port, python
 from conftest import OWN
 from killing import FAULT, GOES_WRONG, SLEEPS
 
+from deeplightning.process import rendezvous
 from deeplightning.process import shared_folder as folders
 from deeplightning.process.failure import Cause, first_cause, is_lost, record_cause
 from deeplightning.process.shared_folder import shared_folder
@@ -396,3 +397,17 @@ os._exit(0)
 def test_the_folder_of_a_launch_does_not_age(tmp_path):
     """A cleaner of /tmp would remove it, and the processes would end."""
     assert python("-c", KEPT, tmp_path).stdout == "kept\n"
+
+
+def test_the_name_of_rank_0_may_be_known_later(monkeypatch):
+    """With a waiting time, rank 0 waits for its own name as the others do."""
+    answers, real = iter([False, False]), socket.getaddrinfo
+
+    def resolve(*given, **options):
+        if next(answers, True):
+            return real("127.0.0.1", *given[1:], **options)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolve)
+    monkeypatch.setenv("DEEPLIGHTNING_MEET_SECONDS", "5")
+    assert rendezvous._listen("127.0.0.1", 0, 1).port > 0
