@@ -321,7 +321,8 @@ class TableSpec:
 
     def _code(self, column: Column, value: object) -> float:
         word = word_of(value)
-        if self.format.is_missing(word if isinstance(value, int | Decimal) else value):  # as in training
+        is_exact = isinstance(value, int | Decimal) and value == value  # not NaN
+        if self.format.is_missing(word if is_exact else value):  # as in training
             return self._missing_value(column)
         if not word:
             raise TableError(f"Column {column.name}: {_shown(value)} is neither a text nor a number.")

@@ -22,7 +22,7 @@ MAX_STRAY = 20
 """Maximum number of different words for a missing value in a column of numbers."""
 MIN_NUMBERS = 0.9
 """Minimum share of numbers among numbers and words, for the words to be missing values; signs always are."""
-SIGN = re.compile(r"\W*|[+-]?inf(inity)?|#[A-Z]+(/[A-Z0]+)?[!?]?", re.IGNORECASE)
+_SIGN = re.compile(r"\W*|[+-]?inf(inity)?|#[A-Z]+(/[A-Z0]+)?[!?]?", re.IGNORECASE)
 """A sign, such as ?, an infinite number, or a spreadsheet's error, such as #DIV/0!."""
 AMOUNT = re.compile(r"(?=.*[^\d., -])[(+-]?[^\W\d_]{0,4}\W{0,3}\d+(?:[.,' ]\d{3})*[.,]\d+\s?[^\W\d_]{0,4}\)?")
 """An amount that is not a plain number, such as CHF 12.50, ($1,200.00) or 3.5 kg."""
@@ -64,7 +64,7 @@ class Column:
 
     def is_number(self) -> bool:
         """Return whether the column is numeric, so that its words are missing values."""
-        words = sum(n for word, n in self.strays.items() if not SIGN.fullmatch(word))
+        words = sum(n for word, n in self.strays.items() if not _SIGN.fullmatch(word))
         enough = self.numbers >= max(MIN_NUMBERS * (self.numbers + words), self.filled / 2) > 0
         return len(self.strays) <= MAX_STRAY and enough and not self.has_codes
 

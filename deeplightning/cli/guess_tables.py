@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deeplightning.cli.guess import Columns, Guess, counted, some
-from deeplightning.cli.guess_columns import AMOUNT, DATE, GAPS, MAX_CLASSES, SIGN, Table, likely_target, table
+from deeplightning.cli.guess_columns import AMOUNT, DATE, GAPS, MAX_CLASSES, Table, likely_target, table
 from deeplightning.faults import SetupError
 from deeplightning.table_spec import TableFormat
 
@@ -81,8 +81,6 @@ def rows(data: Path, wanted: Columns) -> Guess:
     kinds[target] = "category" if classes else "number"
     reasons.pop(target, None)
     inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
-    if not inputs:
-        raise _too_few_columns(found, kinds)
     numbers = {name: found.columns[name] for name, kind in kinds.items() if kind == "number" or name == target}
     strays = {name: each.strays for name, each in numbers.items() if each.strays and each.is_number()}
     for name, between in strays.items():
@@ -91,6 +89,12 @@ def rows(data: Path, wanted: Columns) -> Guess:
             raise SetupError(f"{found.path}: {message}; leave such cells empty, or --ignore {name}")
     missing_words = [*GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
     form = replace(found.form, missing_words=tuple(missing_words))
+    for name in [name for name in inputs if kinds[name] == "category"]:
+        if all(map(form.is_missing, found.columns[name].values)):
+            kinds[name], reasons[name] = "ignore", "with almost no values"
+            inputs.remove(name)
+    if not inputs:
+        raise _too_few_columns(found, kinds)
     gaps = found.gaps(inputs, form)
     categories = [found.columns[name].values for name in inputs if kinds[name] == "category"]
     words = [sum(not form.is_missing(word) for word in values) + 1 for values in categories]
@@ -185,7 +189,6 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
         parts = {part.lower() for part in re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)}
         is_whole = column.is_whole and column.numbers == column.filled
         is_number = column.is_number() and not ("id" in parts and is_whole)
-        is_sign = column.different == 1 and not column.missing and all(map(SIGN.fullmatch, column.values))
         amounts = [word for word in column.strays if AMOUNT.fullmatch(word)]
         many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.read.size // 2))
         undated = "dates that are not written as 2024-02-29 or Feb-29-2024"
@@ -193,7 +196,7 @@ def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str
             "by --ignore": name in wanted.ignore,
             f"of type {column.type}": bool(column.type),
             "the sets of the rows, which data.module.params.split may name": column.names_sets(),
-            "with almost no values": column.filled < 3 or is_sign,  # a training set may have none; ? in each row
+            "with almost no values": column.filled < 3,  # a training set may have none of them
             "a row number": parts & _ID_NAMES and is_whole and column.different == column.filled,
             undated: column.has_dates and not column.is_number(),
             f"amounts such as {some(amounts[:1])}, not plain numbers": many and len(amounts) > len(column.strays) / 2,

@@ -135,7 +135,7 @@ FORMS = {
     "a sign in each row": Form(
         text(
             header="note,area,rooms,town,kind",
-            change=lambda number, row: ["?", "?" if number == 7 else row[0], *row[1:]],
+            change=lambda number, row: ["" if number % 3 else "?", "?" if number == 7 else row[0], *row[1:]],
         ),
         {"note": "ignore"} | PLAIN,
         notes=("ignored, with almost no values: note",),
@@ -663,6 +663,7 @@ def test_a_missing_word_is_compared_with_categories_as_text():
     params = {"train": "t.parquet", "target": "y", "missing": "fill", "missing_words": ["-999"]}
     spec = prepared({**params, "columns": {"x": "category", "n": "category"}}).table_spec
     assert [list(column.categories) for column in spec.columns] == [["-999.00", "1.00"], ["1"]]
+    assert spec.prepare({"x": Decimal("NaN"), "n": None}).tolist() == [0, 0]
     assert [(code > 0).tolist() for code in map(spec.prepare, rows.to_dict("records")[:2])] == [
         [True, False],
         [True] * 2,

@@ -41,10 +41,10 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
         gpus: of each machine; None: as many as the config requests.
 
     Raises:
-        ConfigError: the config has a launcher, or does not set the number of GPUs of a machine.
+        ConfigError: the config has a launcher, lacks the number of GPUs of a machine, or has a store without a volume.
     """
     name = _label(name)
-    if re.match(r"sqlite:|file:|~", _store(cfg) or ""):
+    if re.match(r"sqlite:|file:|~", _store(cfg) or os.environ.get(_STORE_VARIABLE, "")):
         raise ConfigError(Fault("a volume needs a plain folder, such as mlruns", "logger.params.tracking_uri"))
     number = _gpus(cfg, gpus)
     settings: dict[str, Any] = cfg.public()
@@ -138,9 +138,8 @@ def _volumes(cfg: Config, name: str) -> tuple[list[dict[str, Any]], list[dict[st
         {"name": "config", "mountPath": posixpath.dirname(_CONFIG), "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    for volume, path in {"runs": _store(cfg), "data": cfg.data.root}.items():
-        if path is None or is_address(path):
-            continue
+    paths = {"runs": _store(cfg), "data": cfg.data.root}
+    for volume, path in ((v, p) for v, p in paths.items() if p is not None and not is_address(p)):
         volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": volume}})
         mount = {"name": volume, "mountPath": posixpath.normpath(posixpath.join(WORKING_DIRECTORY, path))}
         mounts.append(mount | ({"readOnly": True} if volume == "data" else {}))
@@ -155,8 +154,7 @@ def _store(cfg: Config) -> str | None:
 
 def _gpus(cfg: Config, given: int | None) -> int:
     if cfg.engine.launcher is not None:
-        message = "the Kubernetes job starts the processes itself; set the launcher to null"
-        raise ConfigError(Fault(message, "engine.launcher"))
+        raise ConfigError(Fault("the job starts the processes itself; set the launcher to null", "engine.launcher"))
     found = cfg.engine.gpus or 0 if given is None else given
     if found == "auto":
         message = "auto counts the GPUs of this machine; set those of each machine with --gpus, such as 8xH100"

@@ -75,6 +75,8 @@ class _RateRamp(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         groups, defaults = trainer.optimizers[0].param_groups, trainer.optimizers[0].defaults
+        if any(group.get("lr") is None for group in groups):
+            raise ConfigError(Fault("this optimizer has no learning rate to search", "model.optimizer"))
         of_params = float(defaults.get("lr", groups[0]["lr"])) or 1.0
         self._ratios = [float(group["lr"]) / of_params or 1.0 for group in groups]
 

@@ -151,7 +151,7 @@ class Storage:
                 return None
             source, card = found
             folder = (self.root / card["inside"]).absolute()
-            if not re.fullmatch(r"runs/[^/.][^/]*|[^/.][^/]*/[^/.][^/]*/artifacts", str(card["inside"])):
+            if not re.fullmatch(r"runs/[^/.][^/]*|(?:[^/.][^/]*/){2,}artifacts", str(card["inside"])):
                 raise CheckpointError(f"{self.uri}: {source}/{CARD} leads out of {self.root}")
             for name, (size, changed) in card["files"].items():
                 target = folder / name
