@@ -71,6 +71,8 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
         RunError: the training failed.
         KeyboardInterrupt: it was interrupted.
     """
+    if (calls := sys.modules.get("deeplightning.tracking.user_calls")) is not None:
+        calls.UserCalls().take_over()  # the run of a trainer in this process, which the command would join
     with _command_arguments(config, overrides) as (words, environment):
         command = [sys.executable, "-P", "-m", "deeplightning", "train", *words]
         temporary = None if words[0] == str(config) else words[0]
@@ -280,7 +282,7 @@ def _command_arguments(
         source = compose(config, choices)  # the files that it builds on are relative to this directory
         overrides = [word for word in overrides if word not in choices]  # the merged file has no groups
         content, folders = plain(source.root, written=True), source.folders
-    roots = dict.fromkeys([*added_roots(), *map(str, folders)])
+    roots = dict.fromkeys([*map(str, folders), *added_roots()])  # the order of `load_config`
     with tempfile.TemporaryDirectory(prefix="deeplightning-") as folder:  # only its owner can enter it
         file = Path(folder) / "config.yaml"
         file.write_text(dump(content), encoding="utf-8")

@@ -64,18 +64,21 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     Raises:
         CheckpointError: there are no weights, or the run is foreign and its config names something not allowed.
     """
+    from pytorch_lightning.utilities.seed import isolate_rng
+
     from deeplightning.engine.checkpoint_reading import load_weights, read_checkpoint, restore_left_out
 
     cfg = load_run(folder, CPU_OVERRIDES, verb, allow=allow)
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
-    task = init_module(cfg, "model")
-    is_ours = hasattr(task, "arrives")  # ours build their network from the checkpoint
-    if not is_ours:  # Lightning's order
-        task.configure_model()
-    task.on_load_checkpoint(restore_left_out(checkpoint, task))
-    if is_ours:
-        task.configure_model()
+    with isolate_rng(include_cuda=False):  # the seed of the run does not affect the caller's random numbers
+        task = init_module(cfg, "model")
+        is_ours = hasattr(task, "arrives")  # ours build their network from the checkpoint
+        if not is_ours:  # Lightning's order
+            task.configure_model()
+        task.on_load_checkpoint(restore_left_out(checkpoint, task))
+        if is_ours:
+            task.configure_model()
     own, saved = task.state_dict(), checkpoint["state_dict"]
     for name in [name for name in saved if name.startswith("losses.") and name not in own]:  # of an omitted loss
         del saved[name]

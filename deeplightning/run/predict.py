@@ -6,6 +6,7 @@ C channels, H height, W width.
 
 import base64
 import csv
+import io
 import json
 import os
 import sys
@@ -228,8 +229,8 @@ def _pictures(into: Path, key: str) -> ToRow:
 def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]:
     """Yield the function that writes a row. The file replaces `out` when the block ends without an error."""
     if out is None:
-        if sys.stdout.encoding.lower() == "utf-8":  # elsewhere, what the encoding lacks stays an escape
-            sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # file names are bytes
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() == "utf-8":  # not in a notebook
+            sys.stdout.reconfigure(errors="surrogateescape")  # file names are bytes; other encodings keep escapes
         yield _table(sys.stdout)
         return
     temporary = out.with_name(f".{out.name}.{os.getpid()}")

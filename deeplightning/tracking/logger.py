@@ -236,7 +236,7 @@ class MLflowLogger(Logger):
         values: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                values[self._tracked_as(name)] = float(value)
+                values[self._tracked_as(name)] = float(value.item() if type(value).__module__ == "numpy" else value)
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
         if values:
@@ -573,7 +573,8 @@ class MLflowLogger(Logger):
         """End the run and write all points when the process ends without `finalize`."""
         if self._status is None or self._opener_pid != os.getpid():  # a forked child does not own the run
             return
-        error = getattr(sys, "last_value", None)  # set by the interpreter for an uncaught exception
+        # An uncaught exception, which at the prompt of an interpreter or notebook ends nothing.
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         if self._status != "RUNNING":
             self._open_sender().stop()
         elif error is None and self._previous_status is not None:

@@ -1,6 +1,9 @@
 """The Python API: `train` trains in a child process and returns a run with its files, metrics and predictions."""
 
 import io
+import json
+import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from served import wait_until
 from sklearn.datasets import load_digits
 
 import deeplightning as dl
+from deeplightning import own_code
 from deeplightning.api import _command_arguments
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
@@ -24,6 +28,7 @@ from deeplightning.faults import CheckpointError, ConfigError, RunError, UserErr
 from deeplightning.process.child import watch
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.user_calls import TrackedRun, UserCalls
 
 SCRIPT = """\
 import deeplightning as dl
@@ -213,3 +218,38 @@ def test_all_errors_of_a_config_are_raised():
     with pytest.raises(ConfigError) as caught:
         watch([sys.executable, "-c", code], {}, "nothing")
     assert len(caught.value.faults) == 201
+
+
+def test_a_training_does_not_join_the_run_of_a_trainer_in_this_process(config, monkeypatch):
+    """`trainer.fit` leaves MLflow's variables; a child would overwrite the checkpoints of that run."""
+    names = {"MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"}
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    calls, seen = UserCalls(), {}
+    calls.take_over()
+    calls.expect(TrackedRun("sqlite:////none/mlflow.db", "a" * 32, "0"))
+    assert "MLFLOW_RUN_ID" in os.environ
+    monkeypatch.setattr("deeplightning.api.watch", lambda *_: seen.update(os.environ))
+    with pytest.raises(RunError):  # no run folder is printed
+        dl.train(config)
+    assert not names & seen.keys()
+
+
+def test_loading_a_network_leaves_the_random_numbers_alone(run):
+    """The seed of a run does not affect the caller's random numbers."""
+
+    def numbers(call):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        call()
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    assert numbers(run.network) == numbers(lambda: None)
+
+
+def test_the_folders_of_a_config_come_before_those_of_an_earlier_one(config, monkeypatch):
+    """Modules of the same name are those that `load_config` finds."""
+    cfg = dl.load_config(config)
+    cfg.roots = ["/here", "/b", "/a"]
+    monkeypatch.setattr(own_code, "_added", ["/here", "/a"])
+    with _command_arguments(cfg, []) as (_, environment):
+        assert json.loads(environment[own_code.ROOTS]) == ["/here", "/b", "/a"]

@@ -327,3 +327,11 @@ def test_a_label_that_stdout_cannot_encode_is_escaped(monkeypatch):
         write({"predicted_label": "größe"})
     out.flush()
     assert b"gr\\xf6\\xdfe" in out.buffer.getvalue()
+
+
+def test_a_table_is_written_to_a_stdout_that_is_no_file(monkeypatch):
+    """As in a notebook, or under `contextlib.redirect_stdout`."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with predict._writer(None) as write:
+        write({"path": "a.png"})
+    assert sys.stdout.getvalue() == "path\r\na.png\r\n"

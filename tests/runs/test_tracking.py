@@ -1066,3 +1066,21 @@ def test_an_empty_run_id_requests_no_run(store, logger, monkeypatch):
     run_id, folder = logger.run_id, logger.artifact_folder
     monkeypatch.setenv("MLFLOW_RUN_ID", "")
     assert refusal(OURS, {"tracking_uri": str(store)}, run_id, folder) is None
+
+
+def test_arrays_of_one_element_are_tracked(logger):
+    """Arrays of any shape with one element are numbers; larger ones are left out with a warning."""
+    logger.log_metrics({"a": np.array([0.5]), "b": np.array([[2]]), "c": np.float32(3), "two": np.ones(2)}, 0)
+    logger.finalize("success")
+    assert run_of(logger).data.metrics == {"a": 0.5, "b": 2.0, "c": 3.0}
+
+
+def test_an_error_of_another_cell_does_not_fail_a_finished_run(logger, monkeypatch):
+    """A notebook keeps the last error of any cell, and its process continues."""
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    logger.log_metrics({"x": 2}, 1)
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+    monkeypatch.setattr(sys, "last_value", NameError("a typo"), raising=False)
+    logger._at_exit()
+    assert status(logger) == "FINISHED"
