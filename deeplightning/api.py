@@ -259,7 +259,7 @@ def _image_bytes(index: int, picture: object) -> bytes:
     file = io.BytesIO()
     if picture.mode in ("CMYK", "HSV", "YCbCr"):  # PNG has none of them; `ImageSpec` converts them in the same way
         picture = picture.convert("RGB")
-    picture.save(file, "PNG")
+    picture.save(file, "TIFF" if picture.mode in ("I", "F", "LAB") else "PNG")  # PNG has none of the three
     return file.getvalue()
 
 

@@ -22,8 +22,7 @@ def by_name(batch: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
     if not names:
         return None
     if names[0] in getattr(batch, "_fields", ()):
-        fields: Mapping[str, Any] = batch._asdict()
-        return fields
+        return batch._asdict()
     parts = [batch] if isinstance(batch, Tensor) else batch
     if isinstance(parts, tuple | list) and len(parts) <= len(names) and all(isinstance(p, Tensor) for p in parts):
         return dict(zip(names, parts, strict=False))

@@ -260,20 +260,14 @@ class ImageSpec:
         return image.resize(goal, resample, box=(left, top, right, bottom))
 
 
-def _silence_libtiff() -> None:
-    """Silence the messages that decoding TIFF prints to standard error: a file of 12 kB caused 2,000.
-
-    This concerns libtiff, through its public interface, and Pillow's TIFF logger; other decoders print nothing (Pillow
-    13, November 2026). If Pillow is linked differently, libtiff still prints.
-    """
-    logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)
-    with contextlib.suppress(AttributeError, OSError):
-        library = ctypes.CDLL(Image.core.__file__)  # also finds symbols of the libraries that it is linked with
-        library.TIFFSetWarningHandler(None)
-        library.TIFFSetErrorHandler(None)
-
-
-_silence_libtiff()
+# Silence the messages that decoding TIFF prints to standard error: a file of 12 kB caused 2,000. This concerns libtiff,
+# through its public interface, and Pillow's TIFF logger; other decoders print nothing (Pillow 13, November 2026). If
+# Pillow is linked differently, libtiff still prints.
+logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)
+with contextlib.suppress(AttributeError, OSError):
+    _library = ctypes.CDLL(Image.core.__file__)  # also finds symbols of the libraries that it is linked with
+    _library.TIFFSetWarningHandler(None)
+    _library.TIFFSetErrorHandler(None)
 
 
 def _silence_pillow() -> None:

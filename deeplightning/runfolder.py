@@ -272,14 +272,8 @@ _locks: set[FolderLock] = set()
 _PARTIAL_NAME = re.compile(r"\..+\.(\d+|partial)")
 _KEPT_NAME = re.compile(r"epoch=\d+-step=(\d+)\.ckpt")
 
-
-def _release_all() -> None:
-    for lock in list(_locks):
-        lock.release()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_all)
+    os.register_at_fork(after_in_child=lambda: [*map(FolderLock.release, [*_locks])])
 
 
 def _stage_prefix(stage: str) -> str:

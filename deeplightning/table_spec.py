@@ -310,7 +310,7 @@ class TableSpec:
         except ValueError:
             written = ", nor a date such as 2024-02-29" * isinstance(value, str)
             raise TableError(f"Column {column.name}: {_shown(value)} is not a number{written}.") from None
-        if math.isnan(found):
+        if self.format.is_missing(found):  # -999.0 as text, too, if -999 stands for a missing value
             return self._missing_value(column)
         if math.isinf(found):
             raise TableError(f"Column {column.name}: {_shown(value)} is not a finite number.")

@@ -96,7 +96,9 @@ def run_callbacks(cfg: Config) -> list[pl.Callback]:
     callbacks += [find(f"deeplightning.callbacks.{name}")(*given) for wanted, name, given in optional if wanted]
     if train.early_stop is not None:
         stop = train.early_stop  # its mode is null if the run does not train
-        callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode or "min"))
+        at_end = (stop.metric.startswith("train") and stop.metric.endswith("_epoch")) or None  # else as in Lightning
+        more: dict[str, Any] = {"mode": stop.mode or "min", "check_on_train_epoch_end": at_end}
+        callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, **more))
     callbacks += [build(target) for target in train.callbacks]
     if TRIAL in os.environ:  # after the user's callbacks, whose metrics it reports
         from deeplightning.callbacks.trial import Trial

@@ -183,7 +183,8 @@ class Checkpoints(LightningCheckpoint):
             _call_early(pl_module, "on_validation_end")
             if trainer.should_stop and not between_steps(trainer):  # set after the hook of the batch
                 trainer.should_stop, self._stop_is_due = False, True
-            self._keep_if_best(trainer)
+            if self._is_step_metric or not self._is_train_metric:  # the mean over an epoch is known at its end
+                self._keep_if_best(trainer)
             if (self._last_is_due or (trainer.should_stop and _is_validated(trainer))) and between_steps(trainer):
                 self._save_last(trainer)
 
@@ -233,7 +234,7 @@ class Checkpoints(LightningCheckpoint):
         followers: list[Any] = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
         names = [name for each in followers if isinstance(name := getattr(each, "monitor", None), str)]
         metrics = trainer.callback_metrics
-        checkpoint["monitored"] = {name: metrics[name].detach().cpu() for name in names if name in metrics}
+        checkpoint["monitored"] = {n: torch.as_tensor(metrics[n]).detach().cpu() for n in names if n in metrics}
         ours = {key: checkpoint[key] for key in ("plateaus", "validating", "monitored") if key in checkpoint}
         vars(trainer).setdefault("own_entries", {}).update(ours)
 
@@ -260,7 +261,8 @@ class Checkpoints(LightningCheckpoint):
             if isinstance(callback, EarlyStopping) and state and trainer.state.fn == "fit":
                 by_patience = state["wait_count"] >= state["patience"]
                 state["patience"] = callback.patience  # the config's, which may have changed
-                by_more = (state["stopped_epoch"] > 0 or state.get("stopping_reason", 0) > 0) and not by_patience
+                reason = state.get("stopping_reason", int(state["stopped_epoch"] > 0))  # it stays 3, for patience
+                by_more = reason not in (0, 3) and not by_patience
                 trainer.should_stop |= by_more or state["wait_count"] >= callback.patience
 
     def save_now(self, trainer: Trainer) -> None:

@@ -173,8 +173,8 @@ def build_network(trainer: Trainer, task: LightningModule, stage: str) -> None:
 
 
 class Generators(Callback):
-    """Save and restore the generator states of Python, NumPy and torch of each process, and those of the generators of
-    training loaders, their samplers and data sets.
+    """Save and restore the generator states of Python, NumPy and torch of each process, and those in the loaders for
+    training and validation, their samplers and data sets.
 
     The numbers are thus those of `seed_everything` and `Trainer.fit`, and a resumed run draws the same as an
     uninterrupted one, whatever hooks draw before its first batch. Inside an epoch it iterates from the states before

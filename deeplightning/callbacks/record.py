@@ -122,7 +122,8 @@ class Record(Callback):
         self.open(trainer)
         self.has_learned = True
         if trainer.is_global_zero and not self.cfg.train.fast:  # a bundle of earlier weights; `serve` exports anew
-            shutil.rmtree(self.folder.bundle, ignore_errors=True)
+            for former in (self.folder.bundle, self.folder.model):
+                shutil.rmtree(former, ignore_errors=True)
         is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # on its machine
         if is_first and not self.folder.config.exists() and not hooks_here().copies_files:
             say(
@@ -330,6 +331,8 @@ class Record(Callback):
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         self._user_calls.end("KILLED" if stopped else "FAILED")
         if self._folder is None:
+            if stopped:  # before Lightning says `failed`: a run that is just being opened
+                end(self.loggers, "killed", type(error).__name__, others=False)
             return
         reason = self.cfg.redact_message(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         if not self._failed:

@@ -61,11 +61,12 @@ class StartWeights(Callback):
         raise CheckpointError(Fault(f"{folder.path}: there are no weights in this folder", "model.init_from"))
 
     def _load(self, trainer: Trainer) -> None:
-        weights, self._weights = self._weights, {}
+        module, weights, self._weights = trainer.lightning_module, self._weights, {}
         if not weights:
             return
-        module = trainer.lightning_module
-        ours = whole_shapes(module)
+        settings = {name for name, _ in module.named_buffers() if name.startswith("losses.")}  # such as class weights
+        weights = {name: tensor for name, tensor in weights.items() if name not in settings}
+        ours = {name: tensor for name, tensor in whole_shapes(module).items() if name not in settings}
         prefixes = ["", *(f"{name}." for name, _ in module.named_children())]
         prefix = max(prefixes, key=lambda start: sum(start + name in ours for name in weights))
         found = {prefix + name: tensor for name, tensor in weights.items()}

@@ -38,8 +38,12 @@ def full_name(role: str, name: str) -> str | None:
     from deeplightning.signatures.names import Names
     from deeplightning.signatures.signature import Undecided
 
-    names, found, misspelt = Names(), dict[str, str](), ""
-    for module in _modules(role):
+    names, found, misspelt, modules = Names(), dict[str, str](), "", list[str]()
+    for module in MODULES.get(role, ()):
+        package = module.removesuffix(".*")
+        inside = pkgutil.iter_modules([str(_PACKAGE / package.rpartition(".")[2])])
+        modules += [module] if package == module else [f"{package}.{inner.name}" for inner in inside]
+    for module in modules:
         try:
             meaning = definition.look_up(f"{module}.{name}", names)
         except (Missing, Undecided):  # the package is not installed, or only importing would show it
@@ -69,12 +73,3 @@ def full_name(role: str, name: str) -> str | None:
     if not found and misspelt and (other_tools.class_of(role, name) is None or name != name.lower()):
         raise ValueError(misspelt)
     return next(iter(found.values()), None)
-
-
-def _modules(role: str) -> list[str]:
-    found = []
-    for module in MODULES.get(role, ()):
-        package = module.removesuffix(".*")
-        inside = pkgutil.iter_modules([str(_PACKAGE / package.rpartition(".")[2])])
-        found += [module] if package == module else [f"{package}.{inner.name}" for inner in inside]
-    return found

@@ -313,7 +313,7 @@ class Pictures:
         if isinstance(getattr(samples, "items", None), np.ndarray):
             pixels = samples.items[positions]  # type: ignore[call-overload]
             pixels = pixels if pixels.ndim == 4 else pixels[..., None]  # (B, H', W', C')
-            if pixels.shape[1:] == (spec.height, spec.width, spec.channels):
+            if pixels.dtype == np.uint8 and pixels.shape[1:] == (spec.height, spec.width, spec.channels):
                 return {"image": torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))}
         # Channels first in memory too; otherwise convolutions would round differently than for a set in memory.
         images = np.empty((len(positions), spec.channels, spec.height, spec.width), dtype=np.uint8)

@@ -350,7 +350,8 @@ class Moments:
     @property
     def std(self) -> Any:
         """Standard deviation, float64, a number or (T,)."""
-        return np.sqrt(self._squares / self.count)
+        found = np.sqrt(self._squares / self.count)
+        return np.where(found < np.abs(self.mean) * 2e-15, 0.0, found)  # of a constant up to rounding; NaN stays
 
 
 class ColumnData(SplitData):

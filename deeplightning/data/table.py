@@ -5,6 +5,7 @@
 N rows, F columns that the network takes, T columns that it predicts.
 """
 
+import calendar
 import json
 import logging
 import math
@@ -32,8 +33,11 @@ log = logging.getLogger("deeplightning.data")
 
 KINDS = ("number", "category", "ignore")
 
-_YEAR_NOT_FIRST = re.compile(r"(?!\d{4})(\d\d?([-/.])\d\d?\2\d\d|.*\b(19|20)\d\d\b)")
-"""Matches times such as 31.12.2019, 12/31/19 or Jan 2020."""
+_MONTHS = "|".join(filter(None, [*calendar.month_name, *calendar.month_abbr]))
+_YEAR_NOT_FIRST = re.compile(
+    rf"(?!\d{{4}})(\d\d?([-/.])\d\d?\2\d\d|.*\b(19|20)\d\d\b)|.*(?<![a-z])({_MONTHS})(?![a-z])", re.IGNORECASE
+)
+"""Matches times such as 31.12.2019, 12/31/19, Jan-20 or 2020-Jan-31."""
 
 MAX_CATEGORIES = 1000
 """Most distinct words of a text column that is a category by default; `columns` in the config allows more."""
@@ -255,8 +259,9 @@ class TableData(ColumnData):
                 has_counts = len(wrong) < len(values.words) and len(texts) == 1
                 if wrong and not has_counts:
                     raise DataError(
-                        f"{self._describe()}, column {self.divider}: {wrong[0]!r:.60} does not begin with its year, "
-                        "so it cannot be sorted. data.module.params.time needs numbers, or dates such as 2024-02-29."
+                        f"{self._describe()}, column {self.divider}: {wrong[0]!r:.60} names its month or does not "
+                        "begin with its year, so it cannot be sorted. data.module.params.time needs numbers, or dates "
+                        "such as 2024-02-29."
                     )
                 ranks = {word: rank for rank, word in enumerate(sorted(values.words, key=_time_key))}
                 keys = np.array([*map(ranks.__getitem__, values.words), -1])[values.indices]

@@ -178,11 +178,12 @@ class TableFile:
                 texts = pc.cast(column, pa.string())
                 is_float = pa.types.is_floating(column.type)  # Arrow writes the whole number 1e12 as 1e+12
                 return _words(pc.cast(texts, pa.float64()) if is_float else texts, self.form)
-            if not is_text:
+            if is_text:
+                numbers = _numbers(column, self.form)
+            else:
                 numbers = pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
-                gaps = [float(word) for word in self.form.missing_words if is_number(word)]  # such as inf or -999
-                return np.where(np.isin(numbers, gaps), np.nan, numbers)
-            return _numbers(column, self.form)
+            gaps = [float(word) for word in self.form.missing_words if is_number(word)]  # such as inf or -999
+            return np.where(np.isin(numbers, gaps), np.nan, numbers)
         except pa.ArrowException as error:
             wanted = "numbers" if kind == "number" else "words"
             raise DataError(

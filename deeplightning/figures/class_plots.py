@@ -237,8 +237,7 @@ def overlay(pictures: np.ndarray, classes: np.ndarray) -> np.ndarray:
     colours = np.array(CLASS_COLOURS, np.float64)[np.maximum(classes, 0) % len(CLASS_COLOURS)]
     colours[classes < 0] = 255
     opacity = np.where(classes < 0, 0.85, OPACITY)[..., None]
-    found: np.ndarray = np.rint(opacity * colours + (1 - opacity) * pictures).astype(np.uint8)
-    return found
+    return np.rint(opacity * colours + (1 - opacity) * pictures).astype(np.uint8)
 
 
 def overlays(

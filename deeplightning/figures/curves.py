@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -74,7 +74,12 @@ def _draw(chart: Chart, best: int | None) -> "Figure":
         colour = _COLOUR.get(stage, style.PURPLE)
         axes.plot(steps, values, color=colour, label=_STAGE_NAME.get(stage), marker=marker, markersize=2.5)
     axes.set_title(style.label(chart.name, 40))
-    _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
+    heights = [value for points in chart.curves.values() for _, value in points]
+    # A logarithmic scale for a loss that spans more than two decades
+    if heights and chart.name.endswith("loss") and min(heights) > 0 and max(heights) / min(heights) > 200:
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("step")
     validated = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
     if validated:  # a checkpoint counts completed steps, a series starts at 0
@@ -83,14 +88,6 @@ def _draw(chart: Chart, best: int | None) -> "Figure":
         axes.legend(loc="best", handlelength=1.4)
     style.lines(axes)
     return made
-
-
-def _scale(axes: Any, name: str, values: Sequence[float]) -> None:
-    """Set a logarithmic scale for a loss that spans more than two decades."""
-    if values and name.endswith("loss") and min(values) > 0 and max(values) / min(values) > 200:
-        axes.set_yscale("log")
-        axes.minorticks_off()
-        axes.yaxis.set_major_formatter("{x:g}")
 
 
 MAX_DOTS = 3000

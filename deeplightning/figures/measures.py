@@ -32,8 +32,7 @@ def from_counts(right: np.ndarray, predicted: np.ndarray, true: np.ndarray) -> P
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.where(whole > 0, part / np.maximum(whole, 1), 0.0)
-    return found
+    return np.where(whole > 0, part / np.maximum(whole, 1), 0.0)
 
 
 class Reliability(NamedTuple):

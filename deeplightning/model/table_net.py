@@ -50,13 +50,12 @@ class TableNet(nn.Module):
             raise ValueError("num_numbers and depth must be at least 0, and there must be a column")
         self.num_numbers, self.members = num_numbers, members
         sizes = [min(embedding, (cardinality + 1) // 2) for cardinality in cardinalities]
-        self.embeddings = nn.ModuleList(
-            nn.Embedding(cardinality, size) for cardinality, size in zip(cardinalities, sizes, strict=True)
-        )
+        embeddings = [nn.Embedding(*each) for each in zip(cardinalities, sizes, strict=True)]
+        self.embeddings = nn.ModuleList(embeddings)
         inputs = num_numbers + sum(sizes)
         self.linear = nn.Linear(inputs, num_outputs)
-        for parameter in self.linear.parameters():
-            nn.init.zeros_(parameter)
+        for values in (*self.linear.parameters(), *(each.weight.data[:1] for each in embeddings)):
+            nn.init.zeros_(values)  # code 0, which no training row may have, begins without effect
         self.factors = nn.Parameter(1 + torch.randn(members, inputs) * (members > 1))
         self.hidden = nn.Sequential(
             nn.Linear(inputs, width), *(_Block(width, dropout) for _ in range(depth)), nn.LayerNorm(width), nn.ReLU()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -359,9 +360,12 @@ def _reason_inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
 def _step_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield the settings of a config that determine each step, by key."""
     keys = ["accumulator_epoch", "accumulator_factor", "gradient_clip", "limit_batches", "overfit"]
-    if "'auto'" in repr(settings.get("model", {}).get("scheduler")):  # it counts the steps of the whole training
+    schedule = repr(settings.get("model", {}).get("scheduler"))
+    if re.search(r"'auto'|'warmup': (?!0(\.0)?[,}])", schedule):  # they count the steps of the whole training
         keys += ["num_epochs", "max_steps"]
     train = {key: settings.get("train", {}).get(key) for key in keys}
+    limits = (train["limit_batches"] or {}).items()  # 1.0: all; 1: one batch
+    train["limit_batches"] = {name: limit for name, limit in limits if name != "test" and repr(limit) != "1.0"} or None
     engine = {k: settings.get("engine", {}).get(k) for k in ("channels_last", "matmul_precision", "sync_batchnorm")}
     sections = {"data": settings.get("data", {}), "model": settings.get("model", {}), "train": train, "engine": engine}
     for section, values in sections.items():

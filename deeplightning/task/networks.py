@@ -165,6 +165,13 @@ def output_error(network: str, outputs: object, wanted: str) -> MisfitError:
     return MisfitError(message, "model.network")
 
 
+def check_trained_names(names: list[str], trained: list[str]) -> None:
+    """Raise MisfitError if a checkpoint was trained with other classes than those of the data, if both have names."""
+    if names and trained not in (names, [str(number) for number in range(len(trained))]):
+        message = f"the checkpoint was trained with the classes {', '.join(trained)[:200]}, not those of the data"
+        raise MisfitError(message, "data.module")
+
+
 def check_output_count(outputs: Tensor, names: list[str], what: str, per: str = "") -> None:
     """Raise MisfitError unless there is one output (B, K, …) for each name; without names any number is accepted."""
     if names and outputs.shape[1] != len(names):

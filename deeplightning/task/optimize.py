@@ -109,6 +109,9 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     groups = list(_groups(network, target.groups, key))
     optimizer: torch.optim.Optimizer = build(target, groups, **_fused_argument(network, target, key, trainer, fused))
+    has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if has_scaler and any(group.get("fused") for group in optimizer.param_groups):
+        raise MisfitError(f"{key}: `fused` with precision 16 would clip scaled gradients; remove it, or set bf16")
     if "fused" in getattr(optimizer, "defaults", {}):
         optimizer.register_load_state_dict_pre_hook(_keep_kernel)
     for group in target.groups:
@@ -163,7 +166,11 @@ def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dic
 
 
 def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: pl.Trainer) -> object:
+    rates = {str(group.get("lr")) for group in optimizer.param_groups}
     built = build(target, optimizer, **_auto_numbers(target, trainer, key))
+    if len(rates) > len({str(group.get("initial_lr", group.get("lr"))) for group in optimizer.param_groups}):
+        message = f"{target.type} replaces the `lr` of the optimizer's groups; give a list with a rate for each group"
+        raise MisfitError(f"{key}.params: {message}")
     if target.call.monitor is None and isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise MisfitError(f"{key}.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss")
     return built
@@ -200,6 +207,9 @@ def _auto_numbers(target: Any, trainer: pl.Trainer, key: str) -> dict[str, objec
     if not requested:
         return {}
     epochs, length = trainer.max_epochs or 1, trainer.estimated_stepping_batches
+    steps = trainer.num_training_batches / trainer.accumulate_grad_batches  # of an epoch; infinite if unknown
+    if 0 < trainer.max_steps <= length and math.isfinite(steps):
+        epochs = min(epochs, math.ceil(length / math.ceil(steps)))
     kind, limit = target.call.interval, "train.max_steps"
     if kind == "epoch":
         length, limit = epochs if epochs > 0 else math.inf, f"train.num_epochs, or {key}.call.interval=step"

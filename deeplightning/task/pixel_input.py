@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deeplightning.batches import class_names_of
 from deeplightning.config.part_config import PartConfig
 from deeplightning.image_spec import MODES, ImageSpec
-from deeplightning.task.networks import MisfitError, try_network
+from deeplightning.task.networks import MisfitError, check_trained_names, try_network
 from deeplightning.task.supervised import Supervised
 
 
@@ -123,9 +123,8 @@ class ImageTask(Supervised):
         if self.image_spec is None:
             self._set_spec(ImageSpec.from_dict(saved["image_spec"]), saved["class_names"])
             self._inferred = self.image_spec
-        elif self.class_names and (was := saved["class_names"]) not in (self.class_names, [*map(str, range(len(was)))]):
-            known = f"the checkpoint was trained with the classes {', '.join(was)[:200]}, not those of the data"
-            raise MisfitError(known, "data.module")
+        else:
+            check_trained_names(self.class_names, saved["class_names"])
 
 
 def _plain_spec(images: Tensor) -> ImageSpec | None:

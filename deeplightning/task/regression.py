@@ -175,11 +175,10 @@ class Regression(RowTask):
 
     def arrives(self, saved: dict[str, Any]) -> None:
         super().arrives(saved)
-        if not self.target_names:
-            self.target_names = saved["names"]
-            device = self.target_mean.device  # checkpoints are loaded when the task is already on its device
-            self._set_scale(saved["mean"], saved["std"])
-            self.target_mean, self.target_std = self.target_mean.to(device), self.target_std.to(device)
+        self.target_names = self.target_names or saved["names"]
+        device = self.target_mean.device  # checkpoints are loaded when the task is already on its device
+        self._set_scale(saved["mean"], saved["std"])  # that of the weights, whatever the data are now
+        self.target_mean, self.target_std = self.target_mean.to(device), self.target_std.to(device)
         self.half_widths = saved["half_widths"]
 
     # ---- export

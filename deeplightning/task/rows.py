@@ -13,7 +13,7 @@ from deeplightning.array_spec import ArraySpec
 from deeplightning.config.part_config import PartConfig
 from deeplightning.kinds import row_spec
 from deeplightning.table_spec import TableSpec
-from deeplightning.task.networks import MisfitError, try_network
+from deeplightning.task.networks import MisfitError, check_trained_names, try_network
 from deeplightning.task.supervised import Supervised
 
 
@@ -98,7 +98,8 @@ class RowTask(Supervised):
                 "data.module",
             )
         if self.gives != "regression":
-            self.class_names = self.class_names or saved.get("class_names", [])
+            check_trained_names(self.class_names, trained := saved.get("class_names", []))
+            self.class_names = self.class_names or trained
 
 
 class Scaled(nn.Module):

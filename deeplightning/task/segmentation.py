@@ -50,8 +50,11 @@ class Segmentation(ImageTask):
         self._num_classes = 0  # outputs of the network per pixel
 
     def truth(self, batch: Batch) -> Tensor:
-        mask = self.column(batch, "mask").long()
-        return mask.masked_fill_(mask == NO_CLASS, IGNORED)
+        mask = self.column(batch, "mask")
+        if mask.is_floating_point():
+            message = f"the masks are {mask.dtype}, not whole numbers; torchvision's ToTensor, for one, divides by 255"
+            raise LabelError(message, "data.module")
+        return mask.long().masked_fill(mask == NO_CLASS, IGNORED)
 
     def default_metrics(self) -> dict[str, object]:
         return {"iou": IoU(), "acc": PixelAccuracy()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.classes import Classification
-from deeplightning.task.networks import MisfitError, try_network
+from deeplightning.task.networks import MisfitError, check_trained_names, try_network
 from deeplightning.task.supervised import Batch
 from deeplightning.text_spec import TextSpec
 
@@ -83,6 +83,8 @@ class TextClassification(Classification):
                 "those of that run, or its bundle's vocabulary.txt as data.module.params.vocabulary",
                 "data.module",
             )
+        else:
+            check_trained_names(self.class_names, saved["class_names"])
 
     # ---- export
 

@@ -304,7 +304,7 @@ class MLflowLogger(Logger):
     @rank_zero_only
     def flush_ended(self) -> None:
         """Send data that was logged after the end of the run, without reopening the run."""
-        if self._sender is not None and self._status != "RUNNING":
+        if self._sender is not None and self._status not in (None, "RUNNING"):  # None: the run is abandoned
             self._sender.stop()
 
     @rank_zero_only
@@ -424,9 +424,7 @@ class MLflowLogger(Logger):
         if self._status is None or (self._status == "KILLED" and final == "FAILED"):  # Lightning passes `failed`
             return
         if final == "KILLED" and not (self._params or self._latest or self._continues):
-            self._status = (
-                None  # nothing is recorded: as after `kill -9`, the next command on the store deletes the run
-            )
+            self._status = None  # nothing is recorded: the next command on the store deletes the run
             return
         sender = self._open_sender()
         if reason:

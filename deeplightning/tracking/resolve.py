@@ -137,6 +137,6 @@ def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -
     except Exception as error:  # MLflow's artifact stores each have their own errors
         if urlsplit(address).scheme in ("mlflow-artifacts", "http", "https"):  # they are on the tracking server
             raise explain(error, store) from error
-        files, why = re.sub(r"://[^/@]*@", "://***@", address), " ".join(str(error).split())[:300]
+        files, why = re.sub(r"://.*@", "://***@", address), " ".join(str(error).split())[:300]
         raise SetupError(f"The files of the run {run_id} are at {files} and cannot be read: {why}") from error
     return target

@@ -253,3 +253,10 @@ def test_the_folders_of_a_config_come_before_those_of_an_earlier_one(config, mon
     monkeypatch.setattr(own_code, "_added", ["/here", "/a"])
     with _command_arguments(cfg, []) as (_, environment):
         assert json.loads(environment[own_code.ROOTS]) == ["/here", "/b", "/a"]
+
+
+def test_a_grey_image_of_many_bits_is_answered_as_its_file(run, digits):
+    """PNG has no floats and no 32 bits; the answer is that of the picture in 8 bits."""
+    deep = [Image.fromarray(digits[0].astype(np.float32)), Image.fromarray(digits[0].astype(np.int32) * 257)]
+    plain, *found = run.predict([digits[0], *deep])
+    assert found == [plain, plain]

@@ -385,3 +385,10 @@ def test_a_checkpoint_of_other_classes_is_refused(learn):
         task.arrives({"image_spec": task.image_spec.to_dict(), "class_names": accepted})
     with pytest.raises(MisfitError, match="trained with the classes cat, dog"):
         task.arrives({"image_spec": task.image_spec.to_dict(), "class_names": ["cat", "dog"]})
+
+
+def test_masks_of_floats_are_refused(learn):
+    """ToTensor divides masks by 255; cut to whole numbers, all classes would be 0 and ignored pixels class 1."""
+    inputs, mask = columns("segmentation")
+    with pytest.raises(LabelError, match=r"the masks are torch.float32, not whole numbers"):
+        learn("segmentation", lambda cfg: Loaders(TensorDataset(inputs, mask / 255)))

@@ -239,3 +239,24 @@ def test_buffers_that_ddp_ignores_are_not_broadcast(monkeypatch):
     SameBuffers().on_validation_start(trainer, module)
     assert sent == [True]
     assert torch.equal(module.turned, plain.t() + 1)
+
+
+def test_class_weights_are_those_of_the_config_not_of_the_weights(fit):
+    """`model.init_from` loads the network; class weights of the loss stay those of the config."""
+
+    def weighted(weight):
+        return f"model.loss={{type: torch.nn.CrossEntropyLoss, params: {{weight: {[weight] * 10}}}}}"
+
+    first = fit(weighted(3.0), *STILL)
+    second = fit(weighted(1.0), f"model.init_from='{first.folder}'", *STILL)
+    assert second.task.losses["loss"].weight.tolist() == [1.0] * 10
+
+
+@pytest.mark.parametrize("every", [0.5, 2])
+def test_a_mean_over_a_training_epoch_is_judged_at_its_end(fit, every):
+    """`train_loss_epoch` may be monitored, and may stop the training, whenever a validation runs."""
+    stop = "train.early_stop={metric: train_loss_epoch, delta: 100, patience: 1}"
+    settings = (f"train.val_every_n_epoch={every}", "train.num_epochs=6", "train.checkpoint.monitor=train_loss_epoch")
+    done = fit(*settings, stop)
+    assert done.trainer.current_epoch == 2  # the second value is not better by 100
+    assert (done.folder / "best.ckpt").is_file()

@@ -30,6 +30,7 @@ from deeplightning.data import loading
 from deeplightning.data.augment import RandomCrop, RandomHorizontalFlip
 from deeplightning.data.cifar import CIFAR10
 from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.datasets import Samples
 from deeplightning.data.digits import Digits
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.data.images import ImageData
@@ -694,3 +695,14 @@ def test_a_class_of_one_picture_leaves_no_set_empty(tmp_path):
         module = on_rank(ImageFolder(data_config(tmp_path, seed), image_size=8))
         assert sizes(module) == (8, 1, 1)
         assert set(module.dataset("train").labels.tolist()) == {0, 1}
+
+
+def test_pictures_of_floats_are_refused():
+    """Also if they have the right size: training would not normalise them, and the server would."""
+
+    class Floats(ImageData):
+        def read(self):
+            return {"all": Samples(np.zeros((20, 8, 8), np.float32), np.arange(20) % 2)}
+
+    with pytest.raises(ValueError, match=r"Pixels must be uint8 .*, not float32"):
+        on_rank(Floats(data_config(), ImageSpec(8, 8, "L")))

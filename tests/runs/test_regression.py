@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from sklearn.metrics import mean_squared_error, root_mean_squared_error
@@ -209,3 +210,19 @@ def test_the_line_is_found(command, store, tmp_path):
     found = torch.load(outcome.folder / "last.ckpt", weights_only=True)["state_dict"]
     assert found["network.weight"][0].tolist() == pytest.approx([2.0, -1.0, 0.5], abs=0.05)
     assert float(found["network.bias"]) == pytest.approx(5.0, abs=0.05)
+
+
+def test_a_checkpoint_keeps_the_scale_of_its_targets(command, store, tmp_path):
+    """A test beside another training file gives the predictions of the run."""
+    x = np.random.default_rng(0).normal(size=(200, 2))
+    for name, factor in (("a", 1), ("b", 10), ("t", 1)):
+        np.savez(tmp_path / f"{name}.npz", x=x, y=factor * x.sum(1) + factor)
+    data = "type: deeplightning.data.arrays.ArrayData, params: {train: a.npz, test: t.npz, normalise: false}"
+    text = CONFIG.replace("STORE", str(store)).replace("out_features: 2", "out_features: 1")
+    was = "{module: {type: sets.ours}, batch_size: 8}"
+    assert was in text
+    (tmp_path / "c.yaml").write_text(text.replace(was, f"{{root: ., module: {{{data}}}, batch_size: 8}}"))
+    run = command("train", "c.yaml", "stages=[train,test]", cwd=tmp_path, code=0).folder
+    first = csv_rows(run / "test_predictions.csv")
+    command("test", run, "data.module.params.train=b.npz", cwd=tmp_path, code=0)
+    assert csv_rows(run / "test_predictions.csv") == first

@@ -246,3 +246,13 @@ def test_a_batch_without_weight_ends_a_run_before_it_changes_weights(fit):
     weight = "model.loss.params={weight: [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]}"
     with pytest.raises(UserError, match="train_loss is nan"):
         fit(weight, "data.batch_size=1", "train.num_epochs=1")
+
+
+def test_a_schedule_that_replaces_the_rates_of_groups_is_refused(fit):
+    """OneCycleLR with one `max_lr` would train all groups alike; a list keeps them apart."""
+    cycle = "model.scheduler={{type: OneCycleLR, params: {{max_lr: {}, total_steps: auto}}, call: {{interval: step}}}}"
+    groups = "model.optimizer.groups=[{match: bias, lr: 0.001}]"
+    with pytest.raises(MisfitError, match="a list with a rate for each group"):
+        fit(groups, cycle.format(0.1))
+    optimizer = fit(groups, cycle.format("[0.01, 0.1]")).trainer.optimizers[0]
+    assert [group["max_lr"] for group in optimizer.param_groups] == [0.01, 0.1]

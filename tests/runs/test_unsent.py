@@ -85,6 +85,8 @@ def killed(store, *points, run_id=lambda: None, ends=()):
             logger.log_metrics(metrics, step)
         for status in ends:
             logger.finalize(status, "KeyboardInterrupt")
+        if ends:
+            logger.flush_ended()  # as `Record.close` does
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)
     os.close(child_reading)

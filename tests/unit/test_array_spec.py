@@ -1,6 +1,8 @@
 """`ArraySpec` turns an array of numbers into a network's input and refuses arrays of another shape."""
 
 import io
+import struct
+import wave
 
 import numpy as np
 import pytest
@@ -158,3 +160,26 @@ def test_a_file_of_two_columns_is_no_array_of_one(tmp_path):
     with pytest.raises(ArrayError, match="the shape 2 x 3, not 3"):
         ArraySpec((3,)).prepare(two)
     assert ArraySpec((3,)).prepare(one).tolist() == [1, 2, 3]
+
+
+def test_a_wav_file_that_is_cut_off_is_refused(tmp_path):
+    """Also between two samples, where the rest would be filled with zeros."""
+    path = tmp_path / "a.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+        file.writeframes(b"\1\0" * 1000)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ArrayError, match=r"cut off: the file has 1,000 of 2,000 bytes"):
+        read_signal(path)
+
+
+def test_an_extensible_wav_file_is_read(tmp_path):
+    """Tools write this header for more than 16 bits, two channels or 48 kHz; Python 3.11 does not know it."""
+    kind = bytes.fromhex("0100000000001000800000aa00389b71")  # PCM
+    head = struct.pack("<HHLLHHHHL", 0xFFFE, 1, 96000, 288000, 3, 24, 22, 24, 4) + kind
+    body = b"WAVEfmt " + struct.pack("<L", 40) + head + b"data" + struct.pack("<L", 6) + b"\0\0\x40\0\0\xc0"
+    path = tmp_path / "a.wav"
+    path.write_bytes(b"RIFF" + struct.pack("<L", len(body)) + body)
+    assert read_signal(path).tolist() == [[0.5, -0.5]]

@@ -133,6 +133,7 @@ def test_many_classes_are_found_in_one_pass():
     """The positions of each class are in order; a pass for each class would take minutes for millions of rows."""
     labels = np.random.default_rng(0).integers(0, 20_000, 1_000_000)
     found = BalancedBatches(labels, 64).by_class
+    assert all(members.base is found[0].base is not None for members in found)  # parts of one sort
     assert [len(members) for members in found] == np.unique(labels, return_counts=True)[1].tolist()
     for label in (0, 7, 19_999):
         np.testing.assert_array_equal(found[label], np.flatnonzero(labels == label))

@@ -85,3 +85,10 @@ def test_a_checkpoint_does_not_bring_the_kernel_of_another_device():
         assert bool(optimizer.param_groups[0]["fused"]) is mine
         assert optimizer.param_groups[0]["lr"] == 0.1
         optimizer.step()
+
+
+def test_a_fused_optimizer_by_its_params_is_refused_with_a_gradient_scaler():
+    """Its gradients are still scaled when they are clipped."""
+    with pytest.raises(MisfitError, match="would clip scaled gradients"):
+        made(params={"fused": True}, on=trainer(scaler=object()))
+    assert made(params={"fused": True}) is True

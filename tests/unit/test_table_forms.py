@@ -642,16 +642,17 @@ def test_the_file_of_a_row_in_a_fold_is_the_training_file():
             prepared({"train": "a.csv", "validation": "b.csv", "target": "kind"}, num_splits=2, fold=fold)
 
 
+@pytest.mark.parametrize("first", [1, 1.5])
 @pytest.mark.parametrize("name", ["t.csv", "t.parquet", "t.jsonl"])
-def test_a_number_that_stands_for_a_missing_value_may_be_no_text(name):
-    """It is missing in a file of numbers and in JSON as it is in CSV."""
-    rows = pd.DataFrame({"x": [1, -999, 3] * 20, "y": ["a", "b"] * 30})
+def test_a_number_that_stands_for_a_missing_value_may_be_no_text(name, first):
+    """It is missing in a file of numbers and in JSON as it is in CSV, which may have it as -999.0."""
+    rows = pd.DataFrame({"x": [first, -999, 3] * 20, "y": ["a", "b"] * 30})
     rows.to_csv("t.csv", index=False)
     rows.to_parquet("t.parquet")
     rows.to_json("t.jsonl", orient="records", lines=True)
     spec = prepared({"train": name, "target": "y", "missing": "fill", "missing_words": ["-999"]}).table_spec
     assert 1 < spec.columns[0].mean < 3
-    assert [spec.prepare({"x": gap})[0] for gap in (-999, -999.0, "-999", Decimal("-999.00"))] == [0] * 4
+    assert [spec.prepare({"x": gap})[0] for gap in (-999, -999.0, "-999", "-999.0", Decimal("-999.00"))] == [0] * 5
     for other in ("t.csv", "t.parquet", "t.jsonl"):
         assert [spec.prepare(row)[0] for _, row in inputs_of(Path(other), "table", spec)][1::3] == [0] * 20
 

@@ -60,3 +60,10 @@ def test_one_member_is_a_single_network():
     net = network(members=1)
     torch.testing.assert_close(net(ROWS), net.eval()(ROWS))
     assert torch.equal(net.factors, torch.ones_like(net.factors))
+
+
+def test_a_category_that_no_row_has_begins_without_effect():
+    """Code 0 may stay untrained; its embedding must not be noise."""
+    weight = TableNet(2, 3, [4, 9]).embeddings[1].weight
+    assert not weight[0].any()
+    assert weight[1].all()
