@@ -115,6 +115,7 @@ class _Network:
         self.task: str = kind
         trained = cfg.data.module.params.get("max_pixels")  # local files may be as large as in training
         self.max_pixels: int = max(cfg.serve.max_pixels, trained if isinstance(trained, int) else MAX_PIXELS)
+        self._max_side: int = cfg.serve.max_side
         self._model = task.inference_model()  # must precede the spec of texts
         self.spec: Any = getattr(task, KINDS[kind].spec)
         self.labels = labels_of(task)
@@ -122,7 +123,7 @@ class _Network:
 
     def prepare(self, path: Path, max_pixels: int) -> np.ndarray:
         """Return the image in a file as the network takes it, uint8 (C, H, W)."""
-        return np.asarray(self.spec.decode(path, max_pixels)).transpose(2, 0, 1)
+        return np.asarray(self.spec.decode(path, max_pixels, self._max_side)).transpose(2, 0, 1)
 
     def predict(self, batch: np.ndarray) -> np.ndarray:
         """Return the network's answers to prepared inputs (N, …), float32 (N, …)."""

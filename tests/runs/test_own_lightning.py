@@ -564,6 +564,6 @@ def test_states_of_two_gpus_are_restored_on_a_machine_with_fewer(number, monkeyp
     module = SimpleNamespace(set_rng_state_all=restored.extend) if number else None
     monkeypatch.setattr(random_state, "_device_module", lambda: module)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
-    trainer = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None), ckpt_path="a.ckpt")
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None), val_dataloaders=None, ckpt_path="a.ckpt")
     random_state._restore_states(trainer, states)
     assert len(restored) == number
