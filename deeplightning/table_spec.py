@@ -130,18 +130,19 @@ class TableFormat:
         if not isinstance(value, str) or "_" in value:  # Python accepts 1_000, but tables do not mean it
             raise ValueError(repr(value))
         text = _UNIT_SIGN.sub("", value.strip().replace("\u2212", "-"), count=1)
-        if found := _GROUPED[self.decimal].fullmatch(text):
-            text = text.replace(found[1], "")
+        if grouped := _GROUPED[self.decimal].fullmatch(text):
+            text = text.replace(grouped[1], "")
         if self.decimal == "," and ":" not in text:  # the seconds of a time may have a point
             if "." in text:
                 raise ValueError(value)
             text = text.replace(",", ".")
         try:
-            return float(text)
+            found = float(text)
         except ValueError:
             named = parsedate(re.sub("[-/.,]", " ", text) + " 0:0") if NAMED_DAY.fullmatch(text) else None
             day = datetime(*named[:3]) if named else datetime.fromisoformat(text)
             return (day - datetime(1970, 1, 1, tzinfo=UTC if day.tzinfo else None)) / timedelta(days=1)
+        return math.nan if self.is_missing(found) else found  # -999.0, if -999 stands for a missing value
 
 
 class Codes(dict[str, int]):
@@ -310,7 +311,7 @@ class TableSpec:
         except ValueError:
             written = ", nor a date such as 2024-02-29" * isinstance(value, str)
             raise TableError(f"Column {column.name}: {_shown(value)} is not a number{written}.") from None
-        if self.format.is_missing(found):  # -999.0 as text, too, if -999 stands for a missing value
+        if math.isnan(found):
             return self._missing_value(column)
         if math.isinf(found):
             raise TableError(f"Column {column.name}: {_shown(value)} is not a finite number.")

@@ -178,12 +178,7 @@ class TableFile:
                 texts = pc.cast(column, pa.string())
                 is_float = pa.types.is_floating(column.type)  # Arrow writes the whole number 1e12 as 1e+12
                 return _words(pc.cast(texts, pa.float64()) if is_float else texts, self.form)
-            if is_text:
-                numbers = _numbers(column, self.form)
-            else:
-                numbers = pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
-            gaps = [float(word) for word in self.form.missing_words if is_number(word)]  # such as inf or -999
-            return np.where(np.isin(numbers, gaps), np.nan, numbers)
+            return _numbers(column, self.form) if is_text else _present(pc.cast(column, pa.float64(), False), self.form)
         except pa.ArrowException as error:
             wanted = "numbers" if kind == "number" else "words"
             raise DataError(
@@ -355,7 +350,7 @@ def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
             if pc.any(pc.match_substring(plain, ".")).as_py():
                 raise pa.ArrowInvalid
             plain = pc.replace_substring(plain, ",", ".")
-        return pc.cast(plain, pa.float64()).to_numpy(zero_copy_only=False).astype(np.float64)
+        return _present(pc.cast(plain, pa.float64()), form)
     except pa.ArrowException:
         found = _words(texts, form)
     numbers = np.full(len(found.words) + 1, np.nan)
@@ -366,6 +361,13 @@ def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
             except ValueError:
                 raise ValueError(int((found.indices == index).argmax()), word) from None
     return numbers[found.indices]
+
+
+def _present(column: pa.Array, form: TableFormat) -> np.ndarray:
+    """Return numbers as float64 (N,), NaN if they stand for a missing value."""
+    numbers = column.to_numpy(zero_copy_only=False).astype(np.float64)
+    gaps = [float(word) for word in form.missing_words if is_number(word)]  # such as inf or -999
+    return np.where(np.isin(numbers, gaps), np.nan, numbers)
 
 
 def _words(column: pa.Array, form: TableFormat) -> Words:

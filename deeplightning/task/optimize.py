@@ -208,7 +208,9 @@ def _auto_numbers(target: Any, trainer: pl.Trainer, key: str) -> dict[str, objec
         return {}
     epochs, length = trainer.max_epochs or 1, trainer.estimated_stepping_batches
     steps = trainer.num_training_batches / trainer.accumulate_grad_batches  # of an epoch; infinite if unknown
-    if 0 < trainer.max_steps <= length and math.isfinite(steps):
+    own: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    is_even = math.isfinite(steps) and not any(hasattr(each, "get_accumulate_grad_batches") for each in own)
+    if is_even and 0 < trainer.max_steps <= length:
         epochs = min(epochs, math.ceil(length / math.ceil(steps)))
     kind, limit = target.call.interval, "train.max_steps"
     if kind == "epoch":

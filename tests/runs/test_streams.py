@@ -174,6 +174,11 @@ def test_a_schedule_of_auto_length_is_as_long_as_the_training(fit, caplog, setti
         ("interval: epoch", ("train.num_epochs=6",), 6),
         ("interval: epoch, frequency: 2", ("train.num_epochs=6",), 3),
         ("interval: epoch", ("train.num_epochs=6", "train.max_steps=18"), 2),
+        (
+            *("interval: epoch",),
+            ("train.num_epochs=6", "train.max_steps=24", "train.accumulator_factor=4", "train.accumulator_epoch=1"),
+            6,
+        ),
         ("interval: step, frequency: 9", ("train.num_epochs=6",), 6),
         ("interval: epoch", ("train.num_epochs=6", "train.accumulator_factor=4", "train.accumulator_epoch=1"), 6),
     ],

@@ -524,7 +524,8 @@ def test_a_store_that_cannot_be_is_named(uri):
     """An unsupported URI is refused with the supported ones; a URI is shown without its password."""
     with pytest.raises(SetupError, match=r"directory"):
         locate(uri)
-    assert locate("https://me:secret@host/x").shown == "https://***@host/x"
+    assert locate("https://me:secret@host/x").shown == locate("https://me:p@ss@host/x").shown == "https://***@host/x"
+    assert locate("https://host/a@b").shown == "https://host/a@b"
 
 
 @pytest.mark.parametrize("uri", ["me:pa/ss@h/db", "me:p@ss@h/db", "h/db?user=me&password=ss"])

@@ -657,6 +657,13 @@ def test_a_number_that_stands_for_a_missing_value_may_be_no_text(name, first):
         assert [spec.prepare(row)[0] for _, row in inputs_of(Path(other), "table", spec)][1::3] == [0] * 20
 
 
+def test_a_missing_word_is_not_compared_with_the_number_of_a_day():
+    """1997-05-18 is day 9999 since 1970, and a date."""
+    form = TableFormat(missing_words=["9999"])
+    assert form.number("1997-05-18") == 9999
+    assert math.isnan(form.number("9999.0"))
+
+
 def test_a_missing_word_is_compared_with_categories_as_text():
     """Numbers that are categories are missing in a request exactly if they were in training."""
     rows = pd.DataFrame({"x": [Decimal("-999.00"), Decimal("1.00")] * 10, "n": [-999, 1] * 10, "y": ["a", "b"] * 10})

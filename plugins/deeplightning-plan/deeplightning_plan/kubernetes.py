@@ -17,6 +17,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import dump
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.process.rendezvous import WAIT_VARIABLE
+from deeplightning.tracking.store import locate
 from deeplightning.words import is_address
 
 WORKING_DIRECTORY = "/work"  # of the container; the image has the user's code there
@@ -44,7 +45,8 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
         ConfigError: the config has a launcher, lacks the number of GPUs of a machine, or has a store without a volume.
     """
     name = _label(name)
-    if re.match(r"sqlite:|file:|~", _store(cfg) or os.environ.get(_STORE_VARIABLE, "")):
+    store = _store(cfg)
+    if re.match(r"sqlite:|file:|~", store or "") or (store is None and not locate(None).is_remote):
         raise ConfigError(Fault("a volume needs a plain folder, such as mlruns", "logger.params.tracking_uri"))
     number = _gpus(cfg, gpus)
     settings: dict[str, Any] = cfg.public()
@@ -53,7 +55,7 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
         settings["train"]["resume_ckpt"] = settings["train"]["resume_ckpt"] or "auto"
     text = dump(settings)
     nodes = cfg.engine.num_nodes
-    secrets = sorted({*_VARIABLE.findall(text), *([_STORE_VARIABLE] if _store(cfg) is None else [])})
+    secrets = sorted({*_VARIABLE.findall(text), *([_STORE_VARIABLE] if store is None else [])})
     objects: list[dict[str, Any]] = []
     if nodes > 1:
         spec = {"clusterIP": "None", "publishNotReadyAddresses": True}

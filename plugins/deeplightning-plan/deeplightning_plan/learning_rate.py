@@ -57,8 +57,7 @@ class Curve:
         before = int((self.rates <= self.at_minimum / MARGIN).sum())
         if before == 0 or self.smoothed[0] - self.smoothed[end] <= 2 * noise:
             return None
-        slopes = np.gradient(self.smoothed, np.log(self.rates))[:before]
-        return float(self.rates[int(slopes.argmin())])
+        return float(self.rates[int(np.gradient(self.smoothed, np.log(self.rates))[:before].argmin())])
 
 
 class _RateRamp(pl.Callback):

@@ -65,8 +65,7 @@ def process_memory(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -
     parameters, trainable = list(task.parameters()), _trainable(optimizers)
     gradients = _bytes(trainable)
     state, stepping = _optimizer_bytes(optimizers, {id(p): list(p.shape) for p in trainable})
-    as_views = engine.params.get("gradient_as_bucket_view")
-    bucket = 0 if backend != "ddp" or as_views else gradients
+    bucket = 0 if backend != "ddp" or engine.params.get("gradient_as_bucket_view") else gradients
     communication = dict.fromkeys(("forward", "backward", "optimizer"), bucket)
     return ProcessMemory(_bytes(parameters), gradients, state, communication, stepping)
 

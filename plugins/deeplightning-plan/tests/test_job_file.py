@@ -154,3 +154,11 @@ def test_the_file_says_what_a_pod_resumes(planned):
     """`auto` selects by experiment, so two jobs need two."""
     assert "give each job its own experiment_name" in planned()[1]
     assert "give each job its own experiment_name" not in planned("train.seeds=3")[1]
+
+
+@pytest.mark.parametrize("store", ["sqlite:////r/mlflow.db", "/r/mlruns"])
+def test_a_local_store_of_the_environment_is_refused(store, command, place, monkeypatch):
+    """A pod would get its address, and no volume."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    done = command("plan", BASE, "--format", "k8s", "--image", "x", cwd=place, code=2)
+    assert "plain folder" in done.err
