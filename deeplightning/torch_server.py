@@ -77,7 +77,7 @@ class Checkpoint(Model):
             readers: dict[str, Callable[[Any], Any]] = {"text": str, "table": json.loads, "array": np.asarray}
             given = [readers[kind.takes](sample) for sample in samples]
             samples = spec.stack([spec.prepare(one) for one in given])
-            examples = [given[0].tolist() if kind.takes == "array" else given[0]]
+            examples = [(given[0] + 0).tolist() if kind.takes == "array" else given[0]]
         details: dict[str, Any] = getattr(task, "answer_details", dict)()
         on_cpu = cls(
             folder=folder.path,

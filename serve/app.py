@@ -94,7 +94,8 @@ def application(service: Service) -> Flask:
 
     @app.get("/openapi.json")
     def openapi() -> Response:
-        return jsonify(describe(model, limits, service.admission.secured))
+        servers = [{"url": request.script_root or "/"}]  # it may be mounted below a path
+        return jsonify(describe(model, limits, service.admission.secured) | {"servers": servers})
 
     @app.get("/")
     @app.get("/docs")

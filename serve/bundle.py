@@ -279,7 +279,7 @@ def _golden_inputs(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple
 
                 array = read_npy(base64.b64decode(sample, validate=True))
                 rows.append(spec.prepare(array))
-                example = array.tolist() if number < MAX_EXAMPLES else None
+                example = (array + 0).tolist() if number < MAX_EXAMPLES else None  # numbers, also of bools
             elif isinstance(sample, dict if kind.takes == "table" else str):
                 rows.append(spec.prepare(sample))
             else:

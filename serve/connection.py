@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
         except Refusal as refusal:
             self._answer_early(refusal)
             return
-        if self._headers.get(b"expect", b"").lower() == b"100-continue":
+        if version == "1.1" and self._headers.get(b"expect", b"").lower() == b"100-continue":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:

@@ -107,7 +107,7 @@ class Predictions:
             raise _unsupported_type(content_type, f": this server takes texts. Send {uploads.KINDS_OF_TEXT}.")
         if not body:
             raise Refusal(400, f"The request has no body; send {uploads.KINDS_OF_TEXT}.")
-        return lambda _: [body]
+        return lambda _: [body.removeprefix(b"\xef\xbb\xbf")]  # the byte order mark of Windows' editors
 
     def _rows(self, content_type: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """Return a function that reads the rows of a table from the body."""

@@ -68,7 +68,7 @@ def worst_rows(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
         shown = {"true": "true", "predicted": "predicted_label", "probability": "predicted_probability"}
     elif {"prediction", "target"} <= columns:
         shown = {"true": "target", "predicted": "prediction"}
-        rows = sorted(rows, key=lambda row: abs(row["prediction"] - row["target"]), reverse=True)
+        rows = sorted(rows, key=lambda r: (math.isnan(e := abs(r["prediction"] - r["target"])), e), reverse=True)
     elif {"iou", "acc"} <= columns:
         shown = {"iou": "iou", "acc": "acc"}
         rows = sorted((row for row in rows if not math.isnan(row["acc"])), key=lambda row: row["acc"])

@@ -32,9 +32,9 @@ SAMPLES = 16  # validation samples in the run folder, to verify an export
 def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
     """Store some validation samples in the run's folder, or training samples if there are none.
 
-    Images are stored as they reach the network, uint8 (N, C, H, W), with the usual size of training images before they
-    are prepared. A data module's `example_inputs` or `example_texts` provide rows of a table as JSON objects or texts,
-    (N,), or arrays before they are prepared, (N, …). For a user's module its inputs are stored.
+    Images are stored as they reach the network, uint8 (N, C, H, W). A data module's `example_inputs` or `example_texts`
+    provide rows of a table as JSON objects or texts, (N,), or arrays before they are prepared, (N, …). For a user's
+    module its inputs are stored.
 
     Raises:
         CheckpointError: there are no samples.

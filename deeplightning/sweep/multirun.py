@@ -29,7 +29,7 @@ from deeplightning.config.examine import examine, load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.secrets import without_secrets
 from deeplightning.config.source import is_file, read
-from deeplightning.config.tree import dump, line, scalar
+from deeplightning.config.tree import dump, line, plain, scalar
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, apply_environment, array_of
 from deeplightning.process.identity import DECIDED, require_single_process
@@ -71,7 +71,11 @@ class Point:
         """Return whether the run finished with this code and still exists."""
         record = self.record
         has_run = bool(record.get("folder")) and RunFolder(Path(record["folder"])).config.is_file()
-        return record.get("state") == FINISHED and record.get("code") == code and has_run
+        return record.get("state") == FINISHED and self.has_code(code) and has_run
+
+    def has_code(self, code: dict[str, str]) -> bool:
+        """Return whether its run began with this code; files that only other points import do not count."""
+        return all(code.get(file, digest) == digest for file, digest in (self.record.get("code") or {}).items())
 
 
 def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) -> Path:
@@ -95,12 +99,15 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
     with contextlib.closing(code_of_grid(path, grid[0])) as code:
         cfg = load_config(path, grid[0])
         # Check the complete config of the first points; a wrong config of a later one fails when it starts.
-        faults = dict.fromkeys(fault for point in grid[:MAX_CHECKED] for fault in examine(path, point).faults)
+        checked = (examine(path, point, importing=True) for point in grid[:MAX_CHECKED])  # for `own_code`
+        faults = dict.fromkeys(fault for report in checked for fault in report.faults)
         if faults:
             raise error_of([*faults])
         if cfg.train.seeds is not None and cfg.train.seeds > 1:
             message = f"cannot be combined with --multirun; use `seed=range({cfg.train.seeds})` and `train.seeds=null`"
             raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
+        if cfg.train.resume_ckpt is not None and "train.resume_ckpt" not in keys:
+            raise ConfigError(Fault("all runs would continue the same one; use `model.init_from`", "train.resume_ckpt"))
         apply_environment(cfg)
         return Grid(cfg, path, keys, grid, train, jobs, code).run()
 
@@ -140,8 +147,10 @@ class Grid:
         self._start_times: dict[int, float] = {}
 
     def _point(self, words: list[str]) -> Point:
-        config = dump(without_secrets(read(self.path, words).root, self.cfg.secrets))
-        name = hashlib.sha256(config.encode()).hexdigest()[:16]
+        source = read(self.path, words)  # values of variables count, except where the run is tracked
+        meant = dump(plain(source.root) | {"logger": None}) if source.secrets.variable_paths else ""
+        config = dump(without_secrets(source.root, self.cfg.secrets))
+        name = hashlib.sha256((config + meant).encode()).hexdigest()[:16]
         swept = [self.cfg.redact(word) for word in words if word.partition("=")[0] in self.keys]
         return Point(swept, config, self.home / "points" / f"{name}.json")
 
@@ -234,7 +243,7 @@ class Grid:
     def _resume_overrides(self, point: Point) -> list[str]:
         """Return the override that resumes an interrupted run from its latest checkpoint."""
         record = point.record
-        if record.get("state") != UNDERWAY or record.get("code") != self.code or not record.get("folder"):
+        if record.get("state") != UNDERWAY or not point.has_code(self.code) or not record.get("folder"):
             return []
         return resume_override(RunFolder(Path(record["folder"])))
 

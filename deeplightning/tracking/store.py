@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deeplightning.faults import SetupError, UserError, seconds_of
-from deeplightning.runfolder import RunFolder, from_start, make_private
+from deeplightning.runfolder import RUNS_FILE, RunFolder, from_start, make_private
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -330,7 +330,7 @@ def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
     resolved, root = folder.resolve(), store.artifact_root and store.artifact_root.resolve()
     if root is None or root not in resolved.parents or resolved.name != run_id or artifacts.is_symlink():
         return f"it is not in {root}, where this store keeps its runs" if root else "the store is on a server"
-    configs = (RunFolder(artifacts).config, artifacts / "search.yaml")
+    configs = (RunFolder(artifacts).config, *(artifacts / name for name in ("search.yaml", RUNS_FILE, "bisect.json")))
     if not any(path.is_file() for path in configs) and any(artifacts.iterdir()):
         return f"it has no {configs[0].name}, unlike the folder of a run"
     try:

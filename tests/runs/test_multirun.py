@@ -188,3 +188,31 @@ def test_a_run_that_ends_before_it_opens_its_log_is_recorded(monkeypatch, tmp_pa
     monkeypatch.setattr(worker, "fork", lambda work: 4711)
     workers.start(0, [], tmp_path / "log", {})
     assert worker.failure_in(tmp_path / "log", -signal.SIGINT) == "killed by SIGINT"
+
+
+def test_an_edit_of_the_code_of_a_later_point_repeats_it(command, tiny, tmp_path):
+    """The code of all points counts, not only that of the first; another order repeats nothing."""
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("import pytorch_lightning as pl\n\n\nclass Mark(pl.Callback):\n    pass\n")
+    words = ("train", tiny, "train.num_epochs=1", "logger.params.tracking_uri=mlruns", "--multirun")
+    a, b = "[{type: one.Mark}]", "[{type: two.Mark}]"
+    first = rows(command(*words, f"train.callbacks={a},{b}", cwd=tmp_path, code=0))
+    assert "2 of them finished before" in command(*words, f"train.callbacks={b},{a}", cwd=tmp_path, code=0).out
+    (tmp_path / "two.py").write_text((tmp_path / "two.py").read_text() + "# edited\n")
+    again = rows(command(*words, f"train.callbacks={a},{b}", cwd=tmp_path, code=0))
+    assert again[1]["folder"] != first[1]["folder"]
+
+
+def test_another_value_of_the_environment_is_another_point(command, tiny, place):
+    """Two values of a variable are two grids, although the configs are written alike."""
+    words = ["model.optimizer.params={lr: '${oc.decode:${oc.env:RATE}}'}", "train.num_epochs=1"]
+    words += ["logger.params.experiment_name=rates", "seed=1,2", "--multirun"]
+    first = rows(command("train", tiny, *words, cwd=place, code=0, RATE="0.011"))
+    second = rows(command("train", tiny, *words, cwd=place, code=0, RATE="0.012"))
+    assert not {row["folder"] for row in first} & {row["folder"] for row in second}
+
+
+def test_points_that_would_continue_one_run_are_refused(command, tiny, place):
+    """Each point would resume the newest run of the experiment: that of the point before."""
+    words = ("train", tiny, "train.resume_ckpt=auto", "seed=1,2", "--multirun")
+    assert "all runs would continue the same one" in command(*words, cwd=place, code=2).err

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from exported import exported
+from exported import RUN, exported, task_of
 from jsonschema import Draft202012Validator
 from served import colour_run, encoded, labelled_run, masked_run, negative_run, picture
 
+from deeplightning.export.bundle import export
+from deeplightning.runfolder import RunFolder
 from serve.admission import Admission, Hosts
 from serve.app import application
 from serve.bundle import Bundle
@@ -133,3 +135,19 @@ def test_a_row_of_the_data_is_not_public(runs, admission, shown):
     client = application(Service(Bundle.open(runs["table_classification"]), admission=admission)).test_client()
     body = client.get("/openapi.json").json["paths"]["/predict"]["post"]["requestBody"]["content"]["application/json"]
     assert ("example" in client.get("/info").json, "example" in body) == (shown, shown)
+
+
+def test_samples_of_truth_values_are_answered(tmp_path):
+    """The samples of a run on bool arrays are numbers, as /predict takes them."""
+    task, samples = task_of("array_classification")
+    export(task, RunFolder(tmp_path), samples > 0, RUN)
+    client = application(Service(Bundle.open(tmp_path), admission=Admission(None, Hosts("127.0.0.1")))).test_client()
+    for sample in client.get("/samples").json["samples"]:
+        assert client.post("/predict", json={"array": sample}).status_code == 200
+
+
+def test_the_document_of_a_mounted_application_has_its_prefix(runs):
+    """Generated clients call the addresses of the application, not those of the outer site."""
+    client = application(Service(Bundle.open(runs["image_classification"]))).test_client()
+    assert client.get("/openapi.json").json["servers"] == [{"url": "/"}]
+    assert client.get("/openapi.json", base_url="http://localhost/digits").json["servers"] == [{"url": "/digits"}]

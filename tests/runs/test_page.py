@@ -185,13 +185,14 @@ def test_the_samples_of_the_run_can_be_tried(page, server):
 
 
 def test_the_page_shows_what_the_network_gets_of_a_picture(page, server):
-    """The card shows the input of the network, and a hint if the picture is far larger than those of the training or
-    has other proportions."""
+    """The card shows the input of the network, and a hint if the picture is far smaller than it or has other
+    proportions."""
     end = ": the answer may be unreliable."
     for (width, height), hint in {
         (8, 8): None,
-        (800, 600): f"Its sides are 87 times as long{end}",
-        (160, 4): f"Its sides are 3.2 times as long, and its proportions are changed{end}",
+        (800, 600): None,
+        (2, 2): f"Its sides are 4.0 times as short{end}",
+        (160, 4): f"Its proportions are changed{end}",
         (16, 8): f"Its proportions are changed{end}",
     }.items():
         (answer,) = drop(page, png("red", size=(width, height)))

@@ -200,3 +200,13 @@ def test_brackets_in_a_name_are_letters(tmp_path):
         logger.finalize("success")
     for text, found in {"hidden=[64,32]": names[1:2], "t?": names[2:], "h*6": names[:2]}.items():
         assert sorted(row["name"] for row in listing(str(tmp_path), name=text)) == found
+
+
+def test_the_folder_of_a_failed_group_is_removed(tmp_path):
+    """The parent of `--seeds` has tables, but no config."""
+    folder = failed_run(tmp_path / "mlruns")
+    (folder / "cfg.yaml").rename(folder / "runs.csv")
+    told = []
+    store = str(tmp_path / "mlruns")
+    assert len(remove(store, listing(store, UNFINISHED), report=told.append)) == 1
+    assert (told, folder.parent.exists()) == ([], False)

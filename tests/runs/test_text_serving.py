@@ -266,3 +266,11 @@ def test_what_is_no_text_is_named(run, wrong):
     """The error has the index of a value that is no text, such as pandas' missing value."""
     with pytest.raises(ValueError, match=r"^input 1: This is not a text"):
         answers(Bundle.open(run.path), ["a fine film", wrong], 1)
+
+
+def test_a_byte_order_mark_is_no_word(client):
+    """A text that Windows' editor has saved gets the answer of the same text without its mark."""
+    mark = b"\xef\xbb\xbf"
+    bare, marked = (client.post("/predict", **plain(start + b"a fine film", "text/plain")) for start in (b"", mark))
+    assert marked.json == bare.json
+    assert client.post("/predict", **plain(mark, "text/plain")).status_code == 400

@@ -284,6 +284,8 @@ def test_100_continue_is_sent_only_to_an_admitted_request(talk):
     assert admitted.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
     refused = talk(PREDICT + b"Content-Length: 1000001\r\nExpect: 100-continue\r\n\r\n")
     assert [status for status, _, _ in refused.answers()] == [413]
+    old = post(picture("red"), "Expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    assert talk(old).written.startswith(b"HTTP/1.1 200 OK\r\n")  # RFC 9110, section 15.2
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])

@@ -217,3 +217,9 @@ def test_a_logged_step_copies_no_earlier_batch():
     assert value == F1()(scores[50:], truth[50:])
     assert len(metric.outputs) == metric.update_count == 2
     assert metric.compute() == F1()(scores, truth)
+
+
+def test_a_prediction_that_is_no_number_is_the_worst():
+    """It comes first, and the others stay sorted by their error."""
+    rows = [{"index": n, "prediction": p, "target": 0.0} for n, p in enumerate([86.0, 23.0, float("nan"), 71.0])]
+    assert [row["index"] for row in worst_rows(rows, [])] == [2, 0, 3, 1]

@@ -85,10 +85,10 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
         for file in before:
             if file != README:
                 (to / file).unlink(missing_ok=True)
+        for file in card["files"]:  # large, so it may fail: a card without its record would count as edited
+            shutil.copyfile(folder.bundle / file, to / "bundle" / file)
         for file, content in contents.items():
             (to / file).write_text(content, encoding="utf-8")
-        for file in card["files"]:
-            shutil.copyfile(folder.bundle / file, to / "bundle" / file)
         written = [*contents, *(f"bundle/{file}" for file in card["files"])]
         record = {README: before.get(README)} | {file: _digest(to / file) for file in written}
         (to / PUSH_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -146,6 +146,8 @@ def upload(folder: RunFolder, repository: str) -> tuple[str, list[str]]:
         try:
             api = HfApi(token=token)
             address = str(api.create_repo(repository, private=True, exist_ok=True))
+            if any(file.rfilename == README for file in api.model_info(repository).siblings or ()):  # perhaps filled in
+                Path(temporary, README).rename(Path(temporary, "README.new.md"))
             api.upload_folder(repo_id=repository, folder_path=temporary, commit_message="Push of a Deep Lightning run")
         except Exception as error:  # the client raises its own errors, httpx's and the system's
             reason = " ".join(str(error).replace(token, "***").split())[:300]

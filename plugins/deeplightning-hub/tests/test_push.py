@@ -14,13 +14,14 @@ import onnxruntime
 import pytest
 import yaml
 from commands import real
-from deeplightning_hub.push import SAFE_EXTENSIONS
+from deeplightning_hub.push import SAFE_EXTENSIONS, write
 from mlflow.tracking import MlflowClient
 from test_escapes import FORGED, is_clean
 from test_trust import BEYOND_PLAIN, BY_ALL, IMPORTED, _by_kind
 
 import deeplightning as dl
 from deeplightning.export.bundle import added_file, card_of, card_text
+from deeplightning.faults import SetupError
 from deeplightning.runfolder import RunFolder
 from deeplightning.text_spec import FILES
 from deeplightning.tracking.metrics_file import points_line
@@ -341,3 +342,16 @@ def test_a_card_has_the_validation_metrics_of_the_best_weights(run, tmp_path):
     text = model_card(folder, card_of(folder), "me/model", [])
     assert "| `val_acc` | 0.75 |" in text
     assert "| `val_loss` | 0.5 |" in text
+
+
+def test_a_push_that_failed_half_way_edits_no_card(run, tmp_path, monkeypatch):
+    """The next push replaces the card."""
+    folder, to = RunFolder(run), tmp_path / "model"
+    write(folder, "one", to)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(SetupError):
+            write(folder, "two", to)
+    write(folder, "three", to)
+    assert "# three\n" in (to / "README.md").read_text()
+    assert not (to / "README.new.md").exists()

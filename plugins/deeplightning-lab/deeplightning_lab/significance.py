@@ -225,8 +225,9 @@ def _compare_metric(a: Group, b: Group, metric: str, by: float | None) -> Row:
     row.low, row.high = interval.low, interval.high
     row.state = _state(interval, by)
     if row.state == "open":
-        target = effect * by / abs(row.difference) if by is not None and row.difference else effect
-        needed = evidence.runs_needed(target, is_paired)
+        shifted = two - two.mean() + one.mean() + (row.difference if by is None else by)
+        target = evidence.paired_effect(shifted - one) if is_paired else evidence.hedges_g(one, shifted)
+        needed = evidence.runs_needed(target or 0.0, is_paired)
         row.more = max(1, needed - min(len(one), len(two))) if needed is not None else None
     return row
 

@@ -239,3 +239,12 @@ def test_names_of_a_multirun_are_no_filters():
     assert compared._parse_filters("name=wide*,status=failed") == {"name": "wide*", "status": "failed"}
     with pytest.raises(ValueError, match=r"Did you mean name\?"):
         compared._parse_filters("nam=wide*")
+
+
+def test_equal_means_need_seeds_for_the_difference_that_matters(runs):
+    """The number of seeds follows from `by` and the spread, also if the difference is exactly 0."""
+    found = compare(runs("a", [0.75, 0.5, 0.625]), runs("b", [0.5, 0.75, 0.625]), by=0.1)
+    assert (found.rows[0].difference, found.rows[0].state) == (0, "open")
+    assert found.rows[0].more is not None
+    assert 100 < found.rows[0].more < 200
+    assert "a difference of 0.1 takes about" in found.sentences[1]

@@ -159,8 +159,7 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
             return None
         first = least
     # User code on one rank may have entered the same collective as a library on the other.
-    alone = (n for n, (a, b) in enumerate(pairs[:first]) if bool(a.place) != bool(b.place))
-    first = next(alone, first)
+    first = next((n for n, (a, b) in enumerate(pairs[:first]) if bool(a.place) != bool(b.place)), first)
     positions = [its[first] if first < len(its) else len(events) - 1 for events, its in zip(both, entered, strict=True)]
     at = [events[position] for events, position in zip(both, positions, strict=True)]
     logged = [

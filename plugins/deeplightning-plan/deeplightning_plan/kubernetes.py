@@ -46,8 +46,10 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
     """
     name = _label(name)
     store = _store(cfg)
-    if re.match(r"sqlite:|file:|~", store or "") or (store is None and not locate(None).is_remote):
-        raise ConfigError(Fault("a volume needs a plain folder, such as mlruns", "logger.params.tracking_uri"))
+    held = "~" if store is None and not locate(None).is_remote else store  # a folder that only a variable names
+    for key, path in (("logger.params.tracking_uri", held), ("data.root", cfg.data.root)):
+        if re.match(r"sqlite:|file:|~|(\.|/work)/?$", path or ""):  # a mount at /work would hide the image's code
+            raise ConfigError(Fault("a volume needs a plain folder, such as mlruns", key))
     number = _gpus(cfg, gpus)
     settings: dict[str, Any] = cfg.public()
     settings["engine"] |= {"gpus": "auto" if number else None, "max_restarts": 0}

@@ -173,7 +173,7 @@ def _trainable(optimizers: Sequence[Any]) -> list[Tensor]:
 def _optimizer_bytes(optimizers: Sequence[Any], shapes: dict[int, list[int]]) -> tuple[int, int]:
     """Return the bytes of the optimizers' state and temporary tensors. `shapes`: parameter id → shape."""
     found = [
-        _step_bytes(o, tuple(tuple((tuple(shapes[id(p)]), p.dtype) for p in g["params"]) for g in o.param_groups))
+        _step_bytes(o, tuple(tuple((tuple(shapes[id(p)]), p.dtype) for p in group) for group in _groups([o])))
         for o in optimizers
     ]
     return sum(state for state, _ in found), max((more for _, more in found), default=0)
@@ -210,5 +210,4 @@ def _step_bytes(optimizer: Any, shapes: tuple[tuple[tuple[tuple[int, ...], torch
         tracker.reset()
         own_optimizer.step()
         state = tracker.add("state", state_of(own_optimizer))
-    peak = sum(tracker.peaks["optimizer"].values())
-    return state, max(0, peak - before - state)
+    return state, max(0, sum(tracker.peaks["optimizer"].values()) - before - state)

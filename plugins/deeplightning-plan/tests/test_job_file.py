@@ -99,6 +99,7 @@ def test_what_the_environment_gave_goes_by_a_secret(planned):
         (["--format", "k8s", "--image", "x", "train.num_epoch=3"], 2, "num_epochs"),
         (["--format", "k8s", "--image", "x", "logger.params.tracking_uri='sqlite:////r/mlflow.db'"], 2, "plain folder"),
         (["--format", "k8s", "--image", "x", "logger.params.tracking_uri='~/mlruns'"], 2, "plain folder"),
+        (["--format", "k8s", "--image", "x", "data.root=."], 2, "data.root"),
     ],
 )
 def test_what_cannot_be_planned_is_named(command, place, words, code, message):
@@ -157,8 +158,7 @@ def test_the_file_says_what_a_pod_resumes(planned):
 
 
 @pytest.mark.parametrize("store", ["sqlite:////r/mlflow.db", "/r/mlruns"])
-def test_a_local_store_of_the_environment_is_refused(store, command, place, monkeypatch):
+def test_a_local_store_of_the_environment_is_refused(store, command, place):
     """A pod would get its address, and no volume."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    done = command("plan", BASE, "--format", "k8s", "--image", "x", cwd=place, code=2)
-    assert "plain folder" in done.err
+    words = ("plan", BASE, "logger.params={experiment_name: x}", "--format", "k8s", "--image", "x")
+    assert "plain folder" in command(*words, cwd=place, MLFLOW_TRACKING_URI=store, code=2).err

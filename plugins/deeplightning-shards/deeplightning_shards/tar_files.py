@@ -286,6 +286,8 @@ def _sample(
     pictures = [member for ending, member in members.items() if f".{ending}" in EXTENSIONS]
     if len(pictures) != 1:
         raise ValueError(f"{len(pictures) or 'no'} pictures ({', '.join(EXTENSIONS)}); it has {extensions}")
+    if pictures[0].issparse():  # its bytes are not consecutive
+        raise ValueError(f"{pictures[0].name} is stored with holes; write the shard without --sparse")
     found = members.get("cls") or members.get("json")
     if found is None:
         raise ValueError(f"the label is missing: .cls or .json; it has {extensions}")

@@ -402,3 +402,14 @@ def test_without_a_cache_the_headers_are_read_each_time(tars, tmp_path, monkeypa
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert len(ready(tars, test="test.tar").dataset("test")) == 20
+
+
+def test_a_sparse_picture_is_refused(tmp_path):
+    """Its bytes are not consecutive, so its position and size would name others."""
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, more in (("b.bmp", {"GNU.sparse.map": "0,1", "GNU.sparse.size": "600"}), ("b.cls", {})):
+            header = tarfile.TarInfo(name)
+            header.size, header.pax_headers = 1, more
+            archive.addfile(header, io.BytesIO(b"1"))
+    with pytest.raises(DataError, match=r"sample b: b\.bmp is stored with holes"):
+        ready(tmp_path, "a.tar")

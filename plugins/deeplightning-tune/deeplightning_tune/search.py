@@ -478,15 +478,16 @@ class _Search:
         """
         from deeplightning.tracking.entities import Point
 
-        points, best, metric = [], None, self.tune.metric
+        points, best, latest, metric = [], None, 0, self.tune.metric
         pick = max if self.tune.mode == "max" else min
         for trial in self.study.trials():
             if trial.state.name != "COMPLETE" or trial.value is None or trial.datetime_complete is None:
                 continue
             best = trial.value if best is None else pick(best, trial.value)
             time_ms = int(trial.datetime_complete.timestamp() * 1000)
+            latest = max(latest, time_ms)  # an earlier trial may end later: of two points the later one is shown
             points += [
-                Point(metric, best, time_ms, trial.number),
+                Point(metric, best, latest, trial.number),
                 Point(f"trial_{metric}", trial.value, time_ms, trial.number),
             ]
         return points

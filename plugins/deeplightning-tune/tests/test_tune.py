@@ -674,3 +674,17 @@ def test_a_draw_writes_no_choice_for_each_earlier_trial(tmp_path, monkeypatch):
     drawn_now = study.draw().params
     assert drawn_now not in [trial.params for trial in study.trials()[:-1]]
     assert len(calls) < 50
+
+
+def test_a_trial_that_ends_late_can_be_the_best(tmp_path):
+    """MLflow shows the point with the largest (step, time, value)."""
+    tune = Tune(metric="loss", mode="min", space={"a": {"uniform": [0, 1]}})
+    begin(tmp_path / "study.db", "min", {})
+    study = Study(tmp_path / "study.db", tune, space_of(tune.space), seed=3)
+    numbers, points = [study.draw().number, study.draw().number], []
+    for number, value in ((numbers[1], 0.9), (numbers[0], 0.5)):
+        study.report(number, 1, value)
+        study.finish(number, False)
+        points += _Search._points(SimpleNamespace(study=study, tune=tune))
+        time.sleep(0.01)
+    assert max((p.step, p.time, p.value) for p in points if p.name == "loss")[2] == 0.5
