@@ -232,9 +232,10 @@ class Checkpoints(LightningCheckpoint):
             checkpoint["plateaus"] = {str(number): value for number, _, value in due}
         checkpoint["validating"] = self._validating
         followers: list[Any] = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
-        # Each validation gives its metrics anew; only a schedule of steps reads their last values.
+        # Each validation gives its metrics anew, but they may be read before: by steps, or if it is not in each epoch.
+        is_rare = trainer.check_val_every_n_epoch != 1
         found = [(str(getattr(each, "monitor", "")), getattr(each, "interval", "")) for each in followers]
-        names = [name for name, interval in found if interval == "step" or not name.startswith("val")]
+        names = [name for name, interval in found if interval == "step" or is_rare or name[:3] != "val"]
         metrics = trainer.callback_metrics
         checkpoint["monitored"] = {n: torch.as_tensor(metrics[n]).detach().cpu() for n in names if n in metrics}
         ours = {key: checkpoint[key] for key in ("plateaus", "validating", "monitored") if key in checkpoint}

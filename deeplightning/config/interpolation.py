@@ -45,14 +45,7 @@ def resolve(root: Entry, faults: list[Fault]) -> Secrets:
     pending = [(path, entry) for path, entry in leaves(root) if isinstance(entry.value, str) and "${" in entry.value]
     if pending:
         resolver.run(pending, faults)
-    _report_missing(root, faults)
-    record_literals(root, resolver.secrets)
-    return resolver.secrets
-
-
-def _report_missing(root: Entry, faults: list[Fault]) -> None:
-    """Report each `???`, OmegaConf's marker for a required value; `\\???` is the literal text."""
-    for path, entry in leaves(root):
+    for path, entry in leaves(root):  # `???` is OmegaConf's marker for a required value, `\???` the literal text
         if entry.written is not None or not (isinstance(entry.value, str) and _MANDATORY.fullmatch(entry.value)):
             continue
         if entry.value == "???":
@@ -60,6 +53,8 @@ def _report_missing(root: Entry, faults: list[Fault]) -> None:
             faults.append(Fault(message, dotted(path), entry.place))
         else:
             entry.written, entry.value = entry.value, entry.value[1:]
+    record_literals(root, resolver.secrets)
+    return resolver.secrets
 
 
 def _to_entries(value: object, place: str, path: KeyPath) -> object:

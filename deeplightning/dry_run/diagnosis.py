@@ -78,7 +78,11 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
         where = known or (building.name if building else "model.module")
         return [Fault(message, where, exit_code=getattr(error, "exit_code", 2))]
     if isinstance(error, MisconfigurationException):
-        return [_lightning_fault(attempt, error, building)]
+        words = " ".join(str(error).split())
+        if building is None and attempt.trainer is None and attempt.callbacks:
+            return [Fault(f"Lightning refuses them: {words}", "train.callbacks")]
+        part = building or _owner(attempt, error)[0] or attempt.cfg.model.module
+        return [Fault(f"{part.type}: {words}", str(part.name))]
     lacks = needs(error)
     reason = lacks or f"{error_in_words(error)}{own_code.user_location(error)}"
     code = 3 if lacks else 2
@@ -104,15 +108,6 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
         key, inputs = "data.module.params.augment", ""
     given = f" given {inputs}" if inputs else ""
     return [Fault(f"{owner.type}{given} fails {attempt.stage}: {reason}.", key, exit_code=code)]
-
-
-def _lightning_fault(attempt: Attempt, error: BaseException, building: Target | None) -> Fault:
-    """Return Lightning's message as a fault of the part that it is about."""
-    words = " ".join(str(error).split())
-    if building is None and attempt.trainer is None and attempt.callbacks:
-        return Fault(f"Lightning refuses them: {words}", "train.callbacks")
-    owner = building or _owner(attempt, error)[0] or attempt.cfg.model.module
-    return Fault(f"{owner.type}: {words}", str(owner.name))
 
 
 def _owner(attempt: Attempt, error: BaseException) -> tuple[Target | None, str]:

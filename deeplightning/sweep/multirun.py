@@ -74,8 +74,10 @@ class Point:
         return record.get("state") == FINISHED and self.has_code(code) and has_run
 
     def has_code(self, code: dict[str, str]) -> bool:
-        """Return whether its run began with this code; files that only other points import do not count."""
-        return all(code.get(file, digest) == digest for file, digest in (self.record.get("code") or {}).items())
+        """Return whether its run began with this code; a larger or smaller grid imports more or fewer files."""
+        past = self.record.get("code") or {}
+        is_part = past.keys() <= code.keys() or code.keys() <= past.keys()  # else a file was moved or replaced
+        return is_part and all(code.get(file, digest) == digest for file, digest in past.items())
 
 
 def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) -> Path:

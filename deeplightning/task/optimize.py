@@ -1,5 +1,6 @@
 """Apply `model.trainable`, and build optimizers and schedulers from `model.optimizer` and `model.scheduler`."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -207,11 +208,13 @@ def _auto_numbers(target: Any, trainer: pl.Trainer, key: str) -> dict[str, objec
     if not requested:
         return {}
     epochs, length = trainer.max_epochs or 1, trainer.estimated_stepping_batches
-    steps = trainer.num_training_batches / trainer.accumulate_grad_batches  # of an epoch; infinite if unknown
-    own: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    is_even = math.isfinite(steps) and not any(hasattr(each, "get_accumulate_grad_batches") for each in own)
-    if is_even and 0 < trainer.max_steps <= length:
-        epochs = min(epochs, math.ceil(length / math.ceil(steps)))
+    batches = trainer.num_training_batches
+    if math.isfinite(batches) and 0 < trainer.max_steps <= length:
+        own: Any = trainer  # Lightning sets `callbacks` without a type
+        factors = (getattr(each, "get_accumulate_grad_batches", None) for each in own.callbacks)
+        factor = next(filter(None, factors), lambda _: trainer.accumulate_grad_batches)
+        ends = itertools.accumulate(math.ceil(batches / factor(epoch)) for epoch in range(epochs))
+        epochs = next((number for number, end in enumerate(ends, 1) if end >= length), epochs)
     kind, limit = target.call.interval, "train.max_steps"
     if kind == "epoch":
         length, limit = epochs if epochs > 0 else math.inf, f"train.num_epochs, or {key}.call.interval=step"

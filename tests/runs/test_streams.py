@@ -176,6 +176,11 @@ def test_a_schedule_of_auto_length_is_as_long_as_the_training(fit, caplog, setti
         ("interval: epoch", ("train.num_epochs=6", "train.max_steps=18"), 2),
         (
             *("interval: epoch",),
+            ("train.num_epochs=6", "train.max_steps=18", "train.accumulator_factor=4", "train.accumulator_epoch=5"),
+            2,
+        ),
+        (
+            *("interval: epoch",),
             ("train.num_epochs=6", "train.max_steps=24", "train.accumulator_factor=4", "train.accumulator_epoch=1"),
             6,
         ),

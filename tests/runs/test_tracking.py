@@ -525,6 +525,7 @@ def test_a_store_that_cannot_be_is_named(uri):
     with pytest.raises(SetupError, match=r"directory"):
         locate(uri)
     assert locate("https://me:secret@host/x").shown == locate("https://me:p@ss@host/x").shown == "https://***@host/x"
+    assert locate("https://me:p#ss@host/x").shown == locate("https://me:p?ss@host/x").shown == "https://***@host/x"
     assert locate("https://host/a@b").shown == "https://host/a@b"
 
 
