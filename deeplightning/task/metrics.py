@@ -70,8 +70,7 @@ class Collected(Metric):
     def forward(self, outputs: Tensor, truth: Tensor) -> Any:
         """Add a batch and return its own value; torchmetrics would copy all earlier batches (1.9)."""
         before, self.outputs, self.truth = (self.outputs, self.truth), [outputs], [truth]
-        self._forward_cache = value = type(self).compute(self)
-        self.outputs, self.truth = before
+        value, (self.outputs, self.truth) = type(self).compute(self), before
         self.update(outputs, truth)
         return value
 

@@ -93,8 +93,8 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
         if not database.exists() and (meant := _absolute(unquote(name))).exists():
             database = meant  # `mlflow run` passes its default store with a space as %20 (MLflow 3.17)
         return Store(text, folder=database.parent, database=database, artifact_root=database.parent / "mlruns")
-    secret = "[^/]*" if scheme in ("http", "https") else ".*"  # SQLAlchemy allows a slash in a password
-    shown = re.sub(f"://{secret}@", "://***@", text).partition("?")[0]
+    hidden = "[^/]*" if scheme in ("http", "https") else ".*"  # SQLAlchemy allows a slash in a password
+    shown = re.sub(f"://{hidden}@", "://***@", text).partition("?")[0]
     if scheme in _REMOTE or text in _REMOTE or scheme.split("+")[0] in _DATABASES:
         return Store(shown, address=text)
     if scheme and "://" in text:
