@@ -142,7 +142,7 @@ class TableFormat:
             named = parsedate(re.sub("[-/.,]", " ", text) + " 0:0") if NAMED_DAY.fullmatch(text) else None
             day = datetime(*named[:3]) if named else datetime.fromisoformat(text)
             return (day - datetime(1970, 1, 1, tzinfo=UTC if day.tzinfo else None)) / timedelta(days=1)
-        return math.nan if self.is_missing(found) else found  # -999.0, if -999 stands for a missing value
+        return math.nan if self.is_missing(found) else found  # -999.0 where -999 is a missing word
 
 
 class Codes(dict[str, int]):

@@ -232,7 +232,7 @@ class Checkpoints(LightningCheckpoint):
             checkpoint["plateaus"] = {str(number): value for number, _, value in due}
         checkpoint["validating"] = self._validating
         followers: list[Any] = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
-        # Each validation gives its metrics anew, but they may be read before: by steps, or if it is not in each epoch.
+        # A validation in each epoch logs its metrics again before they are read, except by schedules of steps.
         is_rare = trainer.check_val_every_n_epoch != 1
         found = [(str(getattr(each, "monitor", "")), getattr(each, "interval", "")) for each in followers]
         names = [name for name, interval in found if interval == "step" or is_rare or name[:3] != "val"]

@@ -121,7 +121,7 @@ class Record(Callback):
         self._unsaved_tensors = {name: seen for name, seen, _ in _unsaved_tensors(pl_module)}
         self.open(trainer)
         self.has_learned = True
-        if trainer.is_global_zero and not self.cfg.train.fast:  # a bundle of earlier weights; `serve` exports anew
+        if trainer.is_global_zero and not self.cfg.train.fast:  # the bundle has earlier weights
             for former in (self.folder.bundle, self.folder.model):
                 shutil.rmtree(former, ignore_errors=True)
         is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # on its machine

@@ -364,7 +364,7 @@ def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
 
 
 def _present(column: pa.Array, form: TableFormat) -> np.ndarray:
-    """Return numbers as float64 (N,), NaN if they stand for a missing value."""
+    """Return numbers as float64 (N,), with NaN in place of those that are missing words."""
     numbers = column.to_numpy(zero_copy_only=False).astype(np.float64)
     gaps = [float(word) for word in form.missing_words if is_number(word)]  # such as inf or -999
     return np.where(np.isin(numbers, gaps), np.nan, numbers)

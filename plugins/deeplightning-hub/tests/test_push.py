@@ -260,7 +260,16 @@ class Hub(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        self.answer({"id": "ada/digits", "_id": "1", "sha": "0" * 40, "private": True, "siblings": [], "tags": []})
+        self.answer(
+            {
+                "id": "ada/digits",
+                "_id": "1",
+                "sha": "0" * 40,
+                "private": True,
+                "siblings": self.server.siblings,
+                "tags": [],
+            }
+        )
 
     def log_message(self, *_):
         pass
@@ -270,7 +279,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub():
     """Local server with the fake API."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.seen, server.refuses = [], False
+    server.seen, server.refuses, server.siblings = [], False, []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -355,3 +364,14 @@ def test_a_push_that_failed_half_way_edits_no_card(run, tmp_path, monkeypatch):
     write(folder, "three", to)
     assert "# three\n" in (to / "README.md").read_text()
     assert not (to / "README.new.md").exists()
+
+
+def test_a_card_on_the_hub_stays(run, hub, place):
+    """The user may have filled in its licence there."""
+    hub.siblings = [{"rfilename": "README.md"}]
+    variables = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    real("push", run, "hf://ada/digits", cwd=place, **variables, code=0)
+    commit = next(body for path, _, body in hub.seen if path.endswith("/commit/main")).decode()
+    sent = {one["value"]["path"] for one in map(json.loads, commit.splitlines()) if one["key"] == "file"}
+    assert "README.new.md" in sent
+    assert "README.md" not in sent
