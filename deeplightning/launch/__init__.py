@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.config import plugins
 from deeplightning.config.machine import address_of, launches_remotely, local_size, manual_address
@@ -48,7 +48,10 @@ def launcher_of(cfg: Config) -> Launcher | None:
         return None
     local = Target(type="deeplightning.launch.Local", name="engine.launcher") if cfg.engine.max_restarts else None
     target = cfg.engine.launcher or local
-    return None if target is None else build(target)
+    launcher: Any = None if target is None else build(target)
+    if hasattr(launcher, "job_signals"):
+        launcher.job_signals = tuple(hooks_here().signals)
+    return launcher
 
 
 def array_of(job: Job, trials: int, swept: Iterable[str], note: Path) -> TrialJobs | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
 import signal
-import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from deeplightning.launch.job import Job, Start
 from deeplightning.launch.sealed import PREFIX, seal
 from deeplightning.own_code import SEALED
 from deeplightning.process import failure, member, ranks, shared_folder
+from deeplightning.process.identity import identity
 from deeplightning.process.streams import INTERRUPTED
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
@@ -64,7 +66,10 @@ class Local:
             raise ValueError(f"master_port must be from 1 to 65535, not {master_port}")
         self.master_port = None if master_port is None else int(master_port)
         self.master_addr, self.node_rank = master_addr, node_rank
-        self._launch = f"local-{socket.gethostname()}-{secrets.token_hex(8)}"
+        here = identity()  # in a job that is requeued, the same command resumes its run
+        name = f"{here.launch} {sys.argv}" if here is not None and here.launch else secrets.token_hex(8)
+        self._launch = f"local-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        self.job_signals: tuple[int, ...] = ()  # of the launcher that started this process; forwarded too
         self._signals: list[signal.Signals] = []
         self._restarts = 0
         self._run_folder: RunFolder | None = None  # set if the run had started before a process ended
@@ -108,14 +113,14 @@ class Local:
 
     def _supervise(self, job: Job) -> int:
         """Start the processes, restart them if one is lost, and wait for their end; return the exit code."""
-        before = {number: signal.signal(number, self._forward) for number in INTERRUPTED}
+        before = {number: signal.signal(number, self._forward) for number in (*INTERRUPTED, *self.job_signals)}
         try:
             while not self._signals:
                 self._start(job)
                 if (code := self._wait(job)) is not None:
                     return code
                 self._kill_all()
-            return INTERRUPTED[self._signals[0]]
+            return INTERRUPTED.get(self._signals[0], 128 + self._signals[0])  # 138 requeues a job of Slurm
         finally:
             self._kill_all()
             for number, handler in before.items():
@@ -133,11 +138,8 @@ class Local:
             child.send_signal(number)  # does nothing if the child has ended
 
     def _start(self, job: Job) -> None:
-        """Start all processes, with the variables of torchrun.
-
-        Raises:
-            SetupError: the machine has too few resources for them, or the port is in use.
-        """
+        """Start all processes, with the variables of torchrun; raise SetupError if the machine has too few resources
+        for them, or the port is in use."""
         from torch.distributed import DistError, TCPStore
 
         size, command = str(local_size(job.cfg.engine)), _command(job)
@@ -195,7 +197,7 @@ class Local:
         restarts = job.cfg.engine.max_restarts
         if self._signals or not cause.lost or self._restarts == restarts:
             self._report(job, cause, rank_0_was_lost=(codes[0] or 0) < 0)
-            return INTERRUPTED[self._signals[0]] if self._signals else cause.exit_code
+            return INTERRUPTED.get(self._signals[0], 128 + self._signals[0]) if self._signals else cause.exit_code
         self._restarts += 1
         newest = failure.latest_checkpoint(self._find_run())
         how = f"resumes from {newest}" if newest else "starts again, because there is no checkpoint yet"

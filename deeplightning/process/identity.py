@@ -19,6 +19,7 @@ from deeplightning.faults import SetupError
 
 LAUNCH, ATTEMPT = "DEEPLIGHTNING_LAUNCH", "DEEPLIGHTNING_ATTEMPT"
 """Variables in which our launchers pass the name of the launch and its number of restarts to their processes."""
+AGENT_PORT = "DEEPLIGHTNING_AGENT_PORT"  # torchrun's MASTER_PORT, in processes that use another
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
 """A process without any of these has no identity."""
@@ -161,7 +162,7 @@ def _of_torchrun(variables: _Variables) -> Identity:
         logs = (variables.text("TORCHELASTIC_ERROR_FILE") or "").rpartition("/attempt_")[0].rpartition("/")[2]
         launch = f"torchrun-{socket.gethostname()}-{os.getppid()}{logs}"
     else:
-        launch = f"torchrun-{address}-{port}"
+        launch = f"torchrun-{address}-{variables.text(AGENT_PORT, 'MASTER_PORT')}"
     may_resume = run_id != "none" or attempt > 0
     return Identity("torchrun", rank, world, local_rank, local_world, node, nodes, address, port, launch, may_resume)
 

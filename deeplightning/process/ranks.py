@@ -246,8 +246,9 @@ class Ranks:
             prefix = f"error [{cause.whose}]" if cause.whose else "error"
             say(f"{prefix}: {self.redact(cause.reason)}", err=True)
         thread = threading.Thread(target=self.end_run, args=(final_error(RankError(cause)),), daemon=True)
-        thread.start()
-        thread.join(SHUTDOWN_SECONDS)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread once exit functions run
+            thread.start()
+            thread.join(SHUTDOWN_SECONDS)
         self._exit(cause.exit_code)
 
     # ---- the end

@@ -9,6 +9,7 @@ Torch is imported only when a run starts.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ from deeplightning.faults import Fault, SetupError, seconds_of
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
 from deeplightning.private.messages import ErrorText, matches
 from deeplightning.process import member
-from deeplightning.process.identity import identity
+from deeplightning.process.identity import AGENT_PORT, identity
 from deeplightning.process.ranks import final_error
 from deeplightning.process.streams import Interrupted, Terminated
 from deeplightning.words import first_line
@@ -127,9 +128,11 @@ def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
     address, port = environment.main_address, _port(environment, alone)
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens and supervises
     is_child = member.current().parent is not None  # type: ignore[union-attr]
-    if elastic and os.environ.get(_RESTARTS, "0") != "0" and member.AGENT not in os.environ:
-        return _new_store(address, _port(environment, False), rank, processes * nodes)
     node, store = environment.node_rank(), None
+    if elastic and member.AGENT not in os.environ and (nodes > 1 or os.environ.get(_RESTARTS, "0") != "0"):
+        if nodes > 1:
+            _set_gloo_interface(interface(address), loopback=node != 0)
+        return _new_store(address, _port(environment, False), rank, processes * nodes)
     if rank == 0 and not elastic:
         store = _listen(address, port, processes * nodes)
         os.environ["MASTER_PORT"] = str(store.port)
@@ -142,8 +145,6 @@ def join(launcher: Any, rank: int, alike: Mapping[str, str]) -> Any:
         card = {"host": socket.gethostname(), "pid": os.getpid(), "node": node, "alike": values}
         own = ("node", node, nodes) if launches else ("rank", rank, processes * nodes)
         _choose_gloo_interface(_gather(numbered, card, address, *own), node, address)
-    elif nodes > 1 and not is_child:
-        _set_gloo_interface(interface(address), loopback=node != 0)
     if launches:
         launcher.start_others()
     return store
@@ -191,18 +192,27 @@ def _listen(address: str, port: int, world: int) -> Any:
 
 
 def _new_store(address: str, port: int, rank: int, world: int) -> object:
-    """Create a store for processes that torchrun restarted.
+    """Create a store for processes that torchrun may have restarted, and connect to it.
 
     torchrun's own store still has the addresses of the former processes, and with torch 2.15 the new ones would connect
-    to those.
+    to those. Each machine counts only its own restarts, so a process may first find the store of a former rank 0.
     """
     from torch.distributed import TCPStore
 
-    theirs, key, store = _connect_store(address, port, world), f"{KEY}/port/{os.environ[_RESTARTS]}", None
+    theirs, key, store, came = _connect_store(address, port, world), f"{KEY}/port", None, 0
     if rank == 0:
         store = TCPStore(address, 0, world, is_master=True, wait_for_workers=False, multi_tenant=True)
         theirs.set(key, str(store.port))
-    os.environ |= {"MASTER_PORT": theirs.get(key).decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    options: dict[str, Any] = {"timeout": timedelta(seconds=STORE_SECONDS), "is_master": False}
+    until = time.monotonic() + wait_seconds()
+    while came != 1:  # the first process of this rank in that store
+        if time.monotonic() > until:
+            raise SetupError(f"MASTER_ADDR={address}: rank 0 did not start there again within {wait_seconds():g} s")
+        found = theirs.get(key).decode()
+        with contextlib.suppress(RuntimeError):  # of a former store, which has ended
+            came = TCPStore(address, int(found), world, wait_for_workers=False, **options).add(f"{KEY}/came/{rank}", 1)
+        time.sleep(POLL_SECONDS)
+    os.environ |= {AGENT_PORT: str(port), "MASTER_PORT": found, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return store
 
 

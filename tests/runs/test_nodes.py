@@ -419,6 +419,20 @@ def test_torchrun_restarts_in_the_same_run(by_torchrun, alone, store, tracked, t
 
 
 @pytest.mark.slow
+def test_two_torchruns_restart_in_the_same_run(by_torchrun, alone, store, tmp_path):
+    """Only the agent of the killed process counts the restart; the run ends like an uninterrupted one."""
+    before = runs_of(store)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "killed.py").write_text(KILLED)
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    options += ["--rdzv-id=again", "--local-addr=127.0.0.1", "--max-restarts=1"]
+    once = "train.callbacks=[{type: killed.Once, params: {epoch: 1, batch: 2}}]"
+    end_all([by_torchrun(options, once, "engine.backend=ddp", cwd=tmp_path) for _ in range(2)])
+    (folder,) = runs_of(store) - before
+    assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
+
+
+@pytest.mark.slow
 def test_torchrun_starts_the_command_in_new_processes(tiny, place, alone):
     """`torchrun --nproc-per-node 2 -m deeplightning …`, as a user runs it, gives the same weights."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

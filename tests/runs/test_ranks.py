@@ -411,3 +411,24 @@ def test_the_name_of_rank_0_may_be_known_later(monkeypatch):
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolve)
     monkeypatch.setenv("DEEPLIGHTNING_MEET_SECONDS", "5")
     assert rendezvous._listen("127.0.0.1", 0, 1).port > 0
+
+
+HANGS_AT_EXIT = """
+import sys, threading
+from pathlib import Path
+from deeplightning.process.failure import Cause
+from deeplightning.process.ranks import Ranks
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")  # as Python 3.12 does
+
+group = Ranks(0, Path(sys.argv[1]))
+group.record_cause(Cause(0, "x", 3))
+threading.Thread.start = refuse
+group._force_exit()
+"""
+
+
+def test_a_process_that_hangs_in_its_exit_functions_is_ended(tmp_path):
+    """Python 3.12 cannot start the thread that ends the run then."""
+    assert python("-c", HANGS_AT_EXIT, tmp_path).returncode == 3

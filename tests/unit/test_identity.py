@@ -174,6 +174,7 @@ def test_processes_without_a_port_agree_on_one(one, other):
     ("variables", "launch", "may_resume"),
     [
         (TORCHRUN, "torchrun-one-29400", False),
+        (TORCHRUN | {"MASTER_PORT": "5", "DEEPLIGHTNING_AGENT_PORT": "29400"}, "torchrun-one-29400", False),
         (ALONE, f"torchrun-{socket.gethostname()}-{os.getppid()}", False),  # known by the agent that restarts it
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun-one-29400", True),
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "job"}, "job", True),

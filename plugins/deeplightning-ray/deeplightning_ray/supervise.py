@@ -117,6 +117,7 @@ class Supervisor:
             return INTERRUPTED[signal.Signals(self.signals[0])]
         finally:
             self.workers.release()
+            self.workers.request_machines(0)
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self.folder is not None:
@@ -159,7 +160,7 @@ class Supervisor:
                 if pause is None or (self.cluster.is_own and self.starts == 0):
                     raise SetupError(Fault(str(error), "engine.launcher")) from None
                 self.log(f"{error}; tries again in {pause:g} s")
-                self.workers.request_machines()
+                self.workers.request_machines(self.workers.highest)
                 self._wait(pause)
 
     def _wait(self, seconds: float) -> None:

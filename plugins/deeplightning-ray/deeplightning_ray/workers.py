@@ -90,6 +90,7 @@ class Workers:
         self.code, self.git = own_code_now(), git
         self._group: Any = None
         self._code_ref: Any = None
+        self._has_requested = False  # machines of the cluster
 
     def __len__(self) -> int:
         return len(self.all)
@@ -109,12 +110,14 @@ class Workers:
         here = socket.gethostname()
         self.all.sort(key=lambda w: (w.about["host"] != here, w.node != first, w.node))
 
-    def request_machines(self) -> None:
-        """Ask a cluster that can grow to do so."""
+    def request_machines(self, number: int) -> None:
+        """Ask a cluster that can grow to keep room for this many workers until the next request."""
         from ray.autoscaler.sdk import request_resources
 
-        with contextlib.suppress(Exception):  # a cluster of a fixed size may refuse the request
-            request_resources(bundles=[self.bundle] * self.highest)
+        if number or self._has_requested:  # a request replaces those of other programs
+            self._has_requested = True
+            with contextlib.suppress(Exception):  # a cluster of a fixed size may refuse the request
+                request_resources(bundles=[self.bundle] * number)
 
     def send_code(self) -> list[tuple[list[str], str]]:
         """Send each worker the code of this launch, as it was when this object was created.
@@ -136,13 +139,15 @@ class Workers:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         free = min(self._workers_that_fit(self.ray.available_resources()), self.highest - len(self))
-        if free < 1:
-            return 0
-        group = placement_group([self.bundle] * free, strategy="PACK")
-        try:
-            return free if group.wait(POLL_SECONDS) else 0
-        finally:
-            remove_placement_group(group)
+        while free > 0:
+            group = placement_group([self.bundle] * free, strategy="PACK")
+            try:
+                if group.wait(POLL_SECONDS):
+                    return free
+            finally:
+                remove_placement_group(group)
+            free //= 2  # the sum over machines may not fit; few attempts, since signals wait meanwhile
+        return 0
 
     def release(self) -> None:
         """End all workers and release their resources."""
@@ -204,7 +209,7 @@ class Workers:
         except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
             if NO_MODULE in str(error):
                 message = (
-                    f"a worker of the Ray cluster lacks the plug-in: pip install deeplightning[ray]=={__version__}"
+                    f"a worker of the Ray cluster lacks the plug-in: pip install 'deeplightning[ray]=={__version__}'"
                 )
                 raise SetupError(Fault(message, "engine.launcher")) from error
             raise NoRoom(f"a worker of the Ray cluster did not start: {' '.join(str(error).split())[:200]}") from error

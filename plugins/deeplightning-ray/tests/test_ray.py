@@ -662,3 +662,29 @@ def test_workers_that_need_nothing_are_refused(tiny):
     """`cpus_per_worker: 0` without GPUs is rejected, because Ray would reserve nothing."""
     with pytest.raises(ConfigError, match="cpus_per_worker: 0"):
         Supervisor(Ray(cpus_per_worker=0), Job(load_config(tiny), tiny), ray_cluster.Connection("of no one", True))
+
+
+@needs_ray
+def test_a_request_for_machines_is_withdrawn(monkeypatch):
+    """Ray keeps a request, and the machines, until the next one; without a request none is made."""
+    from ray.autoscaler import sdk
+
+    asked = []
+    monkeypatch.setattr(sdk, "request_resources", lambda bundles: asked.append(len(bundles)))
+    monkeypatch.setattr(ray_workers, "own_code_now", lambda: None)
+    workers = ray_workers.Workers(ray_cluster.Connection("of no one", False), {"CPU": 1}, 1, 4)
+    for number in (0, 4, 0):
+        workers.request_machines(number)
+    assert asked == [4, 0]
+
+
+@needs_ray
+def test_room_that_is_spread_over_machines_is_found(monkeypatch):
+    """Ray adds the free CPUs of all machines, and a worker needs one machine."""
+    groups = importlib.import_module("ray.util.placement_group")
+    monkeypatch.setattr(groups, "placement_group", lambda b, strategy: SimpleNamespace(wait=lambda _: len(b) < 2))
+    monkeypatch.setattr(groups, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(ray_workers, "own_code_now", lambda: None)
+    workers = ray_workers.Workers(ray_cluster.Connection("of no one", False), {"CPU": 4}, 1, 3)
+    workers.ray = SimpleNamespace(available_resources=lambda: {"CPU": 12})
+    assert workers.room_for_more() == 1

@@ -234,7 +234,7 @@ class Slurm:
             qos=self.qos,
             constraint=self.constraint,
             wckey=None,
-            srun_args=["--open-mode=append", *cpus, *self.srun],
+            srun_args=["--open-mode=append", "--export=ALL", *cpus, *self.srun],  # also after sbatch's --export=NONE
             setup=[*self._variables(folder, is_array=array is not None), *self.setup],
             teardown=after_tasks(engine.max_restarts, self.max_requeues),
             additional_parameters={option: v for option, v in options.items() if v is not None and v is not False},

@@ -677,12 +677,13 @@ def test_an_error_of_the_run_does_not_restart_the_job(submit, cluster, tmp_path)
     assert "FileNotFoundError" in outcome.err
 
 
-def test_a_single_task_starts_processes_and_resumes(cluster, work, local, tmp_path):
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_single_task_starts_processes_and_resumes(restarts, cluster, work, local, tmp_path):
     """A batch script with one task starts the two processes of its config; after SIGUSR1 the run resumes."""
     script = f"""#!/bin/bash
 #SBATCH --signal=USR1@60 --requeue --open-mode=append -n1 -c2 -o out.%j
 srun {shlex.quote(sys.executable)} -m deeplightning train configs/tiny.yaml engine.processes=2 \
-"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
+engine.max_restarts={restarts} "train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
 """
     (work / "one.sh").write_text(script)
     number = cluster.ask("sbatch", "--parsable", "one.sh", cwd=work).strip()
@@ -879,3 +880,10 @@ def test_further_options_of_sbatch_win(command, tiny, place):
     planned = command("plan", tiny, LAUNCHER, params, cwd=place, code=0)
     assert re.findall(r"--job-name=(\w+)", planned.out) == ["mine"]
     assert "#SBATCH --mem=0" in planned.out
+
+
+def test_tasks_get_the_variables_of_the_script(command, tiny, place):
+    """sbatch's `--export=NONE` would apply to srun too, through SLURM_EXPORT_ENV."""
+    planned = command("plan", tiny, LAUNCHER, "engine.launcher.params.sbatch={export: NONE}", cwd=place, code=0)
+    assert "#SBATCH --export=NONE" in planned.out
+    assert "--export=ALL" in planned.out
