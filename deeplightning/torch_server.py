@@ -122,6 +122,10 @@ class Checkpoint(Model):
                 return self.network(torch.tensor(inputs, device=str(self.device))).cpu().numpy()
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
+        except torch.AcceleratorError as error:
+            if "device-side assert" in str(error):  # such as for an index outside an embedding
+                os._exit(1)  # CUDA is lost in this process; the pool starts another one
+            raise
         except IndexError as error:
             raise InputError(f"The network does not take these values: {first_line(error)}.") from error
 

@@ -31,7 +31,10 @@ _STAGES = {
 }
 _STAGE = re.compile(f"({'|'.join(_STAGES)})[_/.-](.+)|(.+)[_/.-]({'|'.join(_STAGES)})", re.IGNORECASE)
 
-_NO_MEMORY = ("allocate memory", "start new thread", "could not create a primitive", "could not create a memory object")
+_NO_MEMORY = (
+    *("allocate memory", "start new thread", "could not create a primitive", "could not create a memory object"),
+    *("CUDA error: out of memory", "_STATUS_ALLOC_FAILED"),  # of a CUDA context, cuBLAS and cuDNN
+)
 _UNSUPPORTED = "could not create a primitive descriptor"
 """oneDNN does not report the reason of a failure; this message has other causes than memory."""
 

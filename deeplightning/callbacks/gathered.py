@@ -61,7 +61,10 @@ class Gathered(Callback):
         metrics = _metrics(self._trainer.lightning_module)
         begun = {n: m for n, m in metrics.items() if m.update_called or n in self._restored}
         found = {n: m for n, m in begun.items() if n not in self._validation_metrics}
-        found = {n: m for n, m in found.items() if self._counts.get(n, m.update_count) == m.update_count}
+        own = {n for n, m in found.items() if self._counts.get(n, m.update_count) == m.update_count}
+        decide = self._trainer.strategy.reduce_boolean_decision  # all processes gather a state, or none does
+        lists = {n: any(isinstance(v, list) for v in m.metric_state.values()) for n, m in metrics.items()}
+        found = {n: m for n, m in metrics.items() if decide(n in own, all=lists[n])}  # an empty list cannot be gathered
         logged = self._restored_means | logged_means(self._trainer)  # the run may end before the task logs again
         states = {name: _state_of(metric) for name, metric in found.items()}
         return {"validated": self._validated, "metrics": states, "logged": logged}

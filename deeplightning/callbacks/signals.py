@@ -8,6 +8,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from deeplightning.private.lightning import keep_signals
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import INTERRUPTED, Interrupted
+from deeplightning.transfer import to_device
 
 
 class Signals(LightningCheckpoint):
@@ -91,13 +93,16 @@ class Signals(LightningCheckpoint):
 
         The result is one call late: the processes continue during the reduction, and none waits for another.
         """
-        answer, self._any_signal = self._any_signal, torch.tensor(self._received, device=trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        answer, self._any_signal = self._any_signal, to_device(torch.tensor(self._received), device)
         work = self._reduction
         self._reduction = distributed.all_reduce(self._any_signal, distributed.ReduceOp.MAX, async_op=True)
         if answer is None or work is None:
             return 0
-        work.wait()
-        return int(answer)
+        # On another stream it waits only for that reduction, not for what the GPU computes in this step.
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+            work.wait()
+            return int(answer)
 
     def _begin(self, *_: object, **__: object) -> None:
         self._any_signal = self._reduction = None

@@ -44,6 +44,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """
         write_file(self.without_unsafe(checkpoint), Path(path))
 
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint of Lightning's ModelCheckpoint with its shards."""
+        remove_checkpoint(Path(path))
+
     def without_unsafe(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint without entries from hooks that could not be loaded again; warn about each once.
 

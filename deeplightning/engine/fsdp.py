@@ -95,9 +95,11 @@ class Fsdp(Sharded, ModelParallelStrategy):
             super().model_to_device()
 
     def _shard(self, task: nn.Module) -> None:
-        if loose := [name for name, _ in task.named_parameters(recurse=False)]:
+        inside = {parameter for root in roots_of(task) for parameter in root.parameters()}
+        own = {name: parameter for name, parameter in task.named_parameters() if parameter not in inside}
+        if loose := [name for name, p in own.items() if p.requires_grad or "." not in name]:  # frozen ones have no sum
             message = f"fsdp shards modules, but {', '.join(loose)} of {type(task).__name__} belong to none; put them "
-            message += "into a module, or use `engine.backend=ddp`"
+            message += "into a module with a `forward`, or use `engine.backend=ddp`"
             raise ConfigError(Fault(message, "engine.backend"))
         full = [parameter.detach() for parameter in holders_of(task)]
         for parameter, found in holders_of(task).items():
@@ -115,8 +117,8 @@ class Fsdp(Sharded, ModelParallelStrategy):
                 received = values if self.global_rank == 0 else torch.empty(values.shape, dtype=values.dtype)
                 received = received.to(self.root_device)
                 distributed.broadcast(received, 0)
-                share = shares[parameter]
-                share.values.copy_(share.part(received))
+                share = shares.get(parameter)
+                (parameter if share is None else share.values).copy_(share.part(received) if share else received)
             broadcast_buffers(task.buffers())
 
     # ---- checkpoints

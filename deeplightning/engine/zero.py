@@ -154,7 +154,9 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         if self.lightning_module.trainer.training:
             self._initialize_deepspeed_train(self.model)
         else:
-            self._initialize_deepspeed_inference(self.model)
+            self._initialize_deepspeed_inference(self.model)  # Lightning 2.6 removes the hooks of all modules
+            if (select := getattr(self.lightning_module, "select_output", None)) is not None:
+                self.lightning_module.network.register_forward_hook(select)
 
     def _init_optimizers(self) -> Any:
         optimizer, scheduler = super()._init_optimizers()
@@ -223,8 +225,10 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         start = min(parameter.ds_numel, part.ds_numel * self.global_rank)
         size = min(part.ds_numel, parameter.ds_numel - start)
         # A parameter outside of the optimizer, such as a loss's, has no copy in full precision.
-        if zero is not None and zero.get_param_id(parameter) in zero.grad_position:
-            part = zero.get_local_fp32_param(parameter)
+        if zero is not None and (place := zero.grad_position.get(zero.get_param_id(parameter))) is not None:
+            own = zero.fp32_partitioned_groups_flat[place[0]][place[1] : place[1] + size]
+            # DeepSpeed's method returns a copy of offloaded values on the GPU; values on NVMe are nowhere else.
+            part = own if len(own) == size else zero.get_local_fp32_param(parameter)
         return Share(tuple(parameter.ds_shape), start, part.detach().view(-1)[:size])
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

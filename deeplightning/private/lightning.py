@@ -210,9 +210,11 @@ def set_logged_hyperparameters(module: Any, values: dict[str, Any]) -> None:
 
 
 def keep_signals(trainer: Any) -> None:
-    """Keep Lightning from replacing our signal handlers when a stage starts. If the name moves, setting up a stage
-    fails; if only the method moves, SIGTERM saves no checkpoint, without an error."""
+    """Keep Lightning from replacing our signal handlers when a stage starts, and from telling other processes before
+    each batch that it received none, which waits for the GPU. If a name moves, setting up a stage fails; if only a
+    method moves, SIGTERM saves no checkpoint or each batch waits, without an error."""
     trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def set_launcher(strategy: Any, launcher: object) -> None:

@@ -133,3 +133,13 @@ def test_names_of_all_kinds_of_outputs():
     assert SelectOutput(0, "network")(None, (), top) is top.values
     with pytest.raises(MisfitError, match="without 'a'"):
         SelectOutput("a", "network")(None, (), {"b": logits})
+
+
+@pytest.mark.slow
+def test_the_output_is_selected_in_every_stage_of_deepspeed(jobs, tiny, place):
+    """Lightning removes the hooks of modules before a stage without training."""
+    pytest.importorskip("deepspeed")
+    settings = ["model.network={type: networks.OfDict}", "model.output=logits", "stages=[train, test]"]
+    engine = "engine={backend: deepspeed_stage_2, processes: 2}"
+    outcome = jobs("train", tiny, *settings, engine, "train.num_epochs=1", cwd=place, ranks=2, code=0)
+    assert (outcome.folder / "test_results.json").is_file()

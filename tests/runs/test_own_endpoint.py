@@ -350,3 +350,20 @@ def test_validation_data_are_loaded_after_on_fit_start(train, here):
     hook = "    def on_fit_start(self):\n        self.trainer.datamodule.held = self.trainer.datamodule.set\n\n"
     (here / "pairs.py").write_text(text.replace("    def forward(", f"{hook}    def forward("))
     assert "best       val_loss" in train("train.export=false").out
+
+
+class Asserts(nn.Module):
+    def forward(self, inputs):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def test_a_gpu_that_is_lost_ends_its_worker(tmp_path, monkeypatch):
+    """After an index outside an embedding, CUDA answers nothing in this process any more."""
+    left = []
+    monkeypatch.setattr("deeplightning.torch_server.os._exit", left.append)
+    samples = np.zeros((1, 2), np.float32)
+    fields = {"folder": tmp_path, "task": "array_regression", "spec": None, "labels": [], "run": {}}
+    model = Checkpoint(**fields, samples=samples, network=Asserts())
+    with pytest.raises(torch.AcceleratorError):
+        model.predict(samples)
+    assert left == [1]

@@ -382,6 +382,16 @@ def test_lightning_leaves_signals_alone(keeps):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_no_batch_waits_for_signals_of_lightning(monkeypatch):
+    """`_broadcast_sigterm_tensor` of the training loop would read a number of the GPU before each batch."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    loop = trainer.fit_loop.epoch_loop
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
+    lightning.keep_signals(trainer)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a flag is sent"))
+    assert loop._broadcast_sigterm_tensor() is None
+
+
 def test_the_launcher_of_a_strategy_can_be_replaced():
     """`launcher` returns `_launcher`; `_SubprocessScriptLauncher` has the expected arguments and attributes."""
     strategy = pl.strategies.DDPStrategy()

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import conftest
 import pytest
@@ -11,10 +12,12 @@ import pytorch_lightning as pl
 import torch
 from tiny import weights
 
+from deeplightning.config.examine import load_config
 from deeplightning.engine.checkpoint_io import copy_checkpoint, remove_checkpoint
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.engine.zero import DeepSpeed, sizes
 from deeplightning.faults import CheckpointError
+from deeplightning.run.resume import resumption
 
 OWN = '''\
 """Networks and callbacks for the tests of sharding."""
@@ -26,6 +29,7 @@ import pathlib
 
 import pytorch_lightning as pl
 import torch
+import torchmetrics
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +41,33 @@ class All(ImageClassification):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.001)
+
+
+class Rare(ImageClassification):
+    """Updates a metric on rank 0 only."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.rare = torchmetrics.SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 0:
+            self.rare.update(1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class Listed(ImageClassification):
+    """Has a parameter in a list, which has no forward pass."""
+
+    learns = False
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.extra = nn.ParameterList([nn.Parameter(torch.full((3,), 0.25), requires_grad=self.learns)])
+
+
+class Learns(Listed):
+    learns = True
 
 
 class Wide(nn.Module):
@@ -446,3 +477,51 @@ def test_an_optimizer_may_get_frozen_parameters(engine, trained):
     assert len(optimizer["state"]) == 2 < len(optimizer["param_groups"][0]["params"])
     assert saved["epoch"] == 1
     assert_close(found, trained("ddp", *settings)[0])
+
+
+def test_the_share_of_an_offloaded_parameter_is_no_copy():
+    """DeepSpeed's own method copies offloaded values to the GPU; weights of a checkpoint must reach the optimizer's."""
+    parameter = SimpleNamespace(ds_tensor=torch.zeros(4), ds_numel=4, ds_shape=(2, 2))
+    parameter.ds_tensor.ds_numel, flat = 4, torch.zeros(6)
+    zero = SimpleNamespace(
+        get_param_id=lambda _: 7, grad_position={7: [0, 1, 4]}, fp32_partitioned_groups_flat=[flat],
+        get_local_fp32_param=lambda _: flat[1:5].clone(),
+    )  # fmt: skip
+    strategy = SimpleNamespace(global_rank=0)
+    DeepSpeed._share_of_3(strategy, parameter, zero).values.fill_(1)
+    assert flat.tolist() == [0, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.slow
+def test_a_model_checkpoint_removes_the_shards_of_what_it_replaces(trained, tmp_path):
+    """Lightning's ModelCheckpoint with one kept file leaves one file and its shards."""
+    kept = f"{{type: pytorch_lightning.callbacks.ModelCheckpoint, params: {{dirpath: '{tmp_path}'}}}}"
+    trained("fsdp", f"train.callbacks=[{kept}]", "train.num_epochs=3")
+    assert sorted({path.stem for path in tmp_path.iterdir()}) == [path.stem for path in tmp_path.glob("*.ckpt")]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_where_a_run_resumes_is_found_without_its_weights(sharded, tiny, own, monkeypatch):
+    """Each process would need the memory for all weights and the state of the optimizer."""
+    monkeypatch.chdir(own)
+    monkeypatch.setattr("deeplightning.engine.shards.Scattered.whole", None)
+    adam = "model.optimizer={type: torch.optim.Adam, params: {lr: 0.001}}"
+    cfg = load_config(tiny, [f"train.resume_ckpt='{sharded}'", adam])
+    assert resumption(cfg).checkpoint == sharded
+
+
+@pytest.mark.slow
+def test_parameters_outside_of_units_are_sent_or_refused(trained):
+    """Frozen ones keep their values; trainable ones are refused by name (exit 2)."""
+    outcome, _ = trained("fsdp", "model.module={type: sharded_own.Listed}")
+    assert weights(outcome.folder / "last.ckpt")["extra.0"].tolist() == [0.25] * 3
+    outcome, _ = trained("fsdp", "model.module={type: sharded_own.Learns}", code=2)
+    assert "extra.0 of Learns belong to none" in "".join(rank.err for rank in outcome.ranks)
+
+
+@pytest.mark.slow
+def test_a_metric_that_one_rank_has_updated_is_saved(trained):
+    """All processes gather its state in a checkpoint inside an epoch."""
+    often = ["train.checkpoint.every_n_steps=2", "engine.params={timeout: 60}"]
+    outcome, _ = trained("ddp", "model.module={type: sharded_own.Rare}", *often)
+    assert (outcome.folder / "last.ckpt").is_file()

@@ -226,3 +226,17 @@ def test_cuda_and_torch_still_say_these_words():
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 missing -= {words for words in missing if content.find(words.encode()) >= 0}
     assert missing == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_a_lack_of_memory_outside_of_torchs_allocator_ends_with_exit_code_5(words, capsys):
+    """A CUDA context, cuBLAS and cuDNN allocate by themselves, with an error class of another name."""
+    assert report(RuntimeError(f"{words}\nCUDA kernel errors might be asynchronously reported")) == 5
+    assert f"the device has no memory left: {words}" in capsys.readouterr().err
