@@ -95,6 +95,6 @@ class ClassFolders:
 
 
 def _folders(path: Path) -> list[str]:
-    """Return the names of the subfolders, sorted, without hidden ones."""
-    entries = path.iterdir() if path.is_dir() else ()
-    return sorted(each.name for each in entries if each.is_dir() and not re.match(r"\.|lost\+found$", each.name))
+    """Return the names of the subfolders, sorted, without hidden ones and those of a project in this folder."""
+    names = (each.name for each in path.iterdir() if each.is_dir()) if path.is_dir() else ()
+    return sorted(name for name in names if not re.match(r"\.|(lost\+found|mlruns|__pycache__)$", name))

@@ -7,6 +7,7 @@ N samples, B batch, H height, W width, C channels of the prepared image.
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -199,8 +200,9 @@ def move_if_it_fits(sets: Sequence[InMemory], device: torch.device) -> None:
 
 def free_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU that neither this process at its peak nor any other process uses."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))  # of `deeplightning batch --memory`
+    return min(free + torch.cuda.memory_reserved(device), limit) - torch.cuda.max_memory_allocated(device)
 
 
 class OnDemand(Dataset):
@@ -237,7 +239,7 @@ class OnDemand(Dataset):
 
 
 class ExitWithParent:
-    """Worker init function: makes a loader worker exit when the process that reads its batches exits.
+    """Worker init function: makes a loader worker exit with the process that reads its batches, and not on Ctrl-C.
 
     A worker of a fork server is not a child of that process. If the process is killed, worker and server would wait for
     each other forever (Python 3.11).
@@ -250,6 +252,7 @@ class ExitWithParent:
         self.then = then
 
     def __call__(self, number: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it here too, and the run needs further batches
         threading.Thread(target=self._watch, daemon=True).start()
         if self.then is not None:
             self.then(number)

@@ -6,7 +6,7 @@ Your own data module subclasses `ImageData` and returns its samples from `read`.
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +77,9 @@ class ImageData(SplitData):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
         self._augment = nn.Sequential(*augment)
+        if not augment and type(self).on_after_batch_transfer.__module__.startswith("deeplightning."):
+            # So that Lightning calls the task's own; a bound method would keep this module alive.
+            vars(self)["on_after_batch_transfer"] = partial(SplitData.on_after_batch_transfer, None)  # type: ignore
         self._preparer: Prepare = Pictures(image_spec, max_pixels)
 
     def example_batch(self, size: int) -> Batch:

@@ -279,8 +279,10 @@ class SplitData(pl.LightningDataModule):
         if training:
             sampler = self._train_sampler()
         else:
-            world, rank = replicas(self.trainer)
-            sampler = BatchIndices(dataset, self.cfg.data.batch_size, num_replicas=world, rank=rank)
+            (world, rank), size = replicas(self.trainer), self.cfg.data.batch_size
+            if getattr(dataset, "names", None) == ():  # the task cannot tell padding: choose a size that needs none
+                size = next((n for n in range(size, 0, -1) if not 0 < len(dataset) % (n * world) < world), size)
+            sampler = BatchIndices(dataset, size, num_replicas=world, rank=rank)
         options, workers = dict(self._loader_options), self.cfg.data.num_workers
         if not getattr(dataset, "needs_workers", True):
             workers = 0

@@ -167,11 +167,8 @@ def pictures_and_masks(top: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _files_by_name(top: Path, endings: tuple[str, ...]) -> dict[str, Path]:
-    """Find the files below a folder with one of these extensions, sorted, by their path without it.
-
-    Raises:
-        DataError: two files have the same name.
-    """
+    """Find the files below a folder with one of these extensions, sorted, by their path without it; raise DataError if
+    two files have the same name."""
     found: dict[str, Path] = {}
     for path in sorted(path for path in files_below(top) if path.name.lower().endswith(endings)):
         name = str(path.relative_to(top).with_suffix(""))

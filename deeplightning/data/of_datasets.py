@@ -71,6 +71,8 @@ class OfDatasets(SplitData):
                 # Lightning calls each method that differs from its own.
                 setattr(self, method, getattr(super(SplitData, self), method))
 
+    transfer_batch_to_device = pl.LightningDataModule.transfer_batch_to_device  # so that Lightning calls the task's own
+
     def setup(self, stage: str | None = None) -> None:
         if stage == "fit":
             self._prepare_stage(stage)  # so that errors of a sampler appear before the run starts
@@ -131,6 +133,7 @@ def _column(dataset: Any, name: str) -> Any:
     if not isinstance(dataset, Subset):
         return getattr(dataset, name)
     column = _column(dataset.dataset, name)
-    if not hasattr(column, "__len__") or len(column) != len(dataset.dataset):  # type: ignore[arg-type]
+    if not hasattr(column, "__len__") or isinstance(column, dict) or len(column) != len(dataset.dataset):  # type: ignore[arg-type]
         raise AttributeError(name)
-    return [column[position] for position in dataset.indices]
+    rows = getattr(column, "iloc", column)  # of pandas, whose `[]` takes the labels of rows
+    return [rows[position] for position in dataset.indices]

@@ -443,11 +443,8 @@ def resume_sampler(sampler: BatchIndices, trainer: Any) -> None:
 
 
 def _labels(dataset: Any) -> np.ndarray:
-    """Return the class of each sample, int64 (N,): the attribute `labels` of the set, or `label` of its samples.
-
-    Raises:
-        DataConfigError: the samples have no classes.
-    """
+    """Return the class of each sample, int64 (N,): the attribute `labels` of the set, or `label` of its samples; raise
+    DataConfigError if the samples have no classes."""
     hint = "remove data.sampler, or name a sampler of your own"
     refusal = f"data.sampler=balanced: the training set ({_type_name(dataset)}) has no class for each sample; {hint}"
     column: Any = getattr(dataset, "labels", None)

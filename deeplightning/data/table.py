@@ -263,7 +263,9 @@ class TableData(ColumnData):
                         "begin with its year, so it cannot be sorted. data.module.params.time needs numbers, or dates "
                         "such as 2024-02-29."
                     )
-                ranks = {word: rank for rank, word in enumerate(sorted(values.words, key=_time_key))}
+                # Numbers compare by value, so that 2024/2/9 is before 2024/10/1.
+                parts = {w: [int(p) if n % 2 else p for n, p in enumerate(re.split(r"(\d+)", w))] for w in values.words}
+                ranks = {word: rank for rank, word in enumerate(sorted(values.words, key=lambda w: (parts[w], w)))}
                 keys = np.array([*map(ranks.__getitem__, values.words), -1])[values.indices]
             else:
                 keys = np.where(np.isnan(values), -np.inf, values)
@@ -328,7 +330,9 @@ class TableData(ColumnData):
             ) from error
         targets = () if self.class_names else self.targets
         if not fits:
-            return OnDemand(samples, partial(encoded, spec, targets), small)
+            on_demand = OnDemand(samples, partial(encoded, spec, targets), small)
+            on_demand.needs_workers = samples.table.path is not None  # each would get a copy of rows in memory
+            return on_demand
         small |= numbers_of(targets, {name: samples.column(name) for name in targets})
         return InMemory({"input": torch.from_numpy(inputs)}, small)
 
@@ -357,11 +361,6 @@ class TableData(ColumnData):
                 columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
         rows = zip(*columns.values(), strict=True)
         return {"rows": np.array([json.dumps(dict(zip(columns, row, strict=True))) for row in rows])}
-
-
-def _time_key(word: str) -> tuple[list[int | str], str]:
-    """Return the sort key of a time, in which numbers compare by value, so that 2024/2/9 is before 2024/10/1."""
-    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", word))], word
 
 
 def _natural_key(word: str) -> tuple[int, float, str]:

@@ -7,6 +7,7 @@ import http.server
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from deeplightning.data.digits import Digits
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.data.images import ImageData
 from deeplightning.data.mnist import MNIST
+from deeplightning.data.of_datasets import OfDatasets
 from deeplightning.data.splits import assign_folds
 from deeplightning.image_spec import ImageSpec
 
@@ -374,6 +376,38 @@ def test_a_real_trainer(in_memory):
         images = plain.dataset(split).images
         assert torch.equal(images[seen[stage]["index"]], seen[stage]["image"])
     assert seen["predict"]["index"].tolist() == list(range(179))
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_workers_to_the_run(tmp_path):
+    """A terminal sends SIGINT to the workers too, and the run still finishes its step."""
+    draw_classes(tmp_path, 10)
+    cfg = data_config(tmp_path, batch_size=4, num_workers=1)
+    batches = iter(on_rank(ImageFolder(cfg, 16, in_memory=False, cache=False)).train_dataloader())
+    next(batches)
+    os.kill(batches._workers[0].pid, signal.SIGINT)
+    assert len([*batches]) == 5
+
+
+class After(Recorder):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {**batch, "after": True}
+
+
+class Moves(After):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return {**super().transfer_batch_to_device(batch, device, dataloader_idx), "moved": True}
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:You have overridden")
+@pytest.mark.parametrize(("kind", "task"), [(OfDatasets, Moves()), (Digits, After())])
+def test_the_transfer_hooks_of_a_task_are_called(kind, task):
+    """Lightning calls the task's hooks if the data module has nothing to do in its own."""
+    rows = [{"x": torch.ones(1)}] * 8
+    module = kind(data_config(batch_size=4), *([rows, rows] if kind is OfDatasets else []))
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    pl.Trainer(max_epochs=1, enable_model_summary=False, num_sanity_val_steps=0, **quiet).fit(task, datamodule=module)
+    assert all(batch["after"] and batch.get("moved", True) for batch in task.seen["train"] + task.seen["val"])
 
 
 # MNIST and CIFAR-10

@@ -18,6 +18,7 @@ from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, default_collate
 
 from deeplightning.data.of_datasets import OfDatasets
+from deeplightning.data.samplers import BucketedDistributedSampler
 from deeplightning.task.classif import Classification
 
 
@@ -120,6 +121,9 @@ def loader(kind):
         "counted sampler": lambda: DataLoader(data, 8, sampler=Counted()),
         "endless": lambda: DataLoader(data, 8, sampler=Endless()),
         "batch sampler": lambda: DataLoader(data, batch_sampler=Pairs()),
+        "buckets": lambda: DataLoader(
+            data, 8, sampler=BucketedDistributedSampler(data, 1, 8, range(40), min_samples_per_bucket=1)
+        ),
         "collate": lambda: DataLoader(data, 8, collate_fn=collate),
         "dict": lambda: {"a": DataLoader(data, 8), "b": DataLoader(data, 8, sampler=Backwards())},
         "shorter": lambda: [DataLoader(data, 8), DataLoader(Subset(data, range(12)), 8, shuffle=True)],
@@ -194,7 +198,7 @@ logger: {pictures: null, params: {tracking_uri: STORE, system_metrics: false}}
 """
 KINDS = [
     *("in order", "shuffle", "sampler", "drawn sampler", "counted sampler", "batch sampler", "collate", "dict"),
-    *("combined", "shorter", "own generators", "workers", "stream"),
+    *("combined", "shorter", "own generators", "workers", "stream", "buckets"),
 ]
 
 

@@ -101,3 +101,10 @@ def test_the_folder_that_each_ext4_disk_has_is_no_class(tmp_path):
     make(tmp_path, *(f"{name}/{n}.npy" for name in ("cat", "dog") for n in range(10)))
     (tmp_path / "lost+found").mkdir()
     assert signals(tmp_path).class_names == ["cat", "dog"]
+
+
+def test_the_runs_of_a_project_inside_its_data_are_no_class(tmp_path):
+    """After `init . --data .` the store and Python's cache are beside the classes."""
+    make(tmp_path, *(f"{name}/{n}.npy" for name in ("cat", "dog") for n in range(10)))
+    make(tmp_path, "mlruns/0/a/artifacts/x.npy", "__pycache__/x.npy")
+    assert signals(tmp_path).class_names == ["cat", "dog"]

@@ -127,3 +127,12 @@ def test_arrays_in_memory_are_not_sent_to_workers(save, workers, tmp_path, monke
     module = ArrayData(data_config(tmp_path, num_workers=2), "a.npz")
     module.setup("fit")
     assert module.train_dataloader().num_workers == workers
+
+
+@pytest.mark.parametrize(("fraction", "free"), [(1.0, 600), (0.25, 150)])
+def test_a_limit_of_this_process_counts(fraction, free, monkeypatch):
+    """`deeplightning batch --memory` limits torch's allocator, not the GPU."""
+    answers = {"mem_get_info": (500, 1000), "memory_reserved": 200, "max_memory_allocated": 100}
+    for name, answer in {**answers, "get_per_process_memory_fraction": fraction}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    assert datasets.free_bytes(torch.device("cuda", 0)) == free

@@ -433,3 +433,11 @@ def test_rounding_errors_of_a_constant_are_no_deviation():
     assert moments.std == 0
     moments.add(np.array([np.nan]))
     assert np.isnan(moments.std)
+
+
+@pytest.mark.parametrize(("cached", "workers"), [(True, 2), (False, 0)])
+def test_rows_in_memory_are_not_sent_to_workers(cached, workers, place, monkeypatch):
+    """Without the cache each worker would get a copy of all rows."""
+    if not cached:
+        monkeypatch.setenv("DEEPLIGHTNING_CACHE", "off")
+    assert ready(place, False, stage="fit", num_workers=2).train_dataloader().num_workers == workers

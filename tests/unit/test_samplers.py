@@ -4,6 +4,7 @@ import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from modules import data_config, on_rank
@@ -208,3 +209,22 @@ def test_a_subset_has_the_columns_of_its_dataset():
     assert found == [([Sized.sizes[n] for n in at], [int(Sized.labels[n]) for n in at]) for at in positions]
     with pytest.raises(ValueError, match=r"the training set \(Subset\) has no such column"):
         sort_values(parts[0], "lengths", batched=True)
+
+
+def test_a_fold_takes_the_rows_of_pandas_by_position():
+    """A shuffled or filtered frame has other labels of rows than positions."""
+
+    class Frame(Sized):
+        labels = pd.Series([0, 1, 1, 1, 1, 1], index=[5, 4, 3, 2, 1, 0])
+
+    part = on_rank(OfDatasets(data_config(num_splits=3, batch_size=2), Frame())).dataset("train")
+    assert [int(n) for n in part.labels] == [int(Frame.labels.iloc[n]) for n in part.of.indices]
+
+
+def test_a_task_that_cannot_tell_padding_gets_each_sample_once():
+    """Nine samples in batches of four on two processes leave one process without a sample: batches are smaller."""
+    numbers, seen = [torch.tensor([float(n)]) for n in range(9)], []
+    for rank in range(2):
+        data = on_rank(OfDatasets(data_config(batch_size=4), numbers, test=numbers), rank, 2)
+        seen += [x for batch in data.test_dataloader() for x in batch.flatten().tolist()]
+    assert sorted(seen) == [float(n) for n in range(9)]
