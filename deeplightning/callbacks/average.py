@@ -31,7 +31,7 @@ class EMA(Callback):
 
     It starts from the weights after the first step, is swapped with the weights during each validation, and is saved
     with them in checkpoints. All parameters and buffers of the task's `state_dict` are averaged; of those that are not
-    floating point, such as the counters of batch norm, the latest values are used.
+    floating point or contain infinities, such as counters and masks, the latest values are used.
 
     Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 
@@ -57,6 +57,7 @@ class EMA(Callback):
         self._steps = 0  # batches that ended with an optimizer step
         self._global_step = -1  # at the last of these batches
         self._task_weights: dict[str, Tensor] = {}  # the task's tensors
+        self._averaged: list[str] = []  # names of those that have an average; a mask with infinities has none
         self._shadow: dict[str, Tensor] = {}  # the averages, or the training weights while swapped
         self._is_swapped = False  # whether the task contains the averages
         self._saved_settings: dict[str, object] | None = None  # from the checkpoint
@@ -64,7 +65,7 @@ class EMA(Callback):
     # ---- training hooks
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._task_weights = _weights(pl_module)
+        self._task_weights, self._averaged = _weights(pl_module), []
         if self._is_swapped:  # left swapped by an earlier training
             self._swap()
         if self._saved_settings not in (None, self.settings):
@@ -104,12 +105,14 @@ class EMA(Callback):
     @torch.no_grad()
     def _update(self) -> None:
         own = self._task_weights
+        if not self._averaged:  # not earlier: lazy layers have no values before the first batch
+            self._averaged = [n for n, w in own.items() if w.is_floating_point() and bool(w.isfinite().all())]
         if not self.updates:
             self._shadow = {name: weights.detach().clone() for name, weights in own.items()}
         else:
-            numbers = [name for name, weights in own.items() if weights.is_floating_point()]
-            self._update_averages([self._shadow[n] for n in numbers], [own[n].detach() for n in numbers], self.updates)
-            for name in own.keys() - set(numbers):
+            names = self._averaged
+            self._update_averages([self._shadow[n] for n in names], [own[n].detach() for n in names], self.updates)
+            for name in own.keys() - set(names):
                 self._shadow[name].copy_(own[name])
         self.updates += 1
 

@@ -157,7 +157,7 @@ class Checkpoints(LightningCheckpoint):
     ) -> None:
         hook = pl_module.on_train_batch_end
         if callable(hook) and getattr(hook, "__func__", hook) is not LightningModule.on_train_batch_end:
-            _call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)  # it may stop, or change weights
+            call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)  # it may stop, or change weights
         stops = trainer.should_stop or self._stop_is_due
         trainer.should_stop, self._stop_is_due = stops and between_steps(trainer), stops and not between_steps(trainer)
         every, step = self.settings.every_n_steps, trainer.global_step
@@ -180,7 +180,7 @@ class Checkpoints(LightningCheckpoint):
             return
         self._validated = True
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            _call_early(pl_module, "on_validation_end")
+            call_early(pl_module, "on_validation_end")
             if trainer.should_stop and not between_steps(trainer):  # set after the hook of the batch
                 trainer.should_stop, self._stop_is_due = False, True
             if self._is_step_metric or not self._is_train_metric:  # the mean over an epoch is known at its end
@@ -377,7 +377,7 @@ class Checkpoints(LightningCheckpoint):
         from deeplightning.engine.checkpoint_reading import read_checkpoint
 
         try:
-            best = read_checkpoint(former.best)["callbacks"][self.state_key]["kept"][0]
+            best = read_checkpoint(former.best, whole=False)["callbacks"][self.state_key]["kept"][0]
             best = {**best, "file": former.best.name}
         except (CheckpointError, KeyError, IndexError, TypeError) as error:
             if former.best.is_file():
@@ -386,6 +386,10 @@ class Checkpoints(LightningCheckpoint):
                 message = "best.ckpt cannot be read: the run chooses a new best checkpoint and keeps %s (%s)"
                 log.warning(message, aside, error)
             return []
+        if best["metric"] != self.settings.monitor and is_same_run:  # test, export and servers would use it
+            copy_checkpoint(former.best, former.checkpoint(best["epoch"], best["step"]))
+            remove_checkpoint(former.best)
+            former.best_score.unlink(missing_ok=True)
         if best["metric"] != self.settings.monitor or not (is_same_run or best in loaded):
             return []
         others = [
@@ -423,7 +427,7 @@ def _correct_skipped(checkpoint: dict[str, Any]) -> None:
         total |= {name: total["ready"] - counts["ready"] + count for name, count in counts.items()}
 
 
-def _call_early(task: LightningModule, hook: str, *arguments: object) -> None:
+def call_early(task: LightningModule, hook: str, *arguments: object) -> None:
     """Call a hook of the task now instead of after the callbacks' hooks, so that a checkpoint saved here contains what
     the hook changes, such as an average of the weights."""
     getattr(task, hook)(*arguments)

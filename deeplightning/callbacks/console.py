@@ -21,6 +21,7 @@ from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config, Target
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
+from deeplightning.private.lightning import logged_steps
 from deeplightning.process.terminal import is_interactive
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
@@ -130,7 +131,8 @@ class Console(Callback):
         elif self.lines and now - self._line_at > LINE_SECONDS:
             self._line_at = now
             done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
-            log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
+            loss = float(batch_loss(trainer, outputs))  # `self._loss` may give that of the previous line
+            log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, loss)
 
     def _draw(self, trainer: Trainer, loss: float) -> None:
         shown = [f"loss {loss:.4f}", *self._monitored_text]
@@ -145,9 +147,8 @@ class Console(Callback):
         of = f"/{self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
         (task,), epoch = self._progress.task_ids, f"epoch {trainer.current_epoch + 1}{of}"
         total = int(self._steps) if math.isfinite(self._steps) else None
-        self._progress.update(
-            task, total=total, completed=trainer.global_step, description=epoch, text=text, refresh=True
-        )
+        done = logged_steps(trainer) if trainer.max_steps < 0 else trainer.global_step  # the unit of the total
+        self._progress.update(task, total=total, completed=done, description=epoch, text=text, refresh=True)
 
     def _speed(self, trainer: Trainer) -> float:
         """Return the samples per second of all processes in this epoch; 0 if unknown."""

@@ -144,7 +144,8 @@ class Seeds(Callback):
 def knows_position(loader: Any) -> bool:
     """Return whether a loader can resume inside an epoch: one of ours, or one with a `state_dict`."""
     dataset = getattr(loader, "dataset", None)
-    parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    sampler = getattr(loader, "sampler", None)  # a bucketed one in a user's loader never gets its `start`
+    parts = [loader, sampler if hasattr(sampler, "made_for") else None, getattr(loader, "batch_sampler", None)]
     parts += [dataset] if isinstance(dataset, IterableDataset) else []
     iterators = [iterate for part in parts if (iterate := getattr(type(part), "__iter__", None)) is not None]
     return hasattr(loader, "state_dict") or any(_is_in(part, "deeplightning") for part in iterators)
@@ -322,11 +323,7 @@ def _all_states(trainer: Trainer | None) -> dict[str, Any]:
 
 
 def _restore_states(trainer: Trainer, states: Any) -> None:
-    """Restore the states of the generators.
-
-    Raises:
-        CheckpointError: they are damaged.
-    """
+    """Restore the states of the generators; raise CheckpointError if they are damaged."""
     try:
         random.setstate(states["python"])
         np.random.set_state(tuple(states["numpy"]))

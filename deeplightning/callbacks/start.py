@@ -12,7 +12,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deeplightning.engine.checkpoint_reading import read_weights, whole_shapes
+from deeplightning.engine.checkpoint_reading import read_file, read_weights, whole_shapes
 from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
 from deeplightning.runfolder import RunFolder, from_start
 from deeplightning.tracking import resolve_run
@@ -75,6 +75,14 @@ class StartWeights(Callback):
             raise CheckpointError(Fault(f"no tensor of {self.path} fits the network", "model.init_from"))
         trainer.strategy.load_model_state_dict({"state_dict": fit}, strict=False)
         log.info("starts     from %d of %d tensors of %s", len(fit), len(weights), self.path)
+        content = read_file(self.path) if self.path.suffix != ".safetensors" else {}
+        saved = content.get(getattr(module, "checkpoint_key", ""))
+        if isinstance(saved, dict) and saved.get("content") not in (None, module.travels().get("content")):  # type: ignore[operator]
+            log.warning(
+                "model.init_from: %s has other tokens, so its embeddings belong to other words; set "
+                "data.module.params.vocabulary to the vocabulary.txt of its bundle",
+                self.path,
+            )
         if left := [name for name in {**ours, **found} if name not in fit]:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             log.warning("model.init_from: not loaded, because names or shapes differ: %s%s", ", ".join(left[:3]), more)

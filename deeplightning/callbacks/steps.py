@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import distributed
 from torch.utils.data import IterableDataset
@@ -77,11 +77,14 @@ class StepCountingTrainer(pl.Trainer):
             return math.inf
         own: Any = self  # Lightning sets `callbacks` without a type
         kinds = AccumulateFrom | GradientAccumulationScheduler
-        schedule = next((callback for callback in own.callbacks if isinstance(callback, kinds)), None)
-        batches, epochs = self.num_training_batches, self.max_epochs
-        if schedule is None or epochs is None or epochs < 0 or not math.isfinite(batches):
+        factors = (callback.get_accumulate_grad_batches for callback in own.callbacks if isinstance(callback, kinds))
+        factor = next(factors, lambda epoch: self.accumulate_grad_batches)
+        # It adds an epoch without steps for batch norm, and knows the number before from its `on_fit_start` on.
+        averages = [each for each in own.callbacks if isinstance(each, StochasticWeightAveraging)]
+        epochs = min((each.swa_end + 1 for each in averages if hasattr(each, "swa_end")), default=self.max_epochs)
+        if epochs is None or not 0 <= epochs < math.inf or not math.isfinite(batches := self.num_training_batches):
             return total
-        steps = sum(math.ceil(batches / schedule.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
+        steps = sum(math.ceil(batches / factor(epoch)) for epoch in range(max(epochs, 1)))
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
 
@@ -229,6 +232,8 @@ class ScheduleSteps(Callback):
         self._due_schedules = [config for config, every in self._frequencies if (trainer.global_step + 1) % every == 0]
         for config, _ in self._frequencies:
             config.frequency = batch_idx + 2  # not after this batch, unless the optimizer steps
+        if any(c.reduce_on_plateau and stage_of(c.monitor or "")[0] == "train" for c in self._due_schedules):
+            trainer.log_every_n_steps = 1  # type: ignore[attr-defined]  # it judges the value of this step
 
     def _on_optimizer_step(self, config: LRSchedulerConfig, *_: object) -> None:
         if config in self._due_schedules:
@@ -243,9 +248,9 @@ class ScheduleSteps(Callback):
 
 
 def _advances_by_steps(config: LRSchedulerConfig) -> bool:
-    """Return whether a schedule advances by steps of a torch optimizer, which has step hooks."""
-    optimizer = getattr(config.scheduler, "optimizer", None)
-    return config.interval == "step" and isinstance(optimizer, torch.optim.Optimizer)
+    """Return whether a schedule advances by steps of an optimizer with step hooks, which torch's constructor adds."""
+    optimizer: Any = getattr(config.scheduler, "optimizer", None)
+    return config.interval == "step" and hasattr(getattr(type(optimizer), "step", None), "hooked")
 
 
 @cache

@@ -11,8 +11,10 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
+from deeplightning.callbacks.checkpoints import call_early
 from deeplightning.callbacks.record import Record
 from deeplightning.process.streams import Interrupted
+from deeplightning.words import stage_of
 
 ANSWER_TIMEOUT_SECONDS = 60.0  # limit for an answer of the search
 
@@ -59,9 +61,10 @@ class Trial(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metric = self.search["metric"]
-        if trainer.enable_validation and not self._validated:
+        if trainer.enable_validation and not self._validated and stage_of(metric)[0] != "train":
             return  # the current value is already reported
         self._validated = False
+        call_early(pl_module, "on_train_epoch_end")  # it may log the metric
         value, epoch = trainer.callback_metrics.get(metric), trainer.current_epoch + 1
         if value is None:
             self._send(trainer, absent=sorted(trainer.callback_metrics))

@@ -58,8 +58,8 @@ class Classification(Supervised):
         """Check that each label is one of the classes.
 
         Raises:
-            LabelError: labels are not whole numbers (B,), or one has no output. On a GPU, the labels of a dataset that
-                has them on the CPU (its attribute `labels`) are checked once; other datasets in the first epoch only.
+            LabelError: labels are not whole numbers (B,), or one has no output. On a GPU, the labels of our data
+                modules' sets are checked once if they are on the CPU; those of other sets in the first epoch only.
         """
         if truth.ndim != 1 or truth.dtype != torch.int64:
             found = f"{str(truth.dtype).removeprefix('torch.')} {tuple(truth.shape)}"
@@ -97,7 +97,8 @@ class Classification(Supervised):
         trainer = self.trainer
         evaluated = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         loader: object = trainer.train_dataloader if trainer.training else evaluated
-        labels = getattr(getattr(loader, "dataset", None), "labels", None)
+        dataset: Any = getattr(loader, "dataset", None)  # a user's `labels` may not be those of its samples
+        labels = dataset.labels if hasattr(dataset, "needs_workers") else None
         is_column = isinstance(labels, Tensor) and labels.device.type == "cpu" and labels.ndim == 1 and len(labels) > 0
         return labels if is_column else None
 

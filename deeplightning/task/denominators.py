@@ -36,10 +36,10 @@ def divides_by_samples(loss: nn.Module, uniform: bool) -> bool:
     """
     if hasattr(loss, "denominator"):
         return False
-    if _computes_as(loss, _BY_CLASS):
+    if _averages(loss, _BY_CLASS):
         ignored: Any = loss.ignore_index
         return uniform and loss.weight is None and (ignored is None or ignored < 0)
-    return uniform or not _computes_as(loss, _BY_ELEMENT) or loss.reduction != "mean"
+    return uniform or not _averages(loss, _BY_ELEMENT)
 
 
 def denominator(loss: Any, outputs: Any, truth: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -55,7 +55,7 @@ def denominator(loss: Any, outputs: Any, truth: Tensor, weight: Tensor | None = 
         found = loss.denominator(outputs, truth)
         if isinstance(found, Tensor):
             return found.detach().double()
-    elif _computes_as(loss, _BY_CLASS) and not truth.is_floating_point():
+    elif _averages(loss, _BY_CLASS) and not truth.is_floating_point():
         counted = truth != (-100 if loss.ignore_index is None else loss.ignore_index)
         shares = counted if weight is None else counted * _broadcastable(weight.double(), counted)
         if loss.weight is None:
@@ -65,16 +65,16 @@ def denominator(loss: Any, outputs: Any, truth: Tensor, weight: Tensor | None = 
         except IndexError:
             loss(outputs, truth)  # raises an error that explains the misfit
             raise
-    elif _computes_as(loss, _BY_CLASS):
+    elif _averages(loss, _BY_CLASS):
         found = truth[0, 0].numel() * samples  # probabilities, (B, K, …)
     else:
-        found = samples * (truth[0].numel() if _computes_as(loss, _BY_ELEMENT) and loss.reduction == "mean" else 1)
+        found = samples * (truth[0].numel() if _averages(loss, _BY_ELEMENT) else 1)
     return torch.as_tensor(found, dtype=torch.float64, device=truth.device)
 
 
 def can_weigh(loss: Any) -> bool:
     """Return whether a loss is a mean that can also be computed per sample, pixel or element."""
-    return _computes_as(loss, (*_BY_CLASS, *_BY_ELEMENT)) and loss.reduction == "mean"
+    return _averages(loss, (*_BY_CLASS, *_BY_ELEMENT))
 
 
 def _broadcastable(weight: Tensor, values: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor, weight: Ten
         divided_by: the `denominator` for these samples and weights.
         weight: of each sample, (B,), which multiplies its contribution, if the loss `can_weigh`; None: 1 each.
     """
-    if not _computes_as(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+    if not _averages(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
         if weight is None:
             return loss(outputs, truth)
         loss = copy.copy(loss)
@@ -106,6 +106,8 @@ def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor, weight: Ten
     return found.to(each.dtype if each.dtype == torch.float64 else torch.float32)
 
 
-def _computes_as(loss: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a loss has the `forward` of one of these classes; a derived class may divide differently."""
-    return any(isinstance(loss, kind) and type(loss).forward is kind.forward for kind in kinds)
+def _averages(loss: Any, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a loss is a mean with the `forward` of one of these classes; a derived class may divide
+    differently."""
+    is_known = any(isinstance(loss, kind) and type(loss).forward is kind.forward for kind in kinds)
+    return is_known and loss.reduction == "mean"

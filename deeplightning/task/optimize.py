@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,7 +115,8 @@ def _optimizer(
     if has_scaler and any(group.get("fused") for group in optimizer.param_groups):
         raise MisfitError(f"{key}: `fused` with precision 16 would clip scaled gradients; remove it, or set bf16")
     if "fused" in getattr(optimizer, "defaults", {}):
-        optimizer.register_load_state_dict_pre_hook(_keep_kernel)
+        with suppress(AttributeError):  # timm's Lookahead does not call torch's constructor
+            optimizer.register_load_state_dict_pre_hook(_keep_kernel)
     for group in target.groups:
         if unknown := [name for name in group if name not in ("match", *optimizer.defaults)]:
             known = ", ".join(optimizer.defaults)
@@ -143,7 +145,8 @@ def _fused_argument(
     kind: type[Optimizer] = build({"type": "builtins.dict", "params": {"kind": {"ref": target.type}}})["kind"]
     # The same argument of another library's optimizer may mean something else.
     is_torchs = (getattr(kind, "__module__", None) or "").startswith("torch.optim")
-    has_kernel = is_torchs and "fused" in signature(kind).parameters
+    cpu_only = "(CPU only)" in (kind.__doc__ or "") and any(p.is_cuda for p in parameters)  # Adagrad of an older torch
+    has_kernel = is_torchs and "fused" in signature(kind).parameters and not cpu_only
     sparse = any(getattr(module, "sparse", False) is True for module in network.modules())
     fits_it = has_kernel and not sparse and all(p.is_floating_point() for p in parameters)
     if wanted == "auto":
@@ -168,7 +171,12 @@ def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dic
 
 def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: pl.Trainer) -> object:
     rates = {str(group.get("lr")) for group in optimizer.param_groups}
-    built = build(target, optimizer, **_auto_numbers(target, trainer, key))
+    more: dict[str, Any] = _auto_numbers(target, trainer, key)
+    parts = target.params.get("schedulers") if target.type.endswith("SequentialLR") else None
+    if isinstance(parts, list):
+        callables = build({"type": "builtins.dict", "params": {"parts": parts}})["parts"]
+        more["schedulers"] = [part(optimizer) for part in callables]
+    built = build(target, optimizer, **more)
     if len(rates) > len({str(group.get("initial_lr", group.get("lr"))) for group in optimizer.param_groups}):
         message = f"{target.type} replaces the `lr` of the optimizer's groups; give a list with a rate for each group"
         raise MisfitError(f"{key}.params: {message}")

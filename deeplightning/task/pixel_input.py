@@ -67,7 +67,8 @@ class ImageTask(Supervised):
 
     def _set_spec(self, image_spec: ImageSpec, class_names: list[str]) -> None:
         self.image_spec, self.class_names = image_spec, list(class_names)
-        self.normalise = Normalise(image_spec.mean, image_spec.std)
+        device = self._stage_metrics("train")["loss"].device  # engines that shard restore when the task is on a GPU
+        self.normalise = Normalise(image_spec.mean, image_spec.std).to(device, self.dtype)  # type: ignore[arg-type]
         # Read by torch's DDP: these buffers are equal on all processes and need not be broadcast at each step.
         self._ddp_params_and_buffers_to_ignore = ["normalise.mean", "normalise.std"]
 
@@ -91,7 +92,6 @@ class ImageTask(Supervised):
                     "pictures (B, 1, H, W) and (B, 3, H, W) need none. Give floats, or add the `image_spec`"
                 )
             self._set_spec(self._inferred, self.class_names)
-            cast(nn.Module, self.normalise).to(images.device, self.dtype)  # type: ignore[arg-type]
         return cast(Tensor, cast(nn.Module, self.normalise)(images))
 
     def try_out(self, network: nn.Module) -> None:

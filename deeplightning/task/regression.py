@@ -21,6 +21,7 @@ class MeanSquaredError(Metric):
     """Mean squared error over all samples, targets and processes; equals scikit-learn's `mean_squared_error`."""
 
     full_state_update = False
+    needs_batch = True  # see `Supervised._add_empty_batch`: the first batch sets the shape of `total`
     total: Tensor
     samples: Tensor
 

@@ -258,9 +258,12 @@ class Supervised(pl.LightningModule):
             return
         with torch.device("cpu"):
             self.network = network = build(self.cfg.model.network)
+            if not network.training:  # from Hugging Face's `from_pretrained`; parts that its constructor freezes stay
+                network.train()
             freeze(network, self.cfg.model.trainable)
             if self.cfg.model.output is not None:
-                network.register_forward_hook(SelectOutput(self.cfg.model.output, self.cfg.model.network.type))
+                self.select_output = SelectOutput(self.cfg.model.output, self.cfg.model.network.type)
+                network.register_forward_hook(self.select_output)
             # DeepSpeed marks a sharded tensor with `ds_id`.
             if not any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters()):
                 self.try_out(network)
@@ -310,7 +313,11 @@ class Supervised(pl.LightningModule):
         self._combines_batches = self.trainer.world_size > 1 or self.cfg.train.accumulator_factor > 1
         if not self.trainer.is_global_zero:
             return
+        is_ours = type(self).configure_optimizers.__module__.startswith("deeplightning.")
         for name, loss in self.losses.items():
+            if is_ours and any(parameter.requires_grad for parameter in loss.parameters()):
+                message = "%s: %s has parameters, which keep their initial values: the optimizer has the network's"
+                log.warning(message, self._loss_key(name), type(loss).__name__)
             if getattr(loss, "reduction", None) == "sum":
                 log.warning(
                     "%s: %s has `reduction: sum`, and sums are combined like means: gradients of accumulated batches "
@@ -506,10 +513,11 @@ class Supervised(pl.LightningModule):
         return values
 
     def _add_empty_batch(self, stage: str, outputs: Any, truth: Tensor) -> None:
-        """Add a batch without rows to metrics whose list states are empty: processes cannot gather a list that is empty
-        on one of them (torchmetrics 1.9)."""
+        """Add a batch without rows to metrics whose states depend on it: processes cannot gather a list that is empty
+        on one of them (torchmetrics 1.9), or tensors of other dimensions."""
         for metric in self._stage_metrics(stage).values():
-            if any(isinstance(value, list) and not value for value in metric.metric_state.values()):
+            states = metric.metric_state.values()
+            if hasattr(metric, "needs_batch") or any(isinstance(value, list) and not value for value in states):
                 metric.update(self.measured(outputs), truth)
 
     def _log_epoch(self, stage: str, suffix: str = "") -> None:

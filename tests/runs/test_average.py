@@ -2,9 +2,12 @@
 that learn."""
 
 import json
+import math
 import signal
+from types import SimpleNamespace
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from conftest import digest, weights
 from safetensors.torch import load_file
@@ -165,3 +168,15 @@ def test_networks_that_share_weights_are_averaged_once(fit):
     assert torch.equal(first, second)
     assert torch.equal(done.task.network.first.weight, first)
     assert not torch.equal(first, saved["averaging"]["weights"]["network.first.weight"])
+
+
+def test_a_mask_of_infinities_stays_one():
+    """Infinity minus infinity is no number: a buffer with infinities has no average."""
+    module, average, trainer = pl.LightningModule(), EMA(), SimpleNamespace(global_step=0)
+    module.layer = torch.nn.Linear(2, 2)
+    module.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+    average.on_train_start(trainer, module)
+    for trainer.global_step in (1, 2):
+        average.on_train_batch_end(trainer, module)
+    average.on_save_checkpoint(trainer, module, saved := {"state_dict": module.state_dict()})
+    assert torch.equal(saved["state_dict"]["mask"], module.mask)

@@ -10,6 +10,7 @@ import torch
 from conftest import weights as checkpoint_weights
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from deeplightning import transfer
 from deeplightning.array_spec import ArraySpec
 from deeplightning.data.of_datasets import OfDatasets
 from deeplightning.figures.style import drawn
@@ -392,3 +393,29 @@ def test_masks_of_floats_are_refused(learn):
     inputs, mask = columns("segmentation")
     with pytest.raises(LabelError, match=r"the masks are torch.float32, not whole numbers"):
         learn("segmentation", lambda cfg: Loaders(TensorDataset(inputs, mask / 255)))
+
+
+class Shifted(TensorDataset):
+    """Its `labels` start at 1, those of its samples at 0."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.labels = parts[1] + 1
+
+
+def test_a_gpu_checks_the_labels_of_the_batches_of_a_users_set(learn, monkeypatch):
+    """An attribute `labels` of the dataset may have another meaning."""
+    monkeypatch.setattr(transfer, "is_asynchronous", lambda device: True)
+    fitted = learn("classification", lambda cfg: Loaders(Shifted(*columns("classification"))))
+    assert fitted.series("val_loss")
+
+
+def test_a_restored_spec_is_where_the_task_is(learn):
+    """Engines that shard restore a checkpoint after the task has got its device and precision."""
+    inputs, mask = columns("segmentation")
+    task = learn("segmentation", lambda cfg: Loaders(TensorDataset((inputs.sigmoid() * 255).byte(), mask))).task
+    saved = task.travels()
+    task.image_spec = task.normalise = None
+    task.to("meta", torch.bfloat16)
+    task.arrives(saved)
+    assert {(buffer.device.type, buffer.dtype) for buffer in task.normalise.buffers()} == {("meta", torch.bfloat16)}

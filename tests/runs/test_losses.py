@@ -301,6 +301,25 @@ def test_a_set_that_cannot_be_split_evenly_is_reported(with_loaders):
     assert "".join(each.err for each in outcome.ranks).count("3 samples cannot be split") == 1
 
 
+WARM = """
+import torch
+from torch import nn
+
+
+class Warm(nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+"""
+
+
+def test_a_loss_with_parameters_is_reported(train, place):
+    """The optimizer has only the network's parameters: one warning names the loss."""
+    (place / "warm.py").write_text(WARM)
+    outcome = train("model.loss={type: warm.Warm}", "train.max_steps=1")
+    assert outcome.err.count("model.loss: Warm has parameters") == 1
+
+
 # ---- losses that cannot be weighed
 
 SEVERAL = (

@@ -137,6 +137,15 @@ def test_a_process_may_have_no_row_to_validate(regress):
     assert widths[1] == pytest.approx(widths[0], rel=1e-4)
 
 
+def test_a_process_may_have_no_row_at_all(regress, tracked):
+    """One training row on two processes: the errors of two targets are those of one process."""
+    words = ("data.module.params={size: 1}", "train.num_epochs=1")
+    one = regress(*words).folder
+    two = regress(*words, "engine.params={timeout: 30}", ranks=2).folder
+    for name in ("train_mse_epoch", "train_rmse_epoch"):
+        assert tracked(two).metrics[name] == pytest.approx(tracked(one).metrics[name], rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["PearsonCorrCoef", "SpearmanCorrCoef"])
 def test_a_correlation_survives_a_resume_inside_an_epoch(name, regress):
     """Two processes resume after three of five steps with a metric whose states cannot be added, or are lists."""

@@ -650,3 +650,21 @@ def test_another_process_begins_with_empty_lists_of_the_same_form():
     gathered.on_train_start(SimpleNamespace(is_global_zero=False), module)
     assert [value.shape for value in module.metric.preds] == [(0, 3)]
     assert module.metric.target[0].dtype == torch.int64
+
+
+def test_the_epoch_that_averages_add_for_batch_norm_has_no_steps(train):
+    """A schedule of the training's length is not too short for it."""
+    swa = "{type: pytorch_lightning.callbacks.StochasticWeightAveraging, params: {swa_lrs: 0.01, swa_epoch_start: 2}}"
+    schedule = AUTO.replace("}}", "}, call: {interval: step}}")
+    done = train(f"train.callbacks=[{swa}]", "model.network={type: own.Normed}", schedule, "train.num_epochs=2")
+    assert "2 epochs; 18 steps" in done.out
+
+
+def test_the_best_by_a_metric_that_is_no_longer_monitored_is_not_the_best(train, tmp_path):
+    """It is kept under its epoch and step; test and export use the last weights."""
+    at = f"logger.params.tracking_uri='{tmp_path / 'mlruns'}'"
+    part = train(at, "train.num_epochs=1", "train.checkpoint.monitor=val_loss")
+    done = train(at, "train.num_epochs=2", f"train.resume_ckpt='{part.folder}'")
+    assert done.folder == part.folder
+    assert {path.name for path in done.folder.glob("*.ckpt")} == {"last.ckpt", "epoch=0-step=9.ckpt"}
+    assert not (done.folder / "best.json").exists()

@@ -1,6 +1,7 @@
 """Image classification: training, metrics, schedules and freezing equal independently computed references."""
 
 import math
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from deeplightning.config.examine import load_config
 from deeplightning.engine.sharded import parameters_on_meta
 from deeplightning.faults import UserError
+from deeplightning.model import cnn
 from deeplightning.run.assemble import init_module
 from deeplightning.task.img_classif import SHEET_SIZE, ImageClassification
 from deeplightning.task.metrics import Accuracy, SampleMean
@@ -256,3 +258,60 @@ def test_a_schedule_that_replaces_the_rates_of_groups_is_refused(fit):
         fit(groups, cycle.format(0.1))
     optimizer = fit(groups, cycle.format("[0.01, 0.1]")).trainer.optimizers[0]
     assert [group["max_lr"] for group in optimizer.param_groups] == [0.01, 0.1]
+
+
+def test_a_network_that_comes_in_evaluation_mode_is_trained(fit, monkeypatch):
+    """Hugging Face's `from_pretrained` returns one."""
+    made = cnn.SimpleCNN
+    monkeypatch.setattr(cnn, "SimpleCNN", lambda **params: made(**params).eval())
+    assert all(part.training for part in fit("train.num_epochs=1").task.network.modules())
+
+
+def test_a_plateau_of_steps_judges_each_steps_own_loss(fit):
+    """The loss of each step is logged, whatever the interval of logging."""
+    params = "{factor: 0.5, patience: 0, threshold: 0.0}"
+    rule = f"{{type: ReduceLROnPlateau, params: {params}, call: {{interval: step, monitor: train_loss}}}}"
+    fitted = fit(f"model.scheduler={rule}", "~train.num_epochs", "train.max_steps=9", "logger.log_every_n_steps=4")
+    losses = [value for _, value in fitted.series("train_loss")]
+    assert len(losses) == 9
+    rate, best, expected = 0.05, math.inf, []
+    for loss in losses:
+        expected.append(rate)
+        rate, best = (rate, loss) if loss < best else (rate / 2, best)
+    assert fitted.seen.rates == pytest.approx(expected)
+
+
+def test_schedules_follow_each_other(fit):
+    """`SequentialLR` gets schedules of the same optimizer."""
+    home = "torch.optim.lr_scheduler"
+    parts = f"[{{type: {home}.ConstantLR, params: {{factor: 0.1, total_iters: 2}}}}, "
+    parts += f"{{type: {home}.ExponentialLR, params: {{gamma: 0.5}}}}]"
+    rule = f"{{type: SequentialLR, params: {{schedulers: {parts}, milestones: [2]}}, call: {{interval: step}}}}"
+    fitted = fit(f"model.scheduler={rule}", "~train.num_epochs", "train.max_steps=5")
+    assert fitted.seen.rates == pytest.approx([0.005, 0.005, 0.05, 0.025, 0.0125])
+
+
+SGD = torch.optim.SGD
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Like timm's Lookahead: torch's constructor is not called."""
+
+    def __init__(self, params, **more):
+        self.of = SGD(params, **more)
+        self.param_groups, self.defaults, self.state = self.of.param_groups, self.of.defaults, self.of.state
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure=None):
+        return self.of.step(closure)
+
+    def state_dict(self):
+        return self.of.state_dict()
+
+
+def test_a_schedule_of_an_optimizer_without_hooks_advances(fit, monkeypatch):
+    """Lightning advances it after each batch."""
+    monkeypatch.setattr(torch.optim, "SGD", Wrapper)
+    halves = "{type: ExponentialLR, params: {gamma: 0.5}, call: {interval: step}}"
+    fitted = fit(f"model.scheduler={halves}", "~train.num_epochs", "train.max_steps=3")
+    assert [value for _, value in fitted.series("lr")] == pytest.approx([0.05, 0.025, 0.0125])

@@ -203,3 +203,15 @@ def test_a_run_is_quantized_on_its_own_texts(trained, tmp_path):
     assert figures["texts"] == 33
     assert summary.startswith(f"int8: accuracy {figures['accuracy']:.2f} %")
     assert Bundle.open(folder.path, "int8").precision == "int8"
+
+
+@pytest.mark.slow
+def test_weights_of_another_vocabulary_are_named(trained, command, text_config, place, root, tmp_path):
+    """`model.init_from` loads embeddings by number; a warning says that these belong to other words."""
+    texts = shutil.copytree(root, tmp_path / "texts")
+    with (texts / "train.tsv").open("a") as file:
+        file.write("an unheard-of film\t1\n" * 200)
+    start = [f"model.init_from='{trained.folder}'", "train.num_epochs=1"]
+    for more, is_other in (([f"data.root='{texts}'"], True), ([], False)):
+        done = command("train", text_config, *start, *more, cwd=place, code=0)
+        assert ("belong to other words" in done.out + done.err) == is_other

@@ -82,6 +82,15 @@ def test_batches_of_any_size_make_the_loss_of_all(loss, truth):
         assert sum(v * len(t) for v, (_, t) in zip(values, batches, strict=True)) / 7 == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(WEIGHT, reduction="sum"), nn.NLLLoss(WEIGHT, reduction="sum")])
+def test_a_sum_stays_a_sum(loss):
+    """A loss with `reduction: sum` has torch's value; like any other sum it is weighted by the number of samples."""
+    outputs, truth = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).log_softmax(1), torch.arange(7) % 4
+    count = denominator(loss, outputs, truth)
+    assert (count.item(), divides_by_samples(loss, uniform=True)) == (7, True)
+    assert mean(loss, outputs, truth, count).item() == pytest.approx(loss(outputs, truth).item())
+
+
 def test_usual_losses_divide_by_the_number_of_samples():
     """A loss without class weights or an ignored class divides by the number of samples if all targets have one
     shape."""

@@ -92,3 +92,9 @@ def test_a_fused_optimizer_by_its_params_is_refused_with_a_gradient_scaler():
     with pytest.raises(MisfitError, match="would clip scaled gradients"):
         made(params={"fused": True}, on=trainer(scaler=object()))
     assert made(params={"fused": True}) is True
+
+
+def test_a_kernel_for_the_cpu_only_is_not_used_on_a_gpu(monkeypatch):
+    """Older releases of torch have one for Adagrad."""
+    monkeypatch.setattr(torch.optim.Adagrad, "__doc__", "whether the fused implementation (CPU only) is used")
+    assert made("torch.optim.Adagrad") in (None, False)

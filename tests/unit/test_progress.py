@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deeplightning import transfer
 from deeplightning.batches import samples_in
 from deeplightning.callbacks import console, describe, log_lines
 from deeplightning.callbacks.console import Console
@@ -30,7 +31,7 @@ def test_the_bar_fits_the_terminal(columns, terminal, monkeypatch):
     trainer = trainer_of(val_acc=0.9123)
     trainer.global_rank = 0
     shown.on_validation_end(trainer, None)
-    shown._steps, trainer.global_step = 300, 50
+    shown._steps, trainer.fit_loop.epoch_loop._batches_that_stepped = 300, 50
     shown._draw(trainer, 0.12345)
     with shown._progress.console.capture() as seen:
         shown._progress.console.print(shown._progress)
@@ -48,12 +49,38 @@ def test_the_bar_of_a_run_without_a_known_length(terminal):
     shown = Console(config("bar", epochs=None), None, SimpleNamespace(best=None))
     trainer = trainer_of(batches=math.inf, epochs=-1)
     shown._progress = console._bar()
-    trainer.global_step = 7
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 7
     shown._draw(trainer, 1.0)
     (task,) = shown._progress.tasks
     assert (task.description, task.total, task.completed, task.fields["text"]) == ("epoch 1", None, 7, "loss 1.0000")
     shown.on_validation_start(trainer, None)
     assert shown._progress.tasks[0].fields["text"] == "validating"
+
+
+@pytest.mark.parametrize(("max_steps", "completed"), [(-1, 7), (36, 14)])
+def test_the_bar_counts_what_its_total_counts(terminal, max_steps, completed):
+    """After 7 batches with two optimizers, the bar shows 7 batches of an epoch, or 14 of `max_steps`."""
+    shown, trainer = Console(config("bar"), None, SimpleNamespace(best=None)), trainer_of()
+    trainer.max_steps, trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped = max_steps, 14, 7
+    shown._progress = console._bar()
+    shown._draw(trainer, 1.0)
+    assert shown._progress.tasks[0].completed == completed
+
+
+def test_a_line_inside_an_epoch_has_the_loss_of_its_batch_on_a_gpu_too(caplog, monkeypatch):
+    """The loss of the previous line is not repeated."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock.seconds)
+    monkeypatch.setattr(transfer, "is_asynchronous", lambda device: True)
+    shown, trainer = Console(config("lines"), None, SimpleNamespace(best=None)), trainer_of()
+    trainer.accumulate_grad_batches, trainer.lightning_module = 1, SimpleNamespace(automatic_optimization=True)
+    shown.on_train_epoch_start(trainer, None)
+    for number, loss in enumerate((2.0, 0.5)):
+        shown.on_train_batch_end(trainer, None, torch.tensor(loss), {}, number)
+        clock.seconds += 31
+    shown.on_train_batch_end(trainer, None, torch.tensor(0.25), {}, 2)
+    assert caplog.messages[-1] == "epoch 1, batch 3 of 100: train_loss 0.2500"
 
 
 class Terminal(io.StringIO):
@@ -112,7 +139,7 @@ def trainer_of(batches=100, epochs=3, **metrics):
     return SimpleNamespace(
         current_epoch=0, world_size=1, is_global_zero=True, state=SimpleNamespace(fn="fit"), callbacks=[],
         num_training_batches=batches, max_epochs=epochs, max_steps=-1, global_step=0, progress_bar_metrics={},
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress, _batches_that_stepped=0)),
         callback_metrics={name: torch.tensor(value) for name, value in metrics.items()},
     )  # fmt: skip
 

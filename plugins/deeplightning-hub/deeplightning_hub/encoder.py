@@ -76,7 +76,7 @@ class Encoder(nn.Module):
             raise FolderError(f"{path} cannot be loaded as a Hugging Face model: {reason}") from error
         finally:
             logging.set_verbosity(verbosity)
-        self.model.float()
+        self.model.float().train()  # `from_pretrained` returns it in evaluation mode
         self.vocabulary_size: int = config.vocab_size
         self.padding: int = config.pad_token_id if config.pad_token_id is not None else 0
         self.max_length = _max_tokens(config)

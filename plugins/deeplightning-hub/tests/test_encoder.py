@@ -144,3 +144,9 @@ def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
     former = "model.network.type=deeplightning.model.hugging_face.Encoder"
     former = command("check", config, former, cwd=tmp_path, code=2)
     assert "is called deeplightning_hub.encoder.Encoder here" in former.err + former.out
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_an_encoder_is_in_training_mode(folder, pretrained):
+    """Dropout is on in training: transformers' `from_pretrained` turns it off."""
+    assert all(part.training for part in Encoder(str(folder), 3, pretrained=pretrained).modules())
