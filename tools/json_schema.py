@@ -24,7 +24,7 @@ from deeplightning.config.tree import line, parse, plain
 
 Json = dict[str, Any]
 
-REFERENCE = r"\$\{"
+REFERENCE = r"\$\{|^\?\?\?$"  # `???`: a value that a further file or an override gives
 TARGET_NAME = r"^[^\s.]+(\.[^\s.]+)*$|" + REFERENCE  # without a dot, a short name
 
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array"}

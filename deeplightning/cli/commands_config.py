@@ -123,9 +123,7 @@ def train_here(args: Sequence[str]) -> int:
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
 @with_config()
 @click.option("--import", "importing", is_flag=True, help="Also import what CONFIG names and check it more fully.")
-@click.option(
-    "--dry-run", is_flag=True, help="Also pass one made-up batch through training and validation, on the CPU."
-)
+@click.option("--dry-run", is_flag=True, help="Also pass one batch through training and validation, on the CPU.")
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str) -> None:
     """Report every error in CONFIG before anything runs.

@@ -32,7 +32,7 @@ from deeplightning.words import printable
 @with_allow
 @with_code
 def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str | None) -> None:
-    """Test the best weights of RUN and record the results in it, or in a new run if RUN was not made here."""
+    """Test the best weights of RUN; record the results in it, or in a new run if it still trains or is not yours."""
     from deeplightning.run.train import evaluate
 
     streams.ignore_closed_stdout()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from deeplightning.config.examine import section
 from deeplightning.config.schema import Serve, keys
-from deeplightning.config.source import Source, read
+from deeplightning.config.source import read
 from deeplightning.config.tree import entry_at, line, plain
 from deeplightning.config.trust import RunConfig, refuse_links, run_config
 from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
@@ -114,18 +114,14 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
             fault = Fault(message, "serve.api_key_env", variable.place, exit_code=CheckpointError.exit_code)
             raise CheckpointError(fault)
     source = read(config, [*removals, *overrides])
-    settings = section("serve", source)
-    _check_key(settings, source)
-    return settings
-
-
-def _check_key(settings: Serve, source: Source) -> None:
-    """Check that the server's key is set. It is never on a command line, only the name of its variable."""
-    if (name := settings.api_key_env) is None:
-        return
-    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):  # perhaps the key itself, so it is not repeated
+    settings: Serve = section("serve", source)
+    if (key := settings.api_key_env) is None:
+        return settings
+    # A key itself is never on a command line, only the name of its variable.
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key):  # perhaps the key itself, so it is not repeated
         raise ConfigError(Fault("must be the name of an environment variable, not its value", "serve.api_key_env"))
-    if not os.environ.get(name):
-        state = "is empty" if name in os.environ else "is not set"
-        message = f"the variable {name} {state}; set it to the key that clients must send, or serve.api_key_env=null"
+    if not os.environ.get(key):
+        state = "is empty" if key in os.environ else "is not set"
+        message = f"the variable {key} {state}; set it to the key that clients must send, or serve.api_key_env=null"
         raise ConfigError(Fault(source.secrets.redact(message), "serve.api_key_env"))
+    return settings

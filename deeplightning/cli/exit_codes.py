@@ -73,7 +73,8 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
     code = getattr(error, "exit_code", None)
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     if code is None and lacks_memory(error):
-        first, is_device = first_line(error).rstrip("."), type(error).__name__ == "OutOfMemoryError"
+        first = first_line(error).rstrip(".")
+        is_device = type(error).__name__ == "OutOfMemoryError" or "CUDA" in first or "_STATUS_" in first
         remedy = "A smaller data.batch_size helps, as do engine.precision=bf16 and engine.activation_checkpointing"
         code, notes = 5, [f"the {'device' if is_device else 'machine'} has no memory left: {first}. {remedy}"]
     if code is None and (note := unusable(error)) is not None:

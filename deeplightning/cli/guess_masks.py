@@ -60,12 +60,8 @@ def segmentation(data: Path) -> Guess:
 def _values_of(
     files: Sequence[tuple[Path, Path]], top: Path, is_whole: bool
 ) -> tuple[list[Any], int | None, list[str]]:
-    """Return the value of each class in the masks of some pictures, the ignored value, and notes.
-
-    Args:
-        files: pictures and their masks.
-        top: their folder.
-        is_whole: whether these are all pictures.
+    """Return the value of each class in the masks of some pictures in the folder `top`, or of all if `is_whole`, the
+    ignored value, and notes.
 
     255 is ignored if the other values are numbered from 0 upwards, and is a class otherwise. The value is the index in
     a palette, unless one index has several colours or other masks have colours.

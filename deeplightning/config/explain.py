@@ -78,7 +78,8 @@ def _source_place(report: Report, path: KeyPath) -> str:
     entry = entry_at(report.source.root, path)
     if entry is None:
         return "default"
-    written = _reference(report, path)
+    above = (entry_at(report.source.root, path[:n]) for n in range(len(path), 0, -1))
+    written = next((each.written for each in above if each is not None and each.written), None)  # perhaps of a section
     is_shown = report.source.secrets.text_of(path) is not None  # as written, because it came from the environment
     return report.source.secrets.redact(entry.place + (f", from {written}" if written and not is_shown else ""))
 
@@ -105,7 +106,10 @@ def _describe_key(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
         rows.append(("means", source))
     changed = _machine_change(report, path)
     rows.append(("set by", _source_place(report, path) + (f"; then {changed}" if changed else "")))
-    rows += _group_rows(report, path)
+    for group in report.source.groups.values():  # the option groups around the key
+        if group.key in upwards(".".join(map(str, path))):
+            choice = f"{group.name}={','.join(group.chosen) or 'null'}  # {group.place}"
+            rows.append(("option", f"{choice}; available: {', '.join(group.options())}"))
     yield from (f"  {word.ljust(TEXT_COLUMN - 4)}  {text}" for word, text in rows)
 
 
@@ -124,14 +128,6 @@ def _describe_unset(report: Report, key: str) -> list[str] | None:
         return None
     rows.append(("set by", "nothing; the default applies"))
     return [f"{key}: not set", *(f"  {word.ljust(TEXT_COLUMN - 4)}  {text}" for word, text in rows)]
-
-
-def _group_rows(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
-    """Describe the option groups around a key: the choice in each, and the alternatives."""
-    for group in report.source.groups.values():
-        if group.key in upwards(".".join(map(str, path))):
-            options = ", ".join(group.options())
-            yield "option", f"{group.name}={','.join(group.chosen) or 'null'}  # {group.place}; available: {options}"
 
 
 def _documentation_rows(report: Report, path: KeyPath) -> list[tuple[str, str]]:
@@ -205,9 +201,3 @@ def _split_key(key: str, shown: Any) -> KeyPath:
         value = value[path[-1]]
         rest = rest[len(name) + 1 :]
     return path
-
-
-def _reference(report: Report, path: KeyPath) -> str | None:
-    """Return the reference that a value comes from, its own or that of an enclosing section."""
-    above = (entry_at(report.source.root, path[:n]) for n in range(len(path), 0, -1))
-    return next((entry.written for entry in above if entry is not None and entry.written), None)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deeplightning.config.report import Report
-from deeplightning.config.schema import Config, Mode, Model, Target, with_keys
+from deeplightning.config.schema import Config, Mode, Target, with_keys
 from deeplightning.config.signature_check import Meanings
 from deeplightning.faults import Notice, nearest, upwards
 from deeplightning.words import stage_of
@@ -40,6 +40,7 @@ def _monitored_metrics(config: Config) -> Iterator[tuple[str, object, Any, str]]
 def check_monitors(report: Report, config: Config) -> None:
     """Compare monitored metrics with those that the task and the callbacks log."""
     asked = {key: metric for key, metric, *_ in _monitored_metrics(config) if isinstance(metric, str)}
+    owners = {key: owner for key, _, owner, _ in _monitored_metrics(config)}
     targets = (config.model.module, *config.train.callbacks)
     if not asked or any(target is None or target.type is None for target in targets):  # reported already
         return
@@ -49,7 +50,10 @@ def check_monitors(report: Report, config: Config) -> None:
     for key, metric in asked.items():
         rate = re.fullmatch(r"lr-(.+)", metric)  # of tasks with several optimizers
         several = config.model.optimizer if isinstance(config.model.optimizer, dict) else {}
-        if metric in names or (rate and (rate[1].isdigit() or rate[1] in several)):
+        is_counter = metric in ("epoch", "step") and key.startswith("train.callbacks.")
+        kind = report.meanings.known(owners[key].type) if is_counter else None
+        knows_it = kind is not None and any(path.endswith(".ModelCheckpoint") for path in kind.bases()[0])
+        if metric in names or knows_it or (rate and (rate[1].isdigit() or rate[1] in several)):
             continue
         if _LOADER_SUFFIX.sub("", metric) in names:
             report.add_unchecked(key, f"whether `{metric}` is logged: the number of loaders is unknown", "--dry-run")
@@ -79,17 +83,16 @@ def set_modes(report: Report, config: Config) -> None:
 
 
 def _choose_mode(report: Report, config: Config, metric: object, asked: str, key: str) -> Mode | None:
-    """Choose a `mode` that is not given and add a notice with the reason, or report it as missing.
-
-    Args:
-        asked: the key that names the metric.
-        key: the key of the mode.
-    """
+    """Choose the mode, at `key`, of the metric that the key `asked` names, and add a notice with the reason; or report
+    it as missing."""
     if not isinstance(metric, str) or not report.faulty_keys.isdisjoint([*upwards(asked), *upwards(key)]):
         return None
-    mode, why = _infer_mode(metric, config.model)
+    losses, mode, why = config.model.loss, mode_by_name(metric), f"by the name {metric}"
+    if isinstance(losses, dict) and own_name(metric) in losses:
+        mode, why = "min", f"`{own_name(metric)}` is a loss of model.loss"
     if mode is None:
-        report.fault(f"missing: {why}; set `mode: max` or `mode: min`", key, allowed="min, max")
+        message = f"missing: its name does not show whether a lower or a higher {metric} is better"
+        report.fault(f"{message}; set `mode: max` or `mode: min`", key, allowed="min, max")
     else:
         config.notices = [*(config.notices or []), Notice(f"{key}: null → {mode} ({why})", False, key)]
     return mode
@@ -111,16 +114,6 @@ def _logged_metrics(report: Report, config: Config) -> tuple[set[str], str | Non
         split = [name.replace(placeholder, word) for name in found if placeholder in name for word in words]
         found = {name for name in found if placeholder not in name} | set(split)
     return {name for name in found if stage_of(name)[0] != "test"}, vague
-
-
-def _infer_mode(metric: str, model: Model | None) -> tuple[Mode | None, str]:
-    """Return the mode of a logged metric and its reason; None, with the reason, if the mode is unknown."""
-    losses: object = model.loss if model is not None else None
-    if isinstance(losses, dict) and own_name(metric) in losses:
-        return "min", f"`{own_name(metric)}` is a loss of model.loss"
-    if (mode := mode_by_name(metric)) is not None:
-        return mode, f"by the name {metric}"
-    return None, f"its name does not show whether a lower or a higher {metric} is better"
 
 
 def own_name(metric: str) -> str:

@@ -43,7 +43,11 @@ def locate(address: str | Path, key: str | None = None, place: str | None = None
     if not package.isidentifier() or not inner.parts or inner.is_absolute() or ".." in inner.parts:
         message = f"{shown} is not pkg://PACKAGE/PATH, such as {PREFIX}configs/base.yaml; PATH has no `..`"
         raise ConfigError(Fault(message, key, place))
-    folders = _folders(package, inner.parts[0])
+    if package == "deeplightning":
+        folders = [HOME if inner.parts[0] in SHIPPED else _PACKAGE]
+    else:
+        spec = importlib.util.find_spec(package)  # for a top-level name, this imports nothing
+        folders = [*map(Path, (spec and spec.submodule_search_locations) or ())]
     if not folders:
         raise ConfigError(Fault(f"{shown}: the package `{package}` is not installed. Install it", key, place))
     for folder in folders:
@@ -51,14 +55,6 @@ def locate(address: str | Path, key: str | None = None, place: str | None = None
             return file
     near = nearest(inner.name, [path.name for folder in folders for path in (folder / inner.parent).glob("*.y*ml")])
     raise ConfigError(Fault(f"{shown}: the package `{package}` has no such file{near and f'.{near}'}", key, place))
-
-
-def _folders(package: str, first: str) -> list[Path]:
-    """Return the folders of a package."""
-    if package == "deeplightning":
-        return [HOME if first in SHIPPED else _PACKAGE]
-    spec = importlib.util.find_spec(package)  # for a top-level name, this imports nothing
-    return [*map(Path, (spec and spec.submodule_search_locations) or ())]
 
 
 def shipped_instead(path: str | Path) -> str:

@@ -507,6 +507,7 @@ class Config(Section):
     roots: Any = hidden()  # the folders that its names are imported from
     places: Any = hidden()  # dotted key → the place that set it, for every key that is set
     written: Any = hidden()  # the names of its files
+    unread: Any = hidden()  # overrides that remove keys of base files that nothing reads
 
     def plugin_sections(self) -> dict[str, PluginSection]:
         """Return the sections that plug-ins add, by name."""

@@ -155,20 +155,15 @@ def _fit(
         return is_kind_of(value, option), value
     if not isinstance(value, dict) and (one_of_several or value is not None):
         return False, _BAD
-    if one_of_several and issubclass(option, Target) and _are_named(entry, option):
-        return False, _BAD
+    if one_of_several and issubclass(option, Target) and entry.value:
+        is_target = any(f.name in entry.value for f in schema.keys(option))
+        if not is_target and all(isinstance(item.value, dict) for item in entry.value.values()):
+            return False, _BAD  # several targets by name
     section = read_section(report, option, entry, key, path)
     return True, _BAD if section is None else section
 
 
 _BAD: object = object()
-
-
-def _are_named(entry: Entry, cls: type) -> bool:
-    """Return whether a mapping contains several targets by name, and is not a target itself."""
-    if not entry.value or any(f.name in entry.value for f in schema.keys(cls)):
-        return False
-    return all(isinstance(item.value, dict) for item in entry.value.values())
 
 
 # ---- keys that contradict each other

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -65,6 +65,10 @@ class Secrets:
         from deeplightning.config.secret_scan import conceal  # 10 ms
 
         return conceal(redact(text, self.values), ".txt")[0]
+
+    def in_clear(self) -> "Secrets":
+        """Return only the secrets that are written in clear: the values of variables are references already."""
+        return replace(self, values={t: self.values[t] for _, t in self.literals.values() if t in self.values})
 
     def variables(self) -> dict[str, str]:
         """Return the variables that replace secrets written in clear. With these set, the run and the processes that it

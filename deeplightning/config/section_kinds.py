@@ -116,13 +116,7 @@ def no_part(path: str, role: str | None) -> str | None:
     """
     top = path.partition(".")[0]
     is_plain = role is None and (top.removeprefix("_") in _PLAIN or path in _PLAIN)
-    if role == HOOK or is_plain or not _is_standard(top):
-        return None
+    if role == HOOK or is_plain or top not in sys.stdlib_module_names or getattr(top_level(top), "loader", None):
+        return None  # the last: the user's own file
     wanted = KINDS[role].words if role in KINDS else "a part of a run"
     return f"`{path}` is in Python's `{top}`, which does not provide {wanted}; it is not called"
-
-
-def _is_standard(top: str) -> bool:
-    """Return whether a top-level module is in the standard library, and not a file of the user."""
-    spec = top_level(top) if top in sys.stdlib_module_names else None
-    return top in sys.stdlib_module_names and (spec is None or spec.loader is None)

@@ -59,8 +59,9 @@ class Imported:
         return path_of(self.object) or self.name
 
     def bases(self) -> tuple[list[str], bool]:
-        """Return the paths of a class and its ancestors, which are always complete."""
-        return [path_of(c) or "" for c in getattr(self.object, "__mro__", ())], True
+        """Return the paths of a class and its ancestors, complete unless its `__new__` may make another object."""
+        paths = [path_of(c) or "" for c in getattr(self.object, "__mro__", ())]
+        return paths, not inspect.isfunction(getattr(self.object, "__new__", None))
 
     def signature(self) -> Signature:
         """Return its signature. Parameters that `**kwargs` passes on are read from source.
@@ -284,9 +285,10 @@ def _unlike_default(value: object, parameter: Parameter) -> str | None:
     default = parameter.default
     if parameter.annotation is not None:  # an annotation that is not understood
         return None
+    word = value.lower() if isinstance(value, str) else ""  # a number may also be a word, such as `random` or `same`
     if isinstance(default, bool):
-        return None if isinstance(value, bool | int) else SIMPLE[bool]
-    return SIMPLE[float] if isinstance(default, int | float) and isinstance(value, str) else None
+        return SIMPLE[bool] if word in ("true", "false", "yes", "no", "on", "off") else None
+    return SIMPLE[float] if isinstance(default, int | float) and any(map(str.isdigit, word)) else None
 
 
 def _misfits_of(value: object, allowed: Options, at: str) -> list[ValueMisfit]:

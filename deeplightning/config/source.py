@@ -155,7 +155,9 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
         reader.words = choices(words)
     # The last file has priority if several choose from the same option group.
     trees = [reader.tree(file, (number,)) for number, file in reversed([*enumerate(tops)])]
-    root = functools.reduce(_merge_layer, reversed(trees)) if trees else Entry({}, "")
+    layers = [layer for tree in reversed(trees) for layer in tree]
+    merge = lambda base, top: _merge(_drop_logger_params(base, top), top)  # noqa: E731
+    root = functools.reduce(merge, layers) if layers else Entry({}, "")
     _refuse_foreign_format(root, [short(file) for file in tops])
     for text in words:
         if text.partition("=")[0] in reader.groups and choices([text]):  # it chose an option
@@ -204,10 +206,6 @@ class _File:
     root: Path
     size: int
 
-    def roots(self) -> list[Path]:
-        """Return the folders that may contain folders of option groups."""
-        return [file.root for file in (*self.above, self)]
-
 
 @dataclass
 class _Reader:
@@ -236,8 +234,8 @@ class _Reader:
         place: str | None = None,
         inside: str = "",
         root: Path | None = None,
-    ) -> Entry:
-        """Return the tree of a file, merged over the trees of its `_base_` files.
+    ) -> list[Entry]:
+        """Return the trees of a file's `_base_` files and of the file, in the order in which they are merged.
 
         Args:
             place: the place of the `_base_` that names it.
@@ -272,7 +270,7 @@ class _Reader:
             tree.value.pop("version", None)
         base = tree.value.pop("_base_", None)
         if base is None or base.value is None:
-            return tree
+            return [tree]
         names = base.value if isinstance(base.value, list) else [base]
         # Its own choices have priority over those of its options and bases, and a later base over an earlier one.
         choices = [(n, self._choose(name.value, this)) for n, name in enumerate(names) if isinstance(name.value, dict)]
@@ -285,9 +283,8 @@ class _Reader:
                 message = f"a `_base_` is the path of a file, not {kind(name)}; an option is {{GROUP: OPTION}}"
                 raise ConfigError(Fault(message, "_base_", name.place))
         for number, (file, named_at) in reversed(files.items()):
-            parts[number] = [self.tree(file, (*order, number), (*above, this), named_at, inside, root)]
-        layers = [part for number in sorted(parts) for part in parts[number]]
-        return functools.reduce(_merge if inside else _merge_layer, [*layers, tree])
+            parts[number] = self.tree(file, (*order, number), (*above, this), named_at, inside, root)
+        return [*(part for number in sorted(parts) for part in parts[number]), tree]
 
     def _choose(self, items: dict[str, Entry], file: _File) -> "list[tuple[str, Group]]":
         """Choose the options in `{group: option}`, unless a file closer to the user has; return names and groups."""
@@ -301,7 +298,8 @@ class _Reader:
             group_key = f"{file.inside}/{name}" if file.inside else name
             if group_key not in self.groups:
                 choice = self.words.get(group_key, entry)
-                folders = list(dict.fromkeys([*self.tops, *file.roots(), SHIPPED_GROUPS]))
+                roots = [each.root for each in (*file.above, file)]
+                folders = list(dict.fromkeys([*self.tops, *roots, SHIPPED_GROUPS]))
                 self.groups[group_key] = group = Group(group_key, chosen(choice), choice.place, folders)
                 found.append((name, group))
         return found
@@ -313,10 +311,10 @@ class _Reader:
             for number, option in enumerate(group.chosen):
                 root, path = group.find(option)
                 order = (*file.order, at, number)
-                tree = self.tree(path, order, (*file.above, file), group.place, group.name, root)
+                trees = self.tree(path, order, (*file.above, file), group.place, group.name, root)
                 for part in reversed(name.split("/")):
-                    tree = Entry({part: tree}, tree.place)
-                found.append(tree)
+                    trees = [Entry({part: tree}, tree.place) for tree in trees]
+                found += trees
         return found
 
 
@@ -405,11 +403,6 @@ def _merge(base: Entry, top: Entry) -> Entry:
         else:
             merged[name] = _merge(merged[name], entry) if name in merged else entry
     return Entry(merged, top.place)
-
-
-def _merge_layer(base: Entry, top: Entry) -> Entry:
-    """Merge whole configs. A logger of another class does not inherit the params of the one in `base`."""
-    return _merge(_drop_logger_params(base, top), top)
 
 
 def _drop_logger_params(base: Entry, top: Entry) -> Entry:
@@ -504,7 +497,9 @@ def _override_value(text: str, name: str, place: str) -> Entry:
 def _container_of(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entry, Any]:
     """Return the mapping or list that contains the last of `parts`, and its key or index there. `make` creates missing
     mappings on the way."""
-    for depth, part in enumerate(parts):
+    end = 0
+    while True:
+        depth, part, end = end, parts[end], end + 1
         above = ".".join(parts[:depth])
         if entry.value is None and make:
             entry.value = {}
@@ -515,10 +510,12 @@ def _container_of(entry: Entry, parts: list[str], place: str, make: bool) -> tup
                 raise ConfigError(Fault(message, place=place))
             index: Any = int(part)
         elif isinstance(entry.value, dict):
-            index = key_named(part, entry.value, parts[:depth])
+            # A key may contain dots, as in `tune.space`: the longest one counts.
+            end = next((n for n in range(len(parts), depth, -1) if ".".join(parts[depth:n]) in entry.value), end)
+            index = key_named(".".join(parts[depth:end]), entry.value, parts[:depth])
         else:
             raise ConfigError(Fault(f"`{above}` is {kind(entry)}; `{part}` cannot be inside it", place=place))
-        if depth == len(parts) - 1:
+        if end == len(parts):
             break
         if isinstance(entry.value, dict) and index not in entry.value:
             if not make:

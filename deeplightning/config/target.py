@@ -86,7 +86,8 @@ def find(name: str) -> Any:
         except ValueError:
             raise
         except AttributeError:
-            public = _public_names(found)
+            public = [n for n in dir(found) if not n.startswith("_")]
+            public += [m.name for m in pkgutil.iter_modules(getattr(found, "__path__", ()))]
             objects = [n for n in public if own_code.full_name(f"{owner}.{n}") not in sys.modules]
             near = nearest(part, objects if depth == len(parts) - 1 else public).replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
@@ -146,13 +147,6 @@ def reason(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg} ({own_code.short(error.filename or '?')}:{error.lineno})"
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"{words}{own_code.user_location(error)}"
-
-
-def _public_names(owner: object) -> list[str]:
-    names = [n for n in dir(owner) if not n.startswith("_")]
-    if hasattr(owner, "__path__"):
-        names += [m.name for m in pkgutil.iter_modules(owner.__path__)]
-    return names
 
 
 def signature_of(name: str, found: Any) -> Signature:

@@ -280,7 +280,11 @@ def _check_modules(report: Report, config: Config) -> None:
                 report.add_unchecked(required, f"{module.type}: whether it takes the config: {why}")
             continue
         if signature.config() is not None:
-            _report_missing_key(report, section, name)
+            key = _REQUIRED_KEY[name]
+            if getattr(section, key) is None and not (name == "model" and required in report.places):
+                about = next(f.metadata for f in schema.keys(type(section)) if f.name == key)
+                example = f"; for example `{key}: {about['example']}`" if about["example"] else ""
+                report.fault(f"missing: {about['doc'].partition('; null')[0]}{example}", required)
             continue
         known = ", ".join(p.name for p in signature.parameters if p.keyword) or signature.rest or "nothing"
         defaults = dict(schema.defaults(type(section)))
@@ -291,20 +295,14 @@ def _check_modules(report: Report, config: Config) -> None:
                 setattr(section, key, defaults[key])
 
 
-def _report_missing_key(report: Report, section: Any, name: str) -> None:
-    key = _REQUIRED_KEY[name]
-    if getattr(section, key) is None and not (name == "model" and f"{name}.{key}" in report.places):
-        known = next(f.metadata for f in schema.keys(type(section)) if f.name == key)
-        example = f"; for example `{key}: {known['example']}`" if known["example"] else ""
-        report.fault(f"missing: {known['doc'].partition('; null')[0]}{example}", f"{name}.{key}")
-
-
 def _report_unread_key(report: Report, config: Config, key: str, module: Target, known: str) -> None:
     """Report a key that a module does not read: a fault if the user set it, a notice if a base file did."""
     below = [place for k, place in report.places.items() if f"{k}.".startswith(f"{key}.")]
     if not any(map(report.source.is_top, below)):
         text = f"{key}, set by a base file, is left out: {module.type} does not take the config"
         config.notices = [*(config.notices or []), Notice(text, unasked=False, key=key)]
+        config.unread = [*(config.unread or []), f"~{key}"]
+        report.source.secrets.texts.pop(tuple(key.split(".")), None)  # otherwise the saved config has it
         return
     takes = f"set what it takes under {key.partition('.')[0]}.module.params: {known}"
     report.fault(f"is not read by {module.type}, which does not take the config; {takes}", key)

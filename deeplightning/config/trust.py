@@ -149,7 +149,8 @@ class RunConfig(Text):
                 found = find(name)
             except ValueError:  # the name does not exist, which `check` reports
                 return None
-            origin = _origin(found, name)
+            home = getattr(found, "__module__", None) or type(found).__module__
+            origin = f"{home}.{name.rpartition('.')[2]}"  # `torch.os.system` is `posix.system`
             if isinstance(found, type) and issubclass(found, find(rule.base)) and _within(origin, rule.modules):
                 return None
         allowed = "; or ".join(map(str, rules)) or "no `ref` is allowed"
@@ -259,8 +260,3 @@ def _rules(path: KeyPath) -> list[_Rule]:
 
 def _within(name: str, modules: Sequence[str]) -> bool:
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
-
-
-def _origin(found: object, name: str) -> str:
-    """Return where a found object is defined: `torch.os.system` is `posix.system`."""
-    return f"{getattr(found, '__module__', None) or type(found).__module__}.{name.rpartition('.')[2]}"

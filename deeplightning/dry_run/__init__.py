@@ -1,1 +1,1 @@
-"""Try a config out: pass a made-up batch through a training and a validation step."""
+"""Try a config out: pass one batch through a training and a validation step."""

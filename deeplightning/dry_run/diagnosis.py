@@ -91,8 +91,10 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     if building is not None:  # a bug of ours, or an error that `build` did not translate
         return [Fault(f"{building.type} cannot be built: {reason}", building.name, exit_code=code)]
     owner, inputs = _owner(attempt, error)
-    if code == 2 and own_code.user_frames(error) and (owner is None or _is_user_code(owner)):
-        code = 5  # as in a training, which shows the traceback
+    if code == 2 and own_code.user_frames(error):
+        module = sys.modules.get(find(owner.type).__module__) if owner is not None else None
+        if owner is None or own_code.is_user_file(getattr(module, "__file__", None) or "<"):
+            code = 5  # as in a training, which shows the traceback
     if owner is None:
         if matches(error, ErrorText.NO_GRADIENT):
             return [Fault(NO_GRADIENT_MESSAGE, attempt.loss_key)]
@@ -162,12 +164,6 @@ def _is_instance_of(value: object, target: Target) -> bool:
     except ValueError:
         return False
     return isinstance(found, type) and isinstance(value, found)
-
-
-def _is_user_code(target: Target) -> bool:
-    """Return whether the class or function that a target names is the user's own."""
-    module = sys.modules.get(find(target.type).__module__)
-    return own_code.is_user_file(getattr(module, "__file__", None) or "<")
 
 
 def _line_of_step(attempt: Attempt) -> str:

@@ -122,7 +122,8 @@ def example(attempt: Attempt, longest: bool = False) -> object:
     elif getattr(data, "image_spec", None) is not None and not class_names_of(data):
         message = "its classes are known only after the data are read, so the number of outputs was not checked"
         attempt.untried.append(Fault(message, "data.module"))
-    loader = _loader(batch)
+    batches: Any = [] if batch is None else [batch]
+    loader = DataLoader(batches, batch_size=None)
     for hook in ("prepare_data", "setup", "teardown"):
         setattr(data, hook, lambda *_, **__: None)
     for hook in ("train", "val", "test", "predict"):
@@ -203,12 +204,6 @@ class _Trainer(pl.Trainer):
     @property
     def estimated_stepping_batches(self) -> int:
         return self.length
-
-
-def _loader(batch: object) -> DataLoader:
-    """Return a loader with this batch, or an empty one."""
-    batches: Any = [] if batch is None else [batch]
-    return DataLoader(batches, batch_size=None)
 
 
 class Observer(pl.Callback):

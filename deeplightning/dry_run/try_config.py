@@ -1,6 +1,6 @@
-"""Try a config out: pass a made-up batch through its steps in one CPU process, and report what does not fit.
+"""Try a config out: pass a batch through its steps in one CPU process, and report what does not fit.
 
-It reads no data, opens no run or network connection, and writes no checkpoint. An entry point of the group
+It reads no pictures or texts, opens no run or network connection, and writes no checkpoint. An entry point of the group
 `deeplightning.dry_run` may repeat it on other devices and in several processes.
 """
 
@@ -40,10 +40,12 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
     on_gpu = cfg.engine.gpus is not None or (cfg.asked or {}).get("engine.gpus") == "auto"
     devices = load(DRY_RUN, "plan") if several or on_gpu else None
     on_devices = devices(cfg, on_gpu) if devices is not None else contextlib.nullcontext()
+    absent = [ErrorText.NO_CUDA.value] if on_gpu else []
+    absent += [ErrorText.NO_GROUP.value, r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'"] if several else []
     with silenced(), offline(), tempfile.TemporaryDirectory() as folder, on_devices as compare:
         attempt = try_out(cfg, on_one_cpu(cfg), Path(folder))
-        if _needs_devices(attempt.faults, several, on_gpu):
-            attempt.faults, attempt.untried = [], []
+        if absent and any(re.search("|".join(absent), fault.message) for fault in attempt.faults):
+            attempt.faults, attempt.untried = [], []  # own code needs a GPU, a process group or a rank
         if compare is not None:
             compare(attempt)
         elif several or on_gpu:
@@ -60,13 +62,6 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
         return list(dict.fromkeys(clean))
 
     return distinct(attempt.faults), distinct(attempt.untried)
-
-
-def _needs_devices(faults: list[Fault], several: bool, on_gpu: bool) -> bool:
-    """Return whether the user's own code failed because there is no GPU, process group or rank variable."""
-    wanted = [ErrorText.NO_CUDA.value] if on_gpu else []
-    wanted += [ErrorText.NO_GROUP.value, r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'"] if several else []
-    return any(re.search("|".join(wanted), fault.message) for fault in faults) if wanted else False
 
 
 def try_out(asked: Config, cfg: Config, folder: Path) -> Attempt:
@@ -136,5 +131,6 @@ def _monitors(attempt: Attempt) -> Iterator[tuple[str, str]]:
         if target.call.monitor is not None:
             yield f"{target.name}.call.monitor", target.call.monitor
     for target, callback in attempt.callbacks:
-        if isinstance(getattr(callback, "monitor", None), str):
-            yield f"{target.name}.params.monitor", callback.monitor
+        known = ("epoch", "step") if hasattr(callback, "best_k_models") else ()  # to Lightning's ModelCheckpoint
+        if isinstance(monitor := getattr(callback, "monitor", None), str) and monitor not in known:
+            yield f"{target.name}.params.monitor", monitor

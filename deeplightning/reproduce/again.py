@@ -220,8 +220,8 @@ def resolve_data_root(original: PastRun, path: str) -> Path:
 
 def address_of(original: PastRun) -> str:
     """Return the address of the new run's store: that of the original or, if unknown, of its config."""
-    recorded = original.config.get("logger.params.tracking_uri")
-    store = original.store or locate(None if "${" in str(recorded) else recorded)
+    recorded = dict(flat(plain(read(original.source).root))).get("logger.params.tracking_uri")
+    store = original.store or locate(None if recorded is None or "${" in str(recorded) else str(recorded))
     if store.address is not None:
         return store.address
     if store.database is not None and store.database.name != "mlflow.db":

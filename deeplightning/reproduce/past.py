@@ -42,7 +42,7 @@ class PastRun:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Values of the config by dotted key, as they were written."""
-        return dict(flat(plain(read(self.source).root)))
+        return dict(flat(plain(read(self.source).root, written=True)))
 
     @cached_property
     def source(self) -> RunConfig:

@@ -57,18 +57,15 @@ def _resolve(cfg: Config) -> Resumption:
 
     path = find_checkpoint(name, cfg, to_resume=True)
     try:
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, whole=False)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. The latest complete checkpoint: train.resume_ckpt=auto") from None
     return _resume_from(path, checkpoint, cfg)
 
 
 def _resolve_auto(cfg: Config) -> Resumption:
-    """Resolve `auto`: the newest readable checkpoint of the latest run that has any, else a run to start again.
-
-    Raises:
-        CheckpointError: none of that run's checkpoints can be read.
-    """
+    """Resolve `auto`: the newest readable checkpoint of the latest run that has any, else a run to start again; raise
+    CheckpointError if none of that run's checkpoints can be read."""
     from deeplightning.run.load import runs_of, store_of
 
     empty = None
@@ -84,17 +81,14 @@ def _resolve_auto(cfg: Config) -> Resumption:
 
 
 def _newest_checkpoint(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest readable checkpoint of a run; None if it saved none.
-
-    Raises:
-        CheckpointError: it has checkpoints, and none can be read.
-    """
+    """Return the newest readable checkpoint of a run, None if it saved none; raise CheckpointError if it has
+    checkpoints, and none can be read."""
     from deeplightning.engine.checkpoint_reading import read_checkpoint
 
     errors: list[str] = []
     for path in folder.checkpoints():
         try:
-            checkpoint = read_checkpoint(path)
+            checkpoint = read_checkpoint(path, whole=False)
         except CheckpointError as error:
             errors.append(str(error))
             continue
@@ -127,26 +121,21 @@ def _resume_launch(cfg: Config) -> Resumption | None:
     here = identity()
     if here is None or here.launch is None or not here.may_resume:
         return None
-    from deeplightning.run.load import runs_of
+    from deeplightning.run.load import runs_of, store_of
+    from deeplightning.tracking.reader import open_reader
 
     ours = runs_of(cfg, lambda path: bool(read_object(RunFolder(path).environment).get("launch") == here.launch))
     folder = next(ours, None)
     if folder is None and restarts() > 0:  # it may have ended before recording the launch
         nameless = runs_of(cfg, lambda path: not RunFolder(path).environment.exists())
         return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
-    if folder is None or (restarts() == 0 and _has_finished(cfg, folder)):
+    is_first = folder is not None and restarts() == 0
+    run = open_reader(store_of(cfg)).run(folder.path.parent.name) if folder is not None and is_first else None
+    if folder is None or (run is not None and run.status == "FINISHED"):
         return None  # a new job reuses the id of a finished one
     if (found := _newest_checkpoint(folder)) is not None:
         return replace(_resume_from(*found, cfg), complete="")  # the stages after training remain
     return _from_the_start(cfg, folder)
-
-
-def _has_finished(cfg: Config, folder: RunFolder) -> bool:
-    from deeplightning.run.load import store_of
-    from deeplightning.tracking.reader import open_reader
-
-    run = open_reader(store_of(cfg)).run(folder.path.parent.name)
-    return run is not None and run.status == "FINISHED"
 
 
 def _resume_from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
@@ -183,7 +172,7 @@ def _resume_from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resu
         why = f"{path.name} is not a checkpoint's name in a run folder"
     elif path != folder.last and folder.last.is_file():
         try:
-            if read_checkpoint(folder.last)["global_step"] > checkpoint["global_step"]:
+            if read_checkpoint(folder.last, whole=False)["global_step"] > checkpoint["global_step"]:
                 why = f"{folder.last.name} is further along"
         except CheckpointError:
             pass  # then this one is the latest

@@ -205,8 +205,11 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     fixed = [f"stages=[{stage}]", f"test.ckpt={line(str(path))}", "engine.launcher=null", "engine.num_nodes=1"]
     needed = ("data.module", *(["model.loss"] if stage == "test" else []))
     cfg = load_run(folder, [*fixed, *overrides], stage, needed, allow)
-    run = read_checkpoint(path).get("run") or {}
-    if run.get("id") and is_own(folder) and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
+    run = read_checkpoint(path, whole=False).get("run") or {}
+    if (lock := folder.lock()) is not None:
+        lock.release()  # otherwise a process trains the run, and sets its status
+    is_tracked = lock is not None and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger"))
+    if is_tracked and run.get("id") and is_own(folder):
         cfg.logger.params.setdefault("run_id", run["id"])
         store = folder.path.parents[2] if folder.path.parent.name == run["id"] else None
         if store and (store / DATABASE).is_file() and not any("tracking_uri" in text for text in overrides):

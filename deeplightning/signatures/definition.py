@@ -114,11 +114,11 @@ class Definition:
 
     def bases(self) -> tuple[list[str], bool]:
         """Return the real paths of a class and its ancestors in Python's order, without `object`, and whether they are
-        complete: an ancestor may be unknown."""
+        complete: an ancestor may be unknown, and its `__new__` may make another object."""
         if self.kind != "class":
             return [self.path], True
         mro, complete = self._names.mro(self._symbol)
-        return [symbol.path for symbol in mro], complete
+        return [symbol.path for symbol in mro], complete and not self.defines("__new__")
 
     def signature(self) -> Signature:
         """Return its signature, without `self` for classes and for methods that are called on their class.
@@ -227,6 +227,12 @@ class LoggedNames:
         names: set[str] = set()
         for each, method in self.methods:
             own, called = str(first_argument(method)), {n.func for n in ast.walk(method) if isinstance(n, ast.Call)}
+            read, taken = {f"{own}.{other.name}" for _, other in self.methods}, positional_arguments(method)
+            modules = (
+                own,
+                "pl_module",
+                *(taken[2:3] if taken[1:2] == ["trainer"] else ()),
+            )  # of callbacks too
             complete &= method.name not in ("log", "log_dict")  # it may change names that other methods pass to it
             for call in ast.walk(method) if each.path.partition(".")[0] != "deeplightning" else ():
                 match call:
@@ -234,8 +240,11 @@ class LoggedNames:
                         complete = False  # code that reads a trainer's metrics may add to them
                     case ast.Attribute(value=receiver, attr="log" | "log_dict") if is_name(receiver, own):
                         complete &= call in called  # else `self.log` is called under another name
-                    case ast.Call(func=func, args=args) if any(is_name(arg, own) for arg in args):
-                        complete &= isinstance(func, ast.Name) and hasattr(builtins, func.id)
+                    case ast.Call(func=func, args=args, keywords=more) if any(
+                        is_name(a, n) for a in [*args, *(k.value for k in more)] for n in modules
+                    ):  # other functions may log; methods of the class and its bases are read
+                        text = ast.unparse(func)
+                        complete &= text in read or text.startswith("super().") or hasattr(builtins, text)
             for call in ast.walk(method):
                 match call:
                     case ast.Call(func=ast.Attribute(value=receiver, attr="log" | "log_dict" as how)) if (
@@ -272,7 +281,8 @@ class _MethodTexts(Texts):
         arguments, positional = self.method.args, positional_arguments(self.method)[1:]
         defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
         defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
-        if name not in (*positional, *(a.arg for a in arguments.kwonlyargs)):
+        is_rebound = name in self.names.scope_of(self.method, self.frame.module).rebound
+        if is_rebound or name not in (*positional, *(a.arg for a in arguments.kwonlyargs)):
             raise Undecided(f"`{name}` is a variable of {self.method.name}")
         given: ast.expr | None = None
         for each, caller in self.logged.methods:

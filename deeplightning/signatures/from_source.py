@@ -16,6 +16,7 @@ from deeplightning.signatures.signature import (
     Signature,
     Undecided,
     allowed_by,
+    factory_of,
     in_config,
     of_object,
 )
@@ -153,7 +154,8 @@ class FunctionReader:
         why = [uses.other and f"{self.node.name} {uses.other}"]  # other keywords cannot be checked
         for call, certain in uses.calls:
             try:
-                taken, position = self.of_call(call, sure=certain and len(uses.calls) == 1 and not uses.adds)
+                changed = uses.adds or uses.passed or uses.other  # which may add what is required
+                taken, position = self.of_call(call, sure=certain and len(uses.calls) == 1 and not changed)
             except RESOLUTION_ERRORS as error:
                 why.append(f"`{ast.unparse(call.func)[:60]}`, which takes the rest, cannot be resolved: {error}")
                 continue
@@ -175,6 +177,8 @@ class FunctionReader:
             why.append("it takes any other keyword and ignores it")
         for word in sorted(words):
             more[word] = replace(more.get(word, Parameter(word, position=False)), required=False)
+            if uses.adds and factory_of(more[word].allowed) is None:  # it may be converted
+                more[word] = replace(more[word], allowed=None, default=UNKNOWN)
         own_names = {p.name for p in own if p.keyword}
         first = [p for p in first if p.name not in own_names]
         known = own_names | {p.name for p in first}

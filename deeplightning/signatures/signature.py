@@ -219,7 +219,14 @@ def allowed_by(hint: object) -> Options:
         if any(typing.get_origin(i) is typing.Unpack or getattr(i, "__unpacked__", False) for i in inner):
             return None
         return _collection(origin.__name__, [i if i is ... else allowed_by(i) for i in inner])
-    return _instance(getattr(origin, "paths", None) or [f"{c.__module__}.{c.__qualname__}" for c in origin.__mro__])
+    paths = getattr(origin, "paths", None) or [f"{c.__module__}.{c.__qualname__}" for c in origin.__mro__]
+    if not {"torch.nn.modules.module.Module", "datetime.timedelta"}.isdisjoint(paths):
+        return (Built,)
+    if not set(_CONFIGS).isdisjoint(paths):
+        return (TheConfig,)
+    top, _, name = paths[0].partition(".")
+    is_path = top in ("os", "pathlib") and name.rpartition(".")[2] in ("PathLike", "Path", "PurePath")
+    return (str,) if is_path else None
 
 
 def _collection(name: str, inner: Sequence[Any]) -> Options:
@@ -241,17 +248,6 @@ def _collection(name: str, inner: Sequence[Any]) -> Options:
             also = () if not is_of_texts else (str,) if word == "sequence" else (str, dict)
             return (ListOf((item,), also=also),)
     return None
-
-
-def _instance(paths: Sequence[str]) -> Options:
-    """Return the options of an annotation with a class, given by the paths of the class and its ancestors."""
-    if not {"torch.nn.modules.module.Module", "datetime.timedelta"}.isdisjoint(paths):
-        return (Built,)
-    if not set(_CONFIGS).isdisjoint(paths):
-        return (TheConfig,)
-    top, _, name = paths[0].partition(".")
-    is_path = top in ("os", "pathlib") and name.rpartition(".")[2] in ("PathLike", "Path", "PurePath")
-    return (str,) if is_path else None
 
 
 def _is_tensor(hint: object) -> bool:

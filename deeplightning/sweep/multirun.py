@@ -149,11 +149,14 @@ class Grid:
         self._start_times: dict[int, float] = {}
 
     def _point(self, words: list[str]) -> Point:
-        source = read(self.path, words)  # values of variables count, except where the run is tracked
+        is_other = any(re.match(r"(data|model)($|[/.]module\b)", key) for key in self.keys)  # perhaps another module
+        cfg = (examine(self.path, words, importing=True).config if is_other else None) or self.cfg
+        # Values of variables count, except where the run is tracked.
+        source = read(self.path, [*words, *(cfg.unread or ())])
         meant = dump(plain(source.root) | {"logger": None}) if source.secrets.variable_paths else ""
-        config = dump(without_secrets(source.root, self.cfg.secrets))
+        config = dump(without_secrets(source.root, self.cfg.secrets.in_clear()))
         name = hashlib.sha256((config + meant).encode()).hexdigest()[:16]
-        swept = [self.cfg.redact(word) for word in words if word.partition("=")[0] in self.keys]
+        swept = [f"{k}={self.cfg.redact(v)}" for k, _, v in (w.partition("=") for w in words) if k in self.keys]
         return Point(swept, config, self.home / "points" / f"{name}.json")
 
     def run(self) -> Path:
@@ -291,8 +294,8 @@ class Grid:
     def _write(self) -> None:
         table, out = self._table(), io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(table)
-        write_whole(self.parent.folder / RUNS_FILE, self.cfg.redact(out.getvalue()))
-        say(self.cfg.redact(in_columns([row[:-2] for row in table], RUNS_FILE)))
+        write_whole(self.parent.folder / RUNS_FILE, out.getvalue())
+        say(in_columns([row[:-2] for row in table], RUNS_FILE))
         self._summarize()
         say_path(self.parent.folder, "Artifact storage path: ")
         sys.stdout.flush()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tiny import csv_rows
 
+from deeplightning.config.source import read
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
 from deeplightning.sweep import worker
@@ -190,6 +191,7 @@ def test_a_run_that_ends_before_it_opens_its_log_is_recorded(monkeypatch, tmp_pa
     assert worker.failure_in(tmp_path / "log", -signal.SIGINT) == "killed by SIGINT"
 
 
+@pytest.mark.slow
 def test_an_edit_of_the_code_of_a_later_point_repeats_it(command, tiny, tmp_path):
     """The code of all points counts, not only that of the first; another order repeats nothing."""
     for name in ("one", "two"):
@@ -203,6 +205,7 @@ def test_an_edit_of_the_code_of_a_later_point_repeats_it(command, tiny, tmp_path
     assert again[1]["folder"] != first[1]["folder"]
 
 
+@pytest.mark.slow
 def test_another_value_of_the_environment_is_another_point(command, tiny, place):
     """Two values of a variable are two grids, although the configs are written alike."""
     words = ["model.optimizer.params={lr: '${oc.decode:${oc.env:RATE}}'}", "train.num_epochs=1"]
@@ -216,3 +219,16 @@ def test_points_that_would_continue_one_run_are_refused(command, tiny, place):
     """Each point would resume the newest run of the experiment: that of the point before."""
     words = ("train", tiny, "train.resume_ckpt=auto", "seed=1,2", "--multirun")
     assert "all runs would continue the same one" in command(*words, cwd=place, code=2).err
+
+
+def test_a_value_of_the_environment_is_replaced_neither_in_keys_nor_in_other_texts(monkeypatch, tmp_path):
+    """A swept key keeps its name, and the config of a point its types."""
+    monkeypatch.setenv("NAME", "dropout")
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {network: {type: a.dropout}}\nlogger: {params: {experiment_name: '${oc.env:NAME}'}}\n")
+    secrets, key = read(path).secrets, "model.network.params.dropout"
+    cfg = SimpleNamespace(secrets=secrets, redact=secrets.redact, unread=None)
+    point = Grid._point(SimpleNamespace(path=path, keys=[key], home=tmp_path, cfg=cfg), [f"{key}=0.5"])
+    assert point.words == [f"{key}=0.5"]
+    assert "type: a.dropout\n" in point.config
+    assert "${oc.env:NAME}" in point.config

@@ -618,3 +618,14 @@ def test_data_without_a_digest_are_named_in_the_log(tmp_path, caplog):
     recorder._stop_digest.set()
     recorder._hash_data(None, [tmp_path / "data"])
     assert "only the size of 1 files is recorded" in caplog.text
+
+
+def test_a_difference_shows_a_variable_as_it_was_written(gone, tmp_path, monkeypatch):
+    """It does not show the value of the variable."""
+    first = RunFolder(gone[0].folder)
+    second = RunFolder(shutil.copytree(first.path, tmp_path / "second"))
+    second.config.write_text(second.config.read_text().replace("${oc.env:TABLE_PASSWORD}", "nothing"))
+    note_own(second.config)
+    monkeypatch.setenv("TABLE_PASSWORD", "hunter-22")
+    found = differences(past_run(str(first.path)), past_run(str(second.path)))["config"]
+    assert found == [("data.module.params.password", "${oc.env:TABLE_PASSWORD}", "nothing")]

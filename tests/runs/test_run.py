@@ -366,3 +366,14 @@ def test_a_fast_run_tries_each_stage_and_keeps_no_weights(train, tracked):
     assert "fast       one batch of each stage; no checkpoint and no bundle is written" in run.out
     assert "; 1 step" in run.out
     assert len((run.folder / "test_predictions.csv").read_text().splitlines()) == 17
+
+
+@pytest.mark.slow
+def test_a_test_of_a_run_that_still_trains_leaves_its_status(train, command, place, tracked):
+    """Results of a run that a process still trains go to a new run."""
+    run = train("train.num_epochs=1")
+    lock = RunFolder(run.folder).lock()  # as the training holds it
+    tested = command("test", str(run.folder), cwd=place, code=0)
+    lock.release()
+    assert tested.folder != run.folder
+    assert tracked(tested.folder).status == "FINISHED"

@@ -627,6 +627,10 @@ PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, ca
         (["model.module.type=own_tasks.More", "train.checkpoint={monitor: val_extra, mode: min}"], None),
         (["train.callbacks=[{type: own_tasks.Watch}]", "train.checkpoint={monitor: val_watched, mode: min}"], None),
         (["stages=[test]", "test.ckpt=last", "train.checkpoint.monitor=nothing"], None),
+        (["train.callbacks=[{type: pytorch_lightning.callbacks.ModelCheckpoint, params: {monitor: step, mode: max}}]"],
+         None),
+        (["train.callbacks=[{type: pytorch_lightning.callbacks.EarlyStopping, params: {monitor: step, mode: max}}]"],
+         "no metric `step` is logged"),
     ],
 )  # fmt: skip
 def test_a_metric_that_nothing_logs_is_reported(overrides, words):
@@ -696,3 +700,13 @@ class Theirs(pl.LightningModule):
     found = [one for one in notes(f"model.module.type=own_tasks.{module}", override) if "kind" in one]
     text = f"own_tasks.{wrong} has the kind 'image_grades', which no server supports; use one of image_classification, "
     assert [text in one for one in found] == [True] * (wrong is not None), found
+
+
+@pytest.mark.parametrize("importing", [False, True])
+def test_a_class_that_makes_another_object_is_like_a_function(here, importing):
+    """What its `__new__` returns is judged when it is built."""
+    (here / "own_small.py").write_text(
+        "from torch import nn\nclass Small:\n    def __new__(cls, width: int):\n        return nn.Linear(64, width)\n"
+    )
+    target = "model.network={type: own_small.Small, params: {width: 10}}"
+    assert examine("c.yaml", [target], importing=importing).faults == []

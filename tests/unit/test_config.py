@@ -572,3 +572,20 @@ def test_the_seed_configuration_is_right_as_it_stands():
     resolved = load_config("c.yaml", ["engine.gpus=null", "data.root=here"])
     assert resolved.engine.backend is None
     assert "deepspeed_stage_3" in resolved.notices[0].text
+
+
+def test_an_override_finds_a_key_with_dots():
+    """It replaces or removes the key, as `explain` shows it."""
+    text = "s: {a.b: {x: 1}, c: 2}\n"
+    assert values(text, "s.a.b=3") == {"s": {"a.b": 3, "c": 2}}
+    assert values(text, "~s.a.b") == {"s": {"c": 2}}
+    assert values(text, "s.a.b.x=3") == {"s": {"a.b": {"x": 3}, "c": 2}}
+
+
+def test_a_removal_reaches_earlier_files_too():
+    """A file removes a key of its own base also from the files before it."""
+    write("a: 1\nb: 1\n", "base.yaml")
+    write("_base_: base.yaml\n~b:\n", "more.yaml")
+    assert values("_base_: base.yaml\nb: 2\n", "more.yaml") == {"a": 1}
+    write("b: 2\n", "first.yaml")
+    assert values("_base_: [first.yaml, more.yaml]\n") == {"a": 1}

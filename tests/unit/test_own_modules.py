@@ -3,6 +3,7 @@ from the source and from the imported class."""
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from deeplightning.config.examine import examine
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.target import build
+from deeplightning.config.tree import dump
 from deeplightning.config.trust import RunConfig
 from deeplightning.faults import CheckpointError
+from deeplightning.sweep.multirun import Grid
 
 OWN = """\
 from __future__ import annotations
@@ -269,7 +272,7 @@ ERRORS = {
     ),
     "model.module={type: own_module.Plain}": "model.module.params: own_module.Plain needs width",
     "model.module={type: own_module.Plain, params: {width: wide}}": "takes a whole number here, not the text 'wide'",
-    "model.module={type: own_module.Bare, params: {width: 3, lr: fast}}": "takes a number here, not the text 'fast'",
+    "model.module={type: own_module.Bare, params: {width: 3, lr: 0.1x}}": "takes a number here, not the text '0.1x'",
     "model.module={type: own_module.Nested, params: {net: {type: own_module.Net}, optimizer: {type: "
     "torch.optim.SGD, params: {lrr: 1}}}}": (
         "model.module.params.optimizer.params.lrr: torch.optim.SGD has no param `lrr`. Did you mean lr?"
@@ -456,3 +459,16 @@ def test_a_reference_to_another_value_reads_no_key():
     """A text that has the key's name, but no reference to it, does not read the key of the section."""
     text = PLAIN.replace("Numbers}}", "Numbers, params: {data_dir: 'x: root'}}, root: there}")
     assert "is not read" in " ".join(map(str, faults(text=text)))
+
+
+def test_what_is_left_out_stays_out_of_saved_configs_and_of_points(monkeypatch):
+    """A run's config and the config of a point are valid, also if a variable sets what is left out."""
+    monkeypatch.setenv("SOME_ROOT", "there")
+    Path("base.yaml").write_text("data: {batch_size: 16, root: '${oc.env:SOME_ROOT}'}\n")
+    assert faults(text=f"_base_: base.yaml\n{PLAIN}") == []
+    cfg = examine("c.yaml").config
+    Path("again.yaml").write_text(dump(cfg.public()))
+    assert examine("again.yaml").faults == []
+    grid = SimpleNamespace(path=Path("c.yaml"), keys=["seed"], home=Path(), cfg=cfg)
+    Path("point.yaml").write_text(Grid._point(grid, ["seed=1"]).config)
+    assert examine("point.yaml").faults == []

@@ -6,7 +6,9 @@ import base64
 import io
 import json
 import os
+import resource
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +21,7 @@ from werkzeug.test import Client, encode_multipart
 
 from deeplightning.image_spec import ImageSpec
 from serve import __main__ as server_start
+from serve import worker
 from serve.admission import Admission, Hosts
 from serve.answers import HEADERS, refused
 from serve.app import application
@@ -473,3 +476,40 @@ def test_files_that_cannot_be_read_for_a_moment_end_no_server():
         raise PermissionError(13, "Permission denied")
 
     assert server_start._files_signature(files) is None
+
+
+def test_a_worker_takes_as_many_files_as_macos_allows(monkeypatch):
+    """There the hard limit is unlimited, and an unlimited soft limit is refused."""
+    taken = []
+
+    def setrlimit(kind, both):
+        if both[0] == resource.RLIM_INFINITY:
+            raise ValueError("current limit exceeds maximum limit")
+        taken.append(both)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert worker._max_connections() == 10_240 - worker.SPARE_DESCRIPTORS
+    assert taken == [(10_240, resource.RLIM_INFINITY)]
+
+
+@pytest.mark.parametrize(("platform", "sockets"), [("darwin", 1), ("linux", 3)])
+def test_outside_linux_all_workers_share_a_socket(platform, sockets, monkeypatch):
+    """Only Linux distributes connections over several sockets of one address."""
+    found = []
+
+    class Kept:
+        def __init__(self, setup, *_):
+            found.extend(setup.listeners)
+
+        def run(self):
+            return 0
+
+    monkeypatch.setattr(server_start, "Supervisor", Kept)
+    monkeypatch.setattr(server_start, "usable_cores", lambda: 3)
+    monkeypatch.setattr(server_start, "sys", SimpleNamespace(platform=platform, stderr=sys.stderr))
+    options = server_start.options_parser().parse_args(["--port", "0", "--device", "cpu"])
+    assert server_start.serve(None, options, list, Path()) == 0
+    assert (len(found), len({os.fstat(each.fileno()).st_ino for each in found})) == (3, sockets)
+    for each in found:
+        each.close()

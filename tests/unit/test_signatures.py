@@ -428,7 +428,9 @@ PASSED_ON = {
         (["a*", "b*"], None),
     "def f(c): ...\ndef Thing(**k):\n    k.setdefault('c', 1)\n    f(**k)": (["c*"], None),
     "def fix(options, name):\n    options[name] = 1\ndef f(c, d=1): ...\ndef Thing(**k):\n    fix(k, 'c')\n    f(**k)":
-        (["c!*", "d*"], None),
+        (["c*", "d*"], None),
+    "D = {'c': 1}\ndef f(c): ...\ndef Thing(**k):\n    k = {**D, **k}\n    return f(**k)":
+        (["c*"], "unsupported way"),
     # any keyword
     "def Thing(a, **k): ...": (["a!"], "it takes any other keyword and ignores it"),
     "class Thing:\n    def __init__(self, **k):\n        self.k = k": ([], "in an unsupported way"),
@@ -586,6 +588,12 @@ def test_the_ancestors_of_a_class(own):
     assert not complete
 
 
+def test_a_keyword_that_is_converted_may_have_any_type(own):
+    """The annotation of the function that receives it holds for the converted value."""
+    own(own_thing="def f(size: tuple[int, int]): ...\ndef Thing(**k):\n    k['size'] = (k['size'],) * 2\n    f(**k)")
+    assert look_up("own_thing.Thing").signature().parameters[0].allowed is None
+
+
 LOGGED = {
     "def f(self): self.log('a', 1); self.log(name='b', value=2)": ({"a", "b"}, True),
     "def f(self): self.log_dict({'a': 1, 'b': 2})": ({"a", "b"}, True),
@@ -598,6 +606,14 @@ LOGGED = {
     "        self.log_dict(values)": (set(), False),
     "def f(self, names):\n        self.log('a', 1)\n        for n in names: self.log(n, 1)": ({"a"}, False),
     "def f(self): self.log(f'{self.make()}', 1)": (set(), False),
+    "def f(self, stage):\n        stage = stage.lower()\n        self.log(f'{stage}_loss', 1)\n"
+    "    def g(self): self.f('VAL')": (set(), False),
+    "def f(self):\n        log_all(module=self)": (set(), False),
+    "def f(self, trainer, pl_module): evaluate(pl_module)": (set(), False),
+    "def f(self, trainer, module): evaluate(module)": (set(), False),
+    "def f(self, trainer, pl_module): super().f(trainer, pl_module)": (set(), True),
+    "def f(self, trainer, pl_module): self.g(pl_module)\n    def g(self, pl_module): pl_module.log('a', 1)":
+        ({"a"}, True),
     "def f(self): self.log_dict(make())": (set(), False),
     "logged_metrics = ('{stage}_loss', 'lr')\n    def f(self): self.log(make(), 1)": ({"{stage}_loss", "lr"}, True),
     "def f(self): self.log('a/b', 1, on_epoch=True); self.log('c', 1, on_step=False, on_epoch=True)":

@@ -15,6 +15,7 @@ import numpy as np
 import pytorch_lightning as pl
 
 from deeplightning.batches import batch_loss
+from deeplightning.callbacks.describe import effective_batch
 from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Scheduler
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count
@@ -130,9 +131,8 @@ def range_test(config: Path, overrides: Sequence[str], low: float, high: float, 
         _draw(curve, proposed, picture)
     except OSError as error:
         raise SetupError(f"{out}: the curve cannot be written: {error.strerror or error}") from error
-    tested = f"{count(len(curve.rates), 'step')} of {cfg.data.batch_size} samples"
-    lines = [f"tested     rates from {low:g} to {curve.rates[-1]:g}, in {tested}"]
-    lines += [f"curve      {picture}, {table}"]
+    taken = f"{count(len(curve.rates), 'step')}; {effective_batch(cfg)}"
+    lines = [f"tested     rates from {low:g} to {curve.rates[-1]:g}, in {taken}", f"curve      {picture}, {table}"]
     if proposed is None:
         raise RunError(
             f"the loss does not fall between the rates {low:g} and {high:g} ({picture}); widen them with --from and "

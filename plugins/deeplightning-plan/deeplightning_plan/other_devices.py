@@ -102,8 +102,7 @@ def _parameters_of(task: Any) -> str:
         if code is not None and own_code.is_user_file(code.co_filename):
             place = f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
         places[path] = place
-        for name, parameter in module.named_parameters(recurse=False):
-            lines.append(f"{path}{path and '.'}{name} {tuple(parameter.shape)}{place}")
+        lines += [f"{path}{path and '.'}{n} {tuple(p.shape)}{place}" for n, p in module.named_parameters(recurse=False)]
     return "\n".join(lines)
 
 
@@ -142,6 +141,7 @@ def _patch_torch(mode: FakeGpu) -> None:
         "get_device_capability": (9, 0),
         "get_device_name": "a simulated GPU",
         "mem_get_info": (80 * 2**30, 80 * 2**30),
+        "get_per_process_memory_fraction": 1.0,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, _for_own_code(lambda *_, answer=answer, **__: answer, getattr(torch.cuda, name)))

@@ -51,6 +51,7 @@ def test_a_schedules_peak_is_proposed_too_and_the_second_test_replaces_the_first
     words = ["train.accumulator_factor=2", "--steps", 40, "--out", tmp_path]
     for _ in range(2):
         done = command("lr", tiny, schedule, *words, cwd=place, code=0)
+        assert "; 32 samples a step: 16 per process x 2 batches accumulated" in done.out
         first, second = done.out.splitlines()[-1].split()
         assert first.partition("=")[2] == second.partition("=")[2]
         assert second.startswith("model.scheduler.params.max_lr=")

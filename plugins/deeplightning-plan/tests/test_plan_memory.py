@@ -336,6 +336,7 @@ def test_blocks_of_the_task_itself_and_a_scalar_are_planned(here):
     assert (plan.block, rows_of(plan)["fsdp", False].wrap) == ("Half", None)
 
 
+@pytest.mark.slow
 def test_accumulated_batches_are_samples_of_their_step(here):
     """Samples per second do not depend on `accumulator_factor`."""
 

@@ -169,7 +169,7 @@ def changed_settings(before: Mapping[str, object], now: Mapping[str, object], na
         for key in sorted(former | current)
         if not f"{key}.".startswith(tuple(f"{free}." for free in CHANGEABLE_KEYS))
         and former.get(key, _ABSENT) != current.get(key, _ABSENT)
-        and (key in former or key.startswith("tune.space."))
+        and (key in former or key.startswith("tune.space.") or ".params." in key or key.endswith(".type"))
     ]
     remedy = f"Put it back, or run `deeplightning tune {quote(str(config))}`; for another search: tune.name=NEW"
     faults = []

@@ -12,7 +12,6 @@ import signal
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from deeplightning.runfolder import FolderLock, RunFolder, make_private, read_ob
 from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
 from deeplightning.sweep.multirun import resume_override
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
+from deeplightning.tracking.environment import redacted
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning_tune.resume import changed_settings, code_of_search, is_intact
 from deeplightning_tune.section import search_of
@@ -245,9 +245,8 @@ class _Search:
 
     def _frozen_config(self) -> str:
         """Return the config of all trials as YAML: files and overrides merged, references unresolved."""
-        found = self.cfg.secrets  # values of variables are references already, and their parts elsewhere stay
-        clear = {text: found.values[text] for _, text in found.literals.values() if text in found.values}
-        tree = without_secrets(read(self.path, list(self.overrides)).root, replace(found, values=clear))
+        source = read(self.path, [*self.overrides, *(self.cfg.unread or ())])
+        tree = without_secrets(source.root, self.cfg.secrets.in_clear())
         tree["seed"] = self.cfg.seed
         tree["tune"] = {**tree["tune"], "name": self.name}
         return dump(tree)
@@ -348,11 +347,11 @@ class _Search:
 
     def _trial_config(self, point: Mapping[str, object], more: Sequence[str], is_trial: bool) -> str:
         """Return the search's config with the values of a point, for `deeplightning train`."""
-        values = [d.override(point[d.key]) for d in self.space]
+        values = [d.override(redacted(point[d.key], self.cfg.redact)) for d in self.space]
         # An export can take longer than a trial; `deeplightning export` creates the bundle of the chosen run.
         own = ["train.export=false", "train.seeds=null", *more] if is_trial else []
         # References to the environment in choices stay references.
-        return dump(without_secrets(read(self.config, ["~tune", *values, *own]).root, self.cfg.secrets))
+        return dump(without_secrets(read(self.config, ["~tune", *values, *own]).root, self.cfg.secrets.in_clear()))
 
     def _handle_message(self, message: dict[str, Any]) -> dict[str, object]:
         """Handle a message of a trial: the folder of its run, its metric, or other metrics' names."""

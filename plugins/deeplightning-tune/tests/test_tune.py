@@ -16,6 +16,7 @@ import yaml
 from commands import LIMIT_SECONDS, Outcome, Running
 from conftest import TINY, digest
 from deeplightning_tune.outcome import draw
+from deeplightning_tune.resume import changed_settings
 from deeplightning_tune.search import _Search, search
 from deeplightning_tune.section import Tune
 from deeplightning_tune.space import faults, space_of
@@ -688,3 +689,23 @@ def test_a_trial_that_ends_late_can_be_the_best(tmp_path):
         points += _Search._points(SimpleNamespace(study=study, tune=tune))
         time.sleep(0.01)
     assert max((p.step, p.time, p.value) for p in points if p.name == "loss")[2] == 0.5
+
+
+@pytest.mark.slow
+def test_the_value_of_a_training_metric_is_that_of_the_last_epoch(command, config, store, place):
+    """`train_loss_epoch`, which the task logs after the hooks of callbacks, is reported for each of three epochs,
+    whether or not it is validated."""
+    words = ("tune.name=of-training", "tune.metric=train_loss_epoch", "tune.mode=min", "tune.num_trials=1")
+    more = ("train.num_epochs=3", "train.val_every_n_epoch=2")
+    (row,) = table(patiently(command.start("tune", config, *words, *more, cwd=place)))
+    points = [*Client(locate(store)).history(row["run"], ["train_loss_epoch"])]
+    last = max(points, key=lambda point: point.step).value
+    assert (row["epochs"], float(row["train_loss_epoch"])) == ("3", pytest.approx(last))
+
+
+def test_a_param_that_a_search_did_not_have_is_a_change():
+    """A key that only a newer version has is none."""
+    before = {"model": {"optimizer": {"type": "torch.optim.SGD", "params": {"lr": 0.1}}}}
+    optimizer = {"type": "torch.optim.SGD", "params": {"lr": 0.1, "weight_decay": 0.01}}
+    (fault,) = changed_settings(before, {"model": {"optimizer": optimizer, "newer": 1}}, "s", Path("search.yaml"))
+    assert (fault.key, fault.allowed) == ("model.optimizer.params.weight_decay", "absent")
