@@ -123,7 +123,9 @@ def serve(
         first = _listen(options.host, options.port)
         host, port = first.getsockname()[:2]
         number = max(len(choice.devices), min(usable_cores(), MAX_WORKERS))
-        listeners = [first, *(_bound_socket(options.host, port, reuse_port=True) for _ in range(number - 1))]
+        # Only Linux distributes connections over several sockets of an address.
+        again = first.dup if sys.platform != "linux" else lambda: _bound_socket(options.host, port, reuse_port=True)
+        listeners = [first, *(again() for _ in range(number - 1))]
 
         def announce(model: str, layout: Layout) -> None:
             if choice.reason is not None:

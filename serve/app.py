@@ -25,8 +25,8 @@ from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, Not
 from serve.admission import Admission, Hosts, request_id
 from serve.answers import HEADERS, JSON, Answer, refused
 from serve.batching import Batcher
-from serve.bundle import Bundle
-from serve.device import OptionError, choose_devices, device_for_precision, onnxruntime_lacks
+from serve.bundle import Bundle, BundleError
+from serve.device import CPU, DeviceError, OptionError, choose_devices, device_for_precision, onnxruntime_lacks
 from serve.limits import FAULT, Limits, Refusal
 from serve.log import log_event
 from serve.metrics import MAX_PROCESSES
@@ -201,10 +201,18 @@ def create_app(
         raise OptionError("api_key is empty; give the key that clients must send, or None.")
     bounds = Limits.of(**limits)
     device = device_for_precision(precision, device)
-    chosen = choose_devices(device, onnxruntime_lacks).devices[0]
-    model = Bundle.open_on(chosen, run, precision)
-    if chosen.on_gpu:
-        bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
+    choice = choose_devices(device, onnxruntime_lacks)
+    chosen = choice.devices[0]
+    try:
+        model = Bundle.open_on(chosen, run, precision)
+        if chosen.on_gpu:
+            bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
+    except (DeviceError, BundleError, MemoryError) as error:
+        if not choice.may_fall_back:
+            raise
+        log_event("serving on the CPU", reason=str(error))
+        chosen = CPU
+        model = Bundle.open_on(chosen, run, precision)
     layout = gpu_layout((chosen,)) if chosen.on_gpu else choose_layout(model)
     service = Service(
         model,

@@ -417,11 +417,8 @@ def _header_lines(content_type: str, *headers: tuple[str, str]) -> bytes:
 
 
 def _check_transfer_coding(coding: bytes, request: Request) -> None:
-    """Check that the only transfer coding is chunked (RFC 9112, sections 6.1 and 6.3).
-
-    Raises:
-        Refusal: it is not; the connection closes.
-    """
+    """Check that the only transfer coding is chunked (RFC 9112, sections 6.1 and 6.3); else raise Refusal, and
+    close."""
     codings = [one.strip().lower() for one in coding.split(b",") if one.strip()]
     if codings == [b"chunked"] and request.version == "1.1":
         return

@@ -66,11 +66,7 @@ def _describe(library: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
-    """Call a function of the driver.
-
-    Raises:
-        CudaError: the function returned an error.
-    """
+    """Call a function of the driver; raise CudaError if it returns an error."""
     if code := getattr(library, name)(*arguments):
         text = ctypes.c_char_p()
         library.cuGetErrorString(code, ctypes.byref(text))

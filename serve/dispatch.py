@@ -135,11 +135,7 @@ class Dispatcher:
         self.record(request, answer.status if written else 499, job)
 
     def _predict(self, request: Request, reply: Reply) -> None:
-        """Submit a prediction to the batcher.
-
-        Raises:
-            Refusal: the request is invalid, or the queue is full.
-        """
+        """Submit a prediction to the batcher; raise Refusal if the request is invalid, or the queue is full."""
         loop, loop_thread, headers = asyncio.get_running_loop(), threading.get_ident(), request.headers
 
         def done(job: Job) -> None:  # in the thread that completed the job

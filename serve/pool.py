@@ -180,7 +180,7 @@ class WorkerPool:
         reset_signals()
         if self._pipe is not None:
             os.close(self._pipe)
-        setup, layout = self._setup, self._chosen_layout
+        setup, layout, parent = self._setup, self._chosen_layout, os.getppid()
         for other, listener in enumerate(setup.listeners):
             if other != slot:
                 listener.close()
@@ -200,7 +200,8 @@ class WorkerPool:
         if device.on_gpu:
             shown["device_name"] = device.name
         service = Service(model, limits, batcher, setup.metrics, shown, setup.admission, ready=False)
-        run_worker(setup.listeners[slot], service, partial(send_report, pipe, model=_summary(model), run=model.run))
+        started = partial(send_report, pipe, model=_summary(model), run=model.run)
+        run_worker(setup.listeners[slot], service, started, parent)
 
     def _read_reports(self, workers: list[_Worker]) -> None:
         """Read the reports of workers: ready, or why not. An empty report means that the worker died."""

@@ -33,19 +33,19 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that end a worker once its requests are answered."""
 
 
-def run_worker(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
-    """Answer requests until SIGTERM or SIGINT; `started` is called once, when the worker is ready. Never returns: exit
-    without the parent's exit handlers."""
+def run_worker(listener: socket.socket, service: Service, started: Callable[[], None], parent: int) -> None:
+    """Answer requests until SIGTERM, SIGINT or the end of the process `parent`; `started` is called once, when the
+    worker is ready. Never returns: exit without the parent's exit handlers."""
     code = 1
     try:
-        uvloop.run(_serve(listener, service, started))
+        uvloop.run(_serve(listener, service, started, parent))
         code = 0
     finally:
         os._exit(code)
 
 
-async def _serve(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
-    loop, end, parent = asyncio.get_running_loop(), asyncio.Event(), os.getppid()
+async def _serve(listener: socket.socket, service: Service, started: Callable[[], None], parent: int) -> None:
+    loop, end = asyncio.get_running_loop(), asyncio.Event()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, end.set)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -107,5 +107,6 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
 def _max_connections() -> int:
     """Raise the soft limit of open files to the hard limit, and return the number of connections it allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return max(most - SPARE_DESCRIPTORS, 1) if most != resource.RLIM_INFINITY else 1_000_000
+    soft = 10_240 if most == resource.RLIM_INFINITY else most  # macOS takes no unlimited one; this is its OPEN_MAX
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    return max(soft - SPARE_DESCRIPTORS, 1)

@@ -160,11 +160,8 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
 
 
 def _prepare_samples(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[object], list[np.ndarray]]:
-    """Return the samples as clients send them, of JSON types, and as the model takes them.
-
-    Raises:
-        CheckpointError: there are none, or one cannot be used.
-    """
+    """Return the samples as clients send them, of JSON types, and as the model takes them; raise CheckpointError if
+    there are none, or one cannot be used."""
     if kind.takes == "image":
         shape = (spec.channels, spec.height, spec.width)
         if samples.dtype != np.uint8 or samples.shape[1:] != shape or not len(samples):
@@ -427,6 +424,8 @@ def added_file(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as temporary:
             file = Path(temporary) / name
             yield file
+            if card_of(folder)["files"] != card["files"]:
+                raise OSError("it was changed meanwhile; run the command again")
             card["files"][name] = digest_of(file)
             with replacement_for(folder.bundle) as new:
                 for other in card["files"].keys() - {name}:

@@ -53,11 +53,8 @@ def halve(folder: RunFolder) -> float:
 
 
 def _write_fp16(model: Path, file: Path) -> None:
-    """Convert the model to fp16, and write it to `file`.
-
-    Raises:
-        CheckpointError: no layer has weights, or the model cannot be converted.
-    """
+    """Convert the model to fp16, and write it to `file`; raise CheckpointError if no layer has weights, or the model
+    cannot be converted."""
     try:
         loaded = shape_inference.infer_shapes(onnx.load(model))
         _halve_between(loaded, *weighted_layers(model, loaded.graph.node, "fp16"))

@@ -161,18 +161,13 @@ def run_tags() -> dict[str, str]:
     git = git_state() or {}
     repository = {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
     script = sys.argv[0] if sys.argv and sys.argv[0] else "<console>"
-    tags = {"mlflow.user": _user(), "mlflow.source.name": script, "mlflow.source.type": "LOCAL"} | repository
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME", "")  # the name on an MLflow server, else on this machine
+    with suppress(ImportError, KeyError, OSError):  # a user without a name
+        user = user or getpass.getuser()
+    tags = {"mlflow.user": user or "unknown", "mlflow.source.name": script, "mlflow.source.type": "LOCAL"} | repository
     if given := os.environ.get("MLFLOW_RUN_CONTEXT"):
         try:
             tags |= {str(name): str(value) for name, value in dict(json.loads(given)).items()}
         except (ValueError, TypeError) as error:
             log.warning("The variable MLFLOW_RUN_CONTEXT is not used: it is not a JSON object: %s", error)
     return tags
-
-
-def _user() -> str:
-    """Return the user's name on an MLflow server, else on this machine."""
-    try:
-        return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
-    except (ImportError, KeyError, OSError):  # a user without a name on this machine
-        return "unknown"

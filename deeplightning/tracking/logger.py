@@ -188,7 +188,7 @@ class MLflowLogger(Logger):
         """Ensure that the store has the run now, for code that uses MLflow itself. Otherwise, it has the run after the
         first training step."""
         self._open()
-        if self._sender is not None:
+        if self._sender is not None and self._opener_pid == os.getpid():  # a forked process lacks the thread
             self._sender.make_run()
 
     def suggest_name(self, prefix: str) -> None:

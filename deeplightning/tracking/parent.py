@@ -11,14 +11,15 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import UserError
+from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.build import experiment_of
-from deeplightning.tracking.claims import artifacts_of, find_run
+from deeplightning.tracking.claims import Claim, artifacts_of, find_run, take_over
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.entities import MAX_TAG, Batch, Point, flatten
 from deeplightning.tracking.environment import run_tags
@@ -61,6 +62,7 @@ class Parent:
         self.run_id: str | None = None
         self._folder: Path | None = None
         self._client: Client | None = None
+        self._claim: Claim | None = None
 
     @property
     def home(self) -> Path:
@@ -103,6 +105,9 @@ class Parent:
             self.run_id, self._folder = run.id, artifacts_of(self.store, run)
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError, RuntimeError):  # then its status stays RUNNING if this process is killed
+            self._claim = Claim(self.store, run.id, RunFolder(self.folder).metrics)
+            take_over(self.store, run.id)
         return self.run_id
 
     def run_exists(self, run_id: str) -> bool:
@@ -180,3 +185,5 @@ class Parent:
                     client.upload(self.run_id, path, None)
             tags = {"failure": reason[:1000]} if reason else {}
             client.log_batch(self.run_id, Batch(tags=tags, status=(status, time.time_ns() // 1_000_000)))
+        if self._claim is not None:
+            self._claim.close()

@@ -19,6 +19,7 @@ PRETEND = '''\
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def open_pretended(path, precision="fp32", device=CPU):
         raise DeviceError(f"{device} cannot be used: {fault}")
     with (fails.parent / "opened").open("a") as log:
         log.write(f"{os.getpid()} {device}\\n")
+    time.sleep(3 * (fails.parent / "slow").exists())
     return replace(opened(path, precision), device=device)
 
 
@@ -197,3 +199,15 @@ def test_no_connection_waits_at_the_socket_of_a_gpu_that_failed(pretend, run_fol
     finally:
         os.sched_setaffinity(0, cores)
     assert [label(server, "red") for _ in range(20)] == ["red"] * 20
+
+
+def test_a_worker_that_loads_ends_with_its_pool(pretend, run_folder, tmp_path):
+    """A worker whose pool is killed while it loads the model does not answer for ever."""
+    server = pretend.start(run_folder.path, 1)
+    (tmp_path / "slow").touch()
+    os.kill(server.workers()[0], signal.SIGKILL)  # its pool starts another, which loads
+    wait_until(lambda: len(pretend.opened()) == 2)
+    loading, pool = int(pretend.opened()[1][0]), server.processes()[1]
+    os.kill(pool, signal.SIGKILL)
+    wait_until(lambda: gone(loading), 15)
+    assert gone(loading)

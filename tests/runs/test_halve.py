@@ -11,13 +11,13 @@ import test_text_serving as texts
 import torch
 from exported import exported
 from onnx import TensorProto, helper
-from test_quantize import classifier, contents, pictures
+from test_quantize import bundle, classifier, contents, pictures
 from torch import nn
 
 import deeplightning.export.fp16 as module
 from deeplightning.export.bundle import packed
 from deeplightning.export.fp16 import MAX_DIFFERENCE, halve
-from deeplightning.faults import CheckpointError
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.runfolder import card_digest
 from serve.bundle import TOLERANCES, Bundle, BundleError
 
@@ -179,3 +179,18 @@ def test_large_numbers_are_compared_relative_to_their_size(tmp_path):
     folder = exported(tmp_path, "table_regression", Price().eval())[1]
     assert halve(folder) > MAX_DIFFERENCE
     Bundle.open(folder.path, "fp16")
+
+
+def test_a_bundle_that_is_replaced_meanwhile_stays_as_it_is(tmp_path, monkeypatch):
+    """A bundle that another process exports during the conversion is not mixed with the former one."""
+    folder, write = classifier(tmp_path), module._write_fp16
+
+    def slow(model, file):
+        write(model, file)
+        for name, content in bundle(3.0).items():
+            (folder.bundle / name).write_bytes(content)
+
+    monkeypatch.setattr(module, "_write_fp16", slow)
+    with pytest.raises(SetupError, match="changed meanwhile"):
+        halve(folder)
+    assert contents(folder) == bundle(3.0)

@@ -17,6 +17,7 @@ from deeplightning.tracking.client import Client
 from deeplightning.tracking.parent import PARENT
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
+from deeplightning.tracking.unsent import send_leftovers
 
 SHORT = ["train.num_epochs=1", "stages=[train,test]"]
 
@@ -150,7 +151,8 @@ def test_one_run_each_is_compared_by_its_answers(group, better, command, place):
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_group_continues(command, train, tiny, store, place, tmp_path, kill):
-    """After SIGINT or SIGKILL the same command resumes the runs under the same parent."""
+    """After SIGINT or SIGKILL the same command resumes the runs under the same parent; after SIGKILL, the next command
+    on the store first marks the parent as failed."""
     waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
     words = [waits, "--seeds", "2", f"logger.params.experiment_name=Cut{kill.name}"]
     running = command.start("train", tiny, *words, cwd=place)
@@ -174,6 +176,9 @@ def test_an_interrupted_group_continues(command, train, tiny, store, place, tmp_
         assert "interrupted by SIGINT after 0 of 2 runs; the same command continues" in cut.err
         assert tracked(store, parent)[0].status == "KILLED"
         assert [row["state"] for row in rows(cut.folder)] == ["under way", "to come"]
+    else:
+        assert any(line.startswith(f"{parent}  0 points sent; FAILED") for line in send_leftovers(locate(store)))
+        assert tracked(store, parent)[0].status == "FAILED"
     again = train(*words)
     assert "seed=7  (continues)" in again.out
     assert [row["state"] for row in rows(again.folder)] == ["finished", "finished"]

@@ -462,6 +462,7 @@ print(MlflowClient(attach(locate(sys.argv[1]))).get_run(sys.argv[2]).info.run_id
 """
 
 
+@pytest.mark.slow
 def test_a_read_only_store_is_named(store, logger, tmp_path):
     """A store or folder without write permission ends a run with exit code 3, creates nothing, and can be read. Under
     root the test drops the capabilities that override permissions."""
@@ -1086,3 +1087,17 @@ def test_an_error_of_another_cell_does_not_fail_a_finished_run(logger, monkeypat
     monkeypatch.setattr(sys, "last_value", NameError("a typo"), raising=False)
     logger._at_exit()
     assert status(logger) == "FINISHED"
+
+
+def test_a_forked_process_does_not_wait_for_the_thread_of_its_parent(logger):
+    """Code in a loader's worker may use MLflow: only the process that opened the run sends its data."""
+    logger.log_metrics({"x": 1.0}, 0)
+    if (child := os.fork()) == 0:
+        logger.make_run()
+        os._exit(0)
+    try:
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0])  # raises if it does not end
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise

@@ -606,6 +606,7 @@ def test_64_runs_started_together_on_no_store_all_record(tmp_path):
     assert {path.name for path in folder.iterdir()} <= {"mlflow.db", "mlflow.db.lock", "mlflow.db.unsent", "0"}
 
 
+@pytest.mark.slow
 def test_the_monitor_starts_beside_a_random_py(folder, monkeypatch, tmp_path):
     """A file of the working directory does not shadow a module of MLflow."""
     killed(folder, *POINTS)

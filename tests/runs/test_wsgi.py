@@ -14,7 +14,7 @@ from served import GUNICORN, ROOT, WAITRESS, WsgiServer, children, colour_run, g
 
 import serve
 from serve.bundle import Bundle, BundleError
-from serve.device import OptionError
+from serve.device import Choice, Device, DeviceError, OptionError
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +184,20 @@ def test_no_request_runs_the_model_for_others(run, monkeypatch):
     monkeypatch.setattr(Bundle, "predict", noted)
     assert client.post("/predict", data=picture("red")).json["label"] == "red"
     assert [name.startswith("pictures") for name in names] == [True]
+
+
+def test_auto_uses_the_cpu_if_a_gpu_cannot_load_the_model(run, monkeypatch):
+    """As in our own server; a GPU that is asked for must load it."""
+    on_cpu = Bundle.open_on
+
+    def open_on(device, *rest):
+        if device.on_gpu:
+            raise DeviceError("it is full")
+        return on_cpu(device, *rest)
+
+    monkeypatch.setattr(Bundle, "open_on", open_on)
+    gpu = Device(0, "H100", 10**9)
+    monkeypatch.setattr("serve.app.choose_devices", lambda word, lacks: Choice((gpu,), may_fall_back=word == "auto"))
+    assert serve.create_app(run).test_client().get("/info").json["device"] == "cpu"
+    with pytest.raises(DeviceError, match="it is full"):
+        serve.create_app(run, device="cuda")
