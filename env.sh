@@ -48,7 +48,7 @@ finish() {
 }
 
 show_progress() {
-    local turn=0 frames='-\|/' line
+    local turn=0 frames='-\|/' line asked
     exec 9>&-
     trap '' INT
     while :; do
@@ -58,8 +58,9 @@ show_progress() {
         elif ((turn++)); then
             say "  $step: $((SECONDS - since)) s  $(what_uv_does)"
         fi
+        asked=$SECONDS
         read -r -t "$pause"
-        [ $? -gt 128 ] || return 0 # not a time-out: file 8 is closed
+        [ $? -gt 128 ] || ((SECONDS - asked >= pause)) || return 0 # no time-out (1 in bash 3.2): file 8 is closed
     done
 }
 

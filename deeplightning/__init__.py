@@ -9,7 +9,7 @@ Public names; they are imported lazily, so `import deeplightning` alone is cheap
 - `init_module(cfg, "data")`, `init_module(cfg, "model")`: its data module and its task.
 - `init_trainer(cfg)`: a Lightning Trainer that tracks the run.
 - `build(target)`: the object that `{type: MODULE.CLASS, params: {...}}` describes.
-- `resolve_run(name)`: the folder of a run, by its id, its path or `latest`.
+- `resolve_run(name)`: the folder of a run, by its id, its name or its path.
 - `trained_task(folder)`: the task of a finished run with its best weights.
 - `predict_files(folder, files)`: writes a table of a finished run's answers to files of inputs.
 """

@@ -153,7 +153,7 @@ def plugin_of(name: str) -> str | None:
 
 def not_installed(plugin: str) -> str:
     """Return the message that a plug-in is not installed, with the command that installs it."""
-    return f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
+    return f"`{plugin}` is a plug-in: pip install 'deeplightning[{plugin}]'"
 
 
 def parts_of(name: str) -> list[str]:

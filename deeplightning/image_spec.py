@@ -139,7 +139,10 @@ class ImageSpec:
             ImageError: it is not a picture, is damaged, or is too large.
             OSError: a path cannot be opened.
         """
-        _silence_pillow()
+        # Pillow's warnings about a picture (damaged EXIF, odd palette) do not help users. A permanent filter is safe
+        # with threads, unlike `warnings.catch_warnings`; it matches only warnings raised inside the package PIL.
+        if not warnings.filters or warnings.filters[0] != _PILLOW_WARNINGS:
+            warnings.filterwarnings("ignore", module=r"PIL\.")
         if isinstance(data, bytes | bytearray | memoryview):
             opened: contextlib.AbstractContextManager[BinaryIO] = io.BytesIO(data)
         elif isinstance(data, str | os.PathLike):
@@ -268,16 +271,6 @@ with contextlib.suppress(AttributeError, OSError):
     _library = ctypes.CDLL(Image.core.__file__)  # also finds symbols of the libraries that it is linked with
     _library.TIFFSetWarningHandler(None)
     _library.TIFFSetErrorHandler(None)
-
-
-def _silence_pillow() -> None:
-    """Ignore Pillow's warnings about a picture (damaged EXIF, odd palette), which do not help users.
-
-    `warnings.catch_warnings` is not safe with threads; a permanent filter is, in a server and in loader threads. It
-    matches only warnings raised inside the package PIL.
-    """
-    if not warnings.filters or warnings.filters[0] != _PILLOW_WARNINGS:
-        warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def shown_size(image: Image.Image) -> tuple[int, int]:

@@ -50,9 +50,9 @@ ON_IMPORT: dict[str, Callable[[], None]] = {}
 """Functions to call after own code imports an installed module, by its name."""
 
 _TARGETS = [place for place in sys.path if place not in ("", os.getcwd()) and any(Path(place).glob("*.dist-info"))]  # noqa: PTH109
+_STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120  (Homebrew's sysconfig names it by a link)
 INSTALLED = tuple(
-    f"{place}{os.sep}"
-    for place in [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), *_TARGETS]
+    f"{place}{os.sep}" for place in [_STDLIB, *map(sysconfig.get_path, ("platstdlib", "purelib", "platlib")), *_TARGETS]
 )
 """Folders of installed modules, including those of `pip install --target`."""
 
@@ -93,7 +93,11 @@ def use_import_roots(*folders: str | Path) -> None:
     for root in _on_path:
         if root in sys.path:
             sys.path.remove(root)
-    _replace_by_copies(copies)
+    ours, path = str(Path(__file__).parents[1]), list[str]()
+    for entry in sys.path:
+        copy = copies.get(os.path.abspath(entry))  # noqa: PTH100 (of "" too)
+        path += [entry] if copy is None else [copy, entry] if os.path.abspath(entry) == ours else [copy]  # noqa: PTH100
+    sys.path[:] = dict.fromkeys(path)
     _roots[:] = _on_path[:] = new
     sys.path[:0] = new
     for root in _roots:
@@ -156,15 +160,6 @@ def seal() -> dict[str, Any]:
                 raise SetupError(f"{message}; submit it again") from error
         _seal = folder, content
     return _seal[1]
-
-
-def _replace_by_copies(copies: Mapping[str, str]) -> None:
-    ours = str(Path(__file__).parents[1])
-    path = []
-    for entry in sys.path:
-        copy = copies.get(os.path.abspath(entry))  # noqa: PTH100 (of "" too)
-        path += [entry] if copy is None else [copy, entry] if os.path.abspath(entry) == ours else [copy]  # noqa: PTH100
-    sys.path[:] = dict.fromkeys(path)
 
 
 def original(path: str) -> str:

@@ -34,6 +34,8 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> style
     heading = f"Accuracy {right / max(1, total):.4g} on {total:,} {of} samples"
 
     def draw() -> "Figure":
+        from matplotlib.colors import ListedColormap, to_rgb
+
         classes = len(counts)
         # In points and inches.
         size, cell = (7.5, 0.34) if classes <= 12 else (6.5, 0.28) if classes <= MAX_COUNTED_CLASSES else (5.5, 0.095)
@@ -44,7 +46,8 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> style
         made = style.figure(side + longest + 1.2, side + (0.16 if is_upright else longest) + 1.15)
         axes = made.subplots()
         share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        colours = style.colour_map(0.06 if classes <= MAX_COUNTED_CLASSES else 0.2)
+        opacities = np.linspace(0.06 if classes <= MAX_COUNTED_CLASSES else 0.2, 1, 256)
+        colours = ListedColormap([(*to_rgb(style.MAP), opacity) for opacity in opacities])
         image = axes.imshow(np.ma.masked_equal(share, 0), colours, vmin=0, vmax=1, interpolation="none")
         axes.set_xticks(range(len(shown)), shown, rotation=0 if is_upright else 90, fontsize=size)
         axes.set_yticks(range(len(shown)), shown, fontsize=size)

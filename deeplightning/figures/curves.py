@@ -53,12 +53,6 @@ def _rank(chart: Chart) -> tuple[bool | str, ...]:
     return "" in chart.curves, chart.name != "loss", not chart.name.endswith("loss"), not is_rate, chart.name
 
 
-def _thin(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """Return at most `MAX_POINTS` points, including the last one."""
-    every = math.ceil(len(points) / MAX_POINTS)
-    return [*points[::every], *([points[-1]] if (len(points) - 1) % every else [])] if every > 1 else points
-
-
 def curve(chart: Chart, best: int | None = None) -> style.Drawing:
     """Draw one chart; mark the validation of the best checkpoint, at the step `best`, if there is one."""
     ends = ", ".join(f"{_STAGE_NAME.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
@@ -69,7 +63,8 @@ def _draw(chart: Chart, best: int | None) -> "Figure":
     made = style.figure(style.WIDTH, 2.55)
     axes = made.subplots()
     for stage, points in chart.curves.items():
-        steps, values = zip(*_thin(points), strict=True)
+        every = max(1, math.ceil(len(points) / MAX_POINTS))  # at most `MAX_POINTS`, with the last one
+        steps, values = zip(*points[::every], *([points[-1]] if (len(points) - 1) % every else []), strict=True)
         marker = "o" if len(steps) <= 30 else None
         colour = _COLOUR.get(stage, style.PURPLE)
         axes.plot(steps, values, color=colour, label=_STAGE_NAME.get(stage), marker=marker, markersize=2.5)

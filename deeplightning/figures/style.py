@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from deeplightning.runfolder import whole, write_whole
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID, PAPER = "#1b1f25", "#59636f", "#d9dee5", "#fefefe"
@@ -139,13 +136,6 @@ def label(text: object, longest: int = MAX_LABEL_CHARACTERS) -> str:
         return name
     end = longest // 3
     return f"{name[: longest - end - 1]}…{name[-end:]}"
-
-
-def colour_map(least: float) -> "Colormap":
-    """Return a colour map for shares from 0 to 1: one colour, opacity `least` to 1. Masked values are transparent."""
-    from matplotlib.colors import ListedColormap, to_rgb
-
-    return ListedColormap([(*to_rgb(MAP), opacity) for opacity in np.linspace(least, 1, 256)])
 
 
 def to_svg(figure: "Figure", alt: str = "") -> str:

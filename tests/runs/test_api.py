@@ -181,7 +181,7 @@ def test_a_changed_config_trains_and_a_failed_training_is_an_exception(config, t
     assert run.config.logger.params.experiment_name == "from the environment"
 
 
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("kill", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_run_ends_with_a_checkpoint_when_its_program_is_interrupted_or_killed(kill, config, tmp_path):
     """The run is KILLED and has `last.ckpt`; on Ctrl-C the program itself gets a KeyboardInterrupt and continues."""
     overrides = ["train.num_epochs=100000", f"logger.params.tracking_uri={tmp_path / 'runs'}"]

@@ -83,7 +83,7 @@ def labelled(root):
 
 DATA = [("images", pictures), ("images", labelled), ("text", texts), ("segmentation", masks), ("table", numbers)]
 DATA += [("table", awkward), ("regression", numbers), ("signal", waves)]
-QUICK = [("text", None), ("images", pictures), ("table", awkward)]
+QUICK = [("text", None), ("images", pictures), ("table", numbers)]
 WRITTEN = [
     pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
     for case in (*((kind, None) for kind in KINDS), *DATA)

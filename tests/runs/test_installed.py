@@ -184,7 +184,7 @@ def test_a_verb_of_a_plugin_works_when_its_wheel_is_installed(without_plugins, t
     (project / "search.yaml").write_text(SEARCH)
     for verb in ("tune", "check"):
         error = without_plugins(verb, "search.yaml", cwd=project, code=3)
-        assert "`tune` is a plug-in: pip install deeplightning[tune]" in error
+        assert "`tune` is a plug-in: pip install 'deeplightning[tune]'" in error
     (wheel,) = WheelBuilder(str(ROOT / "plugins" / "deeplightning-tune")).build(
         directory=str(tmp_path), versions=["standard"]
     )

@@ -300,3 +300,15 @@ def test_what_pip_installs_into_a_folder_is_no_own_code(tmp_path):
         cwd=tmp_path / "here", env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout == "False True True\n", done.stderr
+
+
+def test_the_standard_library_is_no_own_code_with_homebrew(tmp_path):
+    """Its `sitecustomize` sets `sys.base_prefix` to a link, so that `sysconfig` has other paths than the modules."""
+    (tmp_path / "opt").symlink_to(sys.base_prefix)
+    script = (
+        "import json, sys\nsys.modules.pop('sysconfig', None)\n"
+        f"sys.base_prefix = sys.base_exec_prefix = sys.exec_prefix = {str(tmp_path / 'opt')!r}\n"
+        "from deeplightning import own_code\nprint(own_code.is_user_file(json.__file__))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr

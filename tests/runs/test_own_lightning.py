@@ -434,6 +434,7 @@ def test_a_run_resumes_without_the_objects_that_its_checkpoints_cannot_hold(engi
     assert [line.count(warning) for line in half.err.splitlines() if "leave out" in line] == [1]
 
 
+@pytest.mark.slow
 def test_a_module_that_shards_itself_by_the_mesh_learns_what_it_learns_under_ddp(run, tmp_path):
     """`configure_model` uses `self.device_mesh` as in Lightning's manual; its `tensor_parallel` has size 1. The run
     keeps the values that the module sets, and resumes."""

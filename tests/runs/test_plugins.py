@@ -276,7 +276,7 @@ def without_plugins(monkeypatch):
 )
 def test_a_plugin_that_is_not_installed_is_named(plugin, name, without_plugins, capsys, monkeypatch):
     """Its verb, short name, section or module is one error with the install command and exit code 3, in `check` too."""
-    message = f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
+    message = f"`{plugin}` is a plug-in: pip install 'deeplightning[{plugin}]'"
     if name.endswith(":"):
         (fault,) = examine(BASE, [f"{name[:-1]}={{a: 1}}"]).faults
         assert (fault.message, fault.exit_code, fault.key) == (message, 3, name[:-1])
@@ -341,7 +341,7 @@ def test_a_dry_run_without_its_plugin_names_what_it_skips(key, overrides, withou
     if key == "engine.gpus":
         cfg.engine.gpus = [0]
     faults, untried = dry_run(cfg)
-    message = "tried in one process on the CPU only; `plan` is a plug-in: pip install deeplightning[plan]"
+    message = "tried in one process on the CPU only; `plan` is a plug-in: pip install 'deeplightning[plan]'"
     assert faults == []
     assert (key, message) in [(note.key, note.message) for note in untried]
 
