@@ -75,7 +75,8 @@ class StartWeights(Callback):
             raise CheckpointError(Fault(f"no tensor of {self.path} fits the network", "model.init_from"))
         trainer.strategy.load_model_state_dict({"state_dict": fit}, strict=False)
         log.info("starts     from %d of %d tensors of %s", len(fit), len(weights), self.path)
-        content = read_file(self.path) if self.path.suffix != ".safetensors" else {}
+        has_tokens = getattr(module, "text_spec", None) is not None
+        content = read_file(self.path) if has_tokens and self.path.suffix != ".safetensors" else {}
         saved = content.get(getattr(module, "checkpoint_key", ""))
         if isinstance(saved, dict) and saved.get("content") not in (None, module.travels().get("content")):  # type: ignore[operator]
             log.warning(

@@ -129,7 +129,7 @@ class Local:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal. The processes do not share the terminal's process group, so each gets it once."""
         self._signals.append(signal.Signals(number))
-        if len(self._signals) > 1:  # a second signal ends them at once
+        if len(self._signals) > 1 and number in INTERRUPTED:  # a second one ends them at once; a queue repeats its own
             self._kill_time = time.monotonic() + GRACE_SECONDS
         self._send(number)
 

@@ -204,12 +204,12 @@ def _new_store(address: str, port: int, rank: int, world: int) -> object:
         store = TCPStore(address, 0, world, is_master=True, wait_for_workers=False, multi_tenant=True)
         theirs.set(key, str(store.port))
     options: dict[str, Any] = {"timeout": timedelta(seconds=STORE_SECONDS), "is_master": False}
-    until = time.monotonic() + wait_seconds()
+    until, found = time.monotonic() + wait_seconds(), ""
     while came != 1:  # the first process of this rank in that store
         if time.monotonic() > until:
-            raise SetupError(f"MASTER_ADDR={address}: rank 0 did not start there again within {wait_seconds():g} s")
-        found = theirs.get(key).decode()
-        with contextlib.suppress(RuntimeError):  # of a former store, which has ended
+            raise SetupError(f"MASTER_ADDR={address}: rank 0 did not start there within {wait_seconds():g} s")
+        with contextlib.suppress(RuntimeError):  # there is none yet, or it is a former one, which has ended
+            found = theirs.get(key).decode()
             came = TCPStore(address, int(found), world, wait_for_workers=False, **options).add(f"{KEY}/came/{rank}", 1)
         time.sleep(POLL_SECONDS)
     os.environ |= {AGENT_PORT: str(port), "MASTER_PORT": found, "TORCHELASTIC_USE_AGENT_STORE": "False"}

@@ -121,6 +121,8 @@ def _resume_launch(cfg: Config) -> Resumption | None:
     here = identity()
     if here is None or here.launch is None or not here.may_resume:
         return None
+    if here.launch.startswith("local-") and restarts() == 0:  # the same command may be given again in one job
+        return None
     from deeplightning.run.load import runs_of, store_of
     from deeplightning.tracking.reader import open_reader
 

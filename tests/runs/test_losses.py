@@ -313,10 +313,10 @@ class Warm(nn.CrossEntropyLoss):
 """
 
 
-def test_a_loss_with_parameters_is_reported(train, place):
+def test_a_loss_with_parameters_is_reported(command, tiny, tmp_path):
     """The optimizer has only the network's parameters: one warning names the loss."""
-    (place / "warm.py").write_text(WARM)
-    outcome = train("model.loss={type: warm.Warm}", "train.max_steps=1")
+    (tmp_path / "warm.py").write_text(WARM)
+    outcome = command("train", tiny, "model.loss={type: warm.Warm}", "train.max_steps=1", cwd=tmp_path, code=0)
     assert outcome.err.count("model.loss: Warm has parameters") == 1
 
 

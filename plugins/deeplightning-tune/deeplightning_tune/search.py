@@ -345,9 +345,16 @@ class _Search:
             self.study.attribute(number, run=None, folder=None)
         return []
 
+    def _with_references(self, text: str) -> str:
+        """Return a text with references in place of values from the environment."""
+        found = self.cfg.secrets.values
+        for value in sorted(found, key=len, reverse=True):
+            text = text.replace(value, found[value])
+        return text
+
     def _trial_config(self, point: Mapping[str, object], more: Sequence[str], is_trial: bool) -> str:
         """Return the search's config with the values of a point, for `deeplightning train`."""
-        values = [d.override(redacted(point[d.key], self.cfg.redact)) for d in self.space]
+        values = [d.override(redacted(point[d.key], self._with_references)) for d in self.space]
         # An export can take longer than a trial; `deeplightning export` creates the bundle of the chosen run.
         own = ["train.export=false", "train.seeds=null", *more] if is_trial else []
         # References to the environment in choices stay references.
