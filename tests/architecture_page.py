@@ -1,6 +1,6 @@
 """Generate the table of folders and the import graph in docs/explanation/architecture.md.
 
-`python tests/architecture_page.py` updates both; the text around them is written by hand.
+`PYTHONPATH=tests/unit:tests python tests/architecture_page.py` updates both; the text around them is written by hand.
 """
 
 import ast
