@@ -429,12 +429,8 @@ def _check_transfer_coding(coding: bytes, request: Request) -> None:
 
 
 def _parse_refusal(error: str, data: bytes) -> Refusal:
-    """Return the refusal of a request that cannot be parsed.
-
-    Args:
-        error: message of the parser.
-        data: the request so far, from its first byte; empty if unknown.
-    """
+    """Return the refusal of a request that cannot be parsed; `data`: the request from its first byte; empty if
+    unknown."""
     if error.startswith(_VERSION_ERRORS):
         return Refusal(*_UNKNOWN_VERSION)
     return Refusal(*(_UNKNOWN_METHOD if error.startswith(_METHOD_ERRORS) and _START_LINE.match(data) else _MALFORMED))

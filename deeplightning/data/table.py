@@ -384,11 +384,8 @@ def _kind_of(found: pa.DataType) -> str | None:
 
 
 def _column(path: Path, name: str, found: list[str] | Moments, is_named: bool) -> Column:
-    """Return how a column is prepared, from its words or numbers in the training rows.
-
-    Raises:
-        DataError: it has no values, or more than `MAX_CATEGORIES` categories and the config does not name it.
-    """
+    """Return how a column is prepared, from its words or numbers in the training rows. Raise DataError if it has no
+    values, or more than `MAX_CATEGORIES` categories and the config does not name it."""
     if not (found.count if isinstance(found, Moments) else found):
         raise DataError(
             f"{path}, column {name}: no training row has a value. Set data.module.params.columns.{name}=ignore."

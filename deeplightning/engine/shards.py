@@ -106,13 +106,9 @@ def join_shards(checkpoint: dict[str, object], of_processes: list[Mapping[str, A
 
 
 def _replace_leaves(value: object, wanted: Callable[[object], bool], replace: Callable[[Any, str], Any]) -> Any:
-    """Replace leaves of a tree of dicts and lists; `replace` gets each with its path, such as `state_dict/weight`.
-
-    A dict or list that occurs several times is visited once, and is shared in the result too.
-
-    Raises:
-        RecursionError: a value contains itself.
-    """
+    """Replace leaves of a tree of dicts and lists; `replace` gets each with its path, such as `state_dict/weight`. A
+    dict or list that occurs several times is visited once, and is shared in the result too; one that contains itself
+    raises RecursionError."""
     visited: dict[int, object] = {}
 
     def visit(value: object, at: str) -> object:

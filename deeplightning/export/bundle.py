@@ -7,6 +7,7 @@ Letters: N samples, C channels, H height, W width, L tokens of the longest text,
 
 import base64
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -374,10 +375,18 @@ def replacement_for(target: Path) -> Iterator[Path]:
         yield new
         for path in (*new.iterdir(), new):
             _sync(path)
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # there is none, or another export has just moved it
+                target.rename(old)
+            try:
+                new.rename(target)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                shutil.rmtree(old, ignore_errors=True)  # another export was faster: replace its bundle
         _sync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)  # else it could be restored while another export moves
     finally:
         shutil.rmtree(new, ignore_errors=True)
         if old.exists() and not target.exists():

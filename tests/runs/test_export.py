@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -332,3 +333,25 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match="file/bundle cannot be written"):
         export(task_of(small_network()), RunFolder(tmp_path / "file"), pixels(2), RUN)
+
+
+def test_exports_of_one_run_at_the_same_time_all_succeed(tmp_path):
+    """Each replaces the bundle of another, at any moment; the last one stays, and nothing else."""
+    target, errors = tmp_path / "bundle", []
+
+    def export_often(number):
+        try:
+            for _ in range(100):
+                with bundle.replacement_for(target) as new:
+                    (new / "file").write_text(str(number))
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=export_often, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert (target / "file").read_text() in "0123"
