@@ -376,7 +376,7 @@ def replacement_for(target: Path) -> Iterator[Path]:
         for path in (*new.iterdir(), new):
             _sync(path)
         while True:
-            with contextlib.suppress(FileNotFoundError):  # there is none, or another export has just moved it
+            with contextlib.suppress(FileNotFoundError):  # there is no bundle, or another export moved it
                 target.rename(old)
             try:
                 new.rename(target)
@@ -386,7 +386,7 @@ def replacement_for(target: Path) -> Iterator[Path]:
                     raise
                 shutil.rmtree(old, ignore_errors=True)  # another export was faster: replace its bundle
         _sync(target.parent)
-        shutil.rmtree(old, ignore_errors=True)  # else it could be restored while another export moves
+        shutil.rmtree(old, ignore_errors=True)  # so that the next lines do not restore it
     finally:
         shutil.rmtree(new, ignore_errors=True)
         if old.exists() and not target.exists():

@@ -208,7 +208,7 @@ def _new_store(address: str, port: int, rank: int, world: int) -> object:
     while came != 1:  # the first process of this rank in that store
         if time.monotonic() > until:
             raise SetupError(f"MASTER_ADDR={address}: rank 0 did not start there within {wait_seconds():g} s")
-        with contextlib.suppress(RuntimeError):  # there is none yet, or it is a former one, which has ended
+        with contextlib.suppress(RuntimeError):  # the store does not exist yet, or has ended
             found = theirs.get(key).decode()
             came = TCPStore(address, int(found), world, wait_for_workers=False, **options).add(f"{KEY}/came/{rank}", 1)
         time.sleep(POLL_SECONDS)

@@ -131,8 +131,7 @@ def _resume_launch(cfg: Config) -> Resumption | None:
     if folder is None and restarts() > 0:  # it may have ended before recording the launch
         nameless = runs_of(cfg, lambda path: not RunFolder(path).environment.exists())
         return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
-    is_first = folder is not None and restarts() == 0
-    run = open_reader(store_of(cfg)).run(folder.path.parent.name) if folder is not None and is_first else None
+    run = open_reader(store_of(cfg)).run(folder.path.parent.name) if folder is not None and restarts() == 0 else None
     if folder is None or (run is not None and run.status == "FINISHED"):
         return None  # a new job reuses the id of a finished one
     if (found := _newest_checkpoint(folder)) is not None:

@@ -228,11 +228,8 @@ class LoggedNames:
         for each, method in self.methods:
             own, called = str(first_argument(method)), {n.func for n in ast.walk(method) if isinstance(n, ast.Call)}
             read, taken = {f"{own}.{other.name}" for _, other in self.methods}, positional_arguments(method)
-            modules = (
-                own,
-                "pl_module",
-                *(taken[2:3] if taken[1:2] == ["trainer"] else ()),
-            )  # of callbacks too
+            # In a hook of a callback, the module is the argument behind the trainer, whatever its name.
+            modules = (own, "pl_module", *(taken[2:3] if taken[1:2] == ["trainer"] else ()))
             complete &= method.name not in ("log", "log_dict")  # it may change names that other methods pass to it
             for call in ast.walk(method) if each.path.partition(".")[0] != "deeplightning" else ():
                 match call:
