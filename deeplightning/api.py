@@ -233,12 +233,8 @@ class Run:
 
 
 def _image_bytes(index: int, picture: object) -> bytes:
-    """Return a picture as the image file that a client would send.
-
-    Raises:
-        ValueError: it cannot be a picture; the message has its index.
-        OSError: its file cannot be read.
-    """
+    """Return a picture as the image file that a client would send. Raise ValueError, with its index, if it cannot be a
+    picture, OSError if its file cannot be read."""
     if isinstance(picture, bytes | bytearray | memoryview):
         return bytes(picture)
     if isinstance(picture, str | os.PathLike):

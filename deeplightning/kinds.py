@@ -18,14 +18,14 @@ INPUTS = {"image": "images", "text": "tokens", "table": "rows", "array": "arrays
 """Kinds of input, with the name of the graph's input."""
 
 OUTPUTS = {
-    "classification": "probabilities",
-    "reconstruction": "pictures",
-    "regression": "numbers",
-    "multilabel": "probabilities",
-    "segmentation": "probabilities",
+    "classification": ("probabilities", "classes"),
+    "reconstruction": ("pictures", ""),
+    "regression": ("numbers", "targets"),
+    "multilabel": ("probabilities", "labels"),
+    "segmentation": ("probabilities", "classes"),
 }
-"""Kinds of output, with the name of the graph's output."""
-
+"""Kinds of output, with the name of the graph's output, and what its labels name, or "". Their classes are in
+`serve.outputs`."""
 
 CLASS_COLOURS = (
     *((40, 40, 40), (230, 75, 60), (50, 160, 240), (85, 190, 90), (250, 200, 50), (165, 90, 200)),
@@ -66,12 +66,12 @@ class Kind(NamedTuple):
     @property
     def output(self) -> str:
         """Name of the graph's output."""
-        return OUTPUTS[self.gives]
+        return OUTPUTS[self.gives][0]
 
     @property
-    def has_labels(self) -> bool:
-        """Whether each number of an answer has a name."""
-        return self.gives != "reconstruction"
+    def labelled(self) -> str:
+        """What the labels name: classes, labels or targets; "" without labels."""
+        return OUTPUTS[self.gives][1]
 
     def answer(self, labels: int, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of one answer, for a number of labels and the shape of a prepared input."""
@@ -107,7 +107,7 @@ def labels_of(task: Any) -> list[str]:
 
     ImageNet, for example, has two classes named crane.
     """
-    names = [str(name) for name in task.class_names] if KINDS[task.kind].has_labels else []
+    names = [str(name) for name in task.class_names] if KINDS[task.kind].labelled else []
     counts = Counter(names)
     return [f"{name} ({index})" if counts[name] > 1 else name for index, name in enumerate(names)]
 

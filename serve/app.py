@@ -23,7 +23,7 @@ from werkzeug import Response as WerkzeugResponse
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
 from serve.admission import Admission, Hosts, request_id
-from serve.answers import HEADERS, JSON, Answer, refused
+from serve.answers import HEADERS, Answer, refused
 from serve.batching import Batcher
 from serve.bundle import Bundle, BundleError
 from serve.device import CPU, DeviceError, OptionError, choose_devices, device_for_precision, onnxruntime_lacks
@@ -31,6 +31,7 @@ from serve.limits import FAULT, Limits, Refusal
 from serve.log import log_event
 from serve.metrics import MAX_PROCESSES
 from serve.openapi import describe
+from serve.outputs import JSON
 from serve.prediction import JOB, Predictions, Service
 from serve.worker_count import choose_layout, gpu_layout, largest_batch
 

@@ -23,9 +23,10 @@ from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
 from deeplightning.words import InputError, first_line
-from serve.answers import DEFAULT_TOP_K, encoder
+from serve.answers import DEFAULT_TOP_K
 from serve.device import CPU, Device, DeviceError
 from serve.model import Model, prepare_picture
+from serve.outputs import OUTPUTS
 from serve.private import is_out_of_memory, onnxruntime, refused_values
 from serve.session import open_session
 
@@ -92,7 +93,7 @@ class Bundle(Model):
         kind = KINDS[task]
         names = labels if isinstance(labels, list) and all(isinstance(label, str) for label in labels) else []
         _expect(
-            0 < len(names) == len(set(names)) if kind.has_labels else labels == [],
+            0 < len(names) == len(set(names)) if kind.labelled else labels == [],
             "has labels that do not fit its task, which needs a list of different texts, or none for pictures",
             folder,
         )
@@ -346,7 +347,7 @@ def _check_answers(bundle: Bundle, golden: dict[str, Any], answers: np.ndarray) 
 def _check_encoding(bundle: Bundle, answer: np.ndarray) -> None:
     """Check that an answer, (…), can be encoded with the card's labels and half widths or thresholds."""
     try:
-        encoder(bundle.task, bundle.labels, bundle.output)([answer], DEFAULT_TOP_K, "")
+        OUTPUTS[KINDS[bundle.task].gives].encoder(bundle.labels, bundle.output)([answer], DEFAULT_TOP_K, "")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise BundleError(f"The bundle {bundle.folder} describes its answers wrongly ({error!r:.200}).") from error
 

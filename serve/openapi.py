@@ -10,26 +10,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.kinds import KINDS, Kind
+from serve.outputs import OUTPUTS
+from serve.schemas import BASE64, BINARY, NUMBER, TEXT, JsonObject, list_of, object_of, ref
 
 if TYPE_CHECKING:
     from deeplightning.table_spec import TableSpec
     from serve.limits import Limits
     from serve.model import Model
 
-JsonObject = dict[str, Any]
-
 MAX_SHOWN = 200
 """Maximum number of elements of an array that is shown as an example."""
-
-TEXT = {"type": "string"}
-NUMBER = {"type": "number"}
-SHARE = {"type": "number", "minimum": 0, "maximum": 1}
-SIDE = {"type": "integer", "minimum": 1}
-BINARY = {"type": "string", "format": "binary"}
-BASE64 = {"type": "string", "format": "byte"}
-
-_ANSWERS = {"reconstruction": "Picture", "segmentation": "Mask"}
-"""Schema of one answer by the kind of output; `Prediction` for other kinds. The plural is the schema of several."""
 
 
 def _header(name: str, description: str, **schema: object) -> JsonObject:
@@ -65,14 +55,14 @@ def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
     """Return the document at `/openapi.json`; if `secured`, clients must send a key."""
     kind = KINDS[model.task]
     samples = "Samples of the run, for trying the model; none if anyone may use the server without a key."
-    ready = _get("Answers 200 while the server accepts requests: once the model is loaded and checked.", _ref("Status"))
+    ready = _get("Answers 200 while the server accepts requests: once the model is loaded and checked.", ref("Status"))
     ready["responses"]["503"] = _error("The server is starting or shutting down.")
     gets = {
-        "/health": _get("Answers while the server is alive.", _ref("Status")),
+        "/health": _get("Answers while the server is alive.", ref("Status")),
         "/ready": ready,
         "/metrics": _get("Counts and times for Prometheus.", TEXT, "text/plain"),
-        "/info": _get("The task, labels, input, limits, and the run that the model comes from.", _ref("Info")),
-        "/samples": _get(samples, _ref("Samples")),
+        "/info": _get("The task, labels, input, limits, and the run that the model comes from.", ref("Info")),
+        "/samples": _get(samples, ref("Samples")),
         "/openapi.json": _get("This document.", {"type": "object"}),
         "/docs": _get("This document as a page.", TEXT, "text/html"),
         "/": _get("A page for trying the model.", TEXT, "text/html"),
@@ -105,7 +95,7 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
         "image": f" of at most {limits.max_pixels:,} pixels, and {limits.max_side:,} on a side",
         "text": f" of at most {limits.max_text:,} bytes",
     }
-    what = f": {', '.join(model.labels)}" if kind.gives == "regression" else ""
+    what = f": {', '.join(model.labels)}" if kind.labelled == "targets" else ""
     return (
         f"{kind.nouns.capitalize()} go in, {kind.output} come out{what}. One request carries at most "
         f"{limits.max_upload_mb} MB and {limits.max_images} {kind.nouns}{size.get(kind.takes, '')}."
@@ -146,14 +136,14 @@ def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
         return _array_bodies(spec, most, example)
     if kind.takes == "text":
         text = {"type": "string", "minLength": 1}
-        document = _one_key("Either key, not both.", texts=_list(text, 1, most), text=text)
+        document = _one_key("Either key, not both.", texts=list_of(text, 1, most), text=text)
         return {
             "application/json": {"schema": document, "example": {"texts": ["a fine film", "dull"]}},
             "text/plain": {"schema": text, "example": "a fine film"},
         }
     encoded = {**BASE64, "minLength": 1}
-    form = {"type": "object", "required": ["image"], "properties": {"image": _list(BINARY, 1, most)}}
-    document = _one_key("Image files as base64. Either key, not both.", images=_list(encoded, 1, most), image=encoded)
+    form = {"type": "object", "required": ["image"], "properties": {"image": list_of(BINARY, 1, most)}}
+    document = _one_key("Image files as base64. Either key, not both.", images=list_of(encoded, 1, most), image=encoded)
     return {
         "multipart/form-data": {"schema": form},
         "image/*": {"schema": BINARY},
@@ -170,9 +160,9 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
         if column.kind == "category" and spec.unknown == "refuse" and not gaps:
             schema["enum"] = list(column.categories)
         columns[column.name] = schema
-    row = _object(**columns)
+    row = object_of(**columns)
     bodies: JsonObject = {
-        "application/json": {"schema": _one_key("One key, not several.", rows=_list(row, 1, most), row=row)},
+        "application/json": {"schema": _one_key("One key, not several.", rows=list_of(row, 1, most), row=row)},
         "text/csv": {
             "schema": {
                 "type": "string",
@@ -197,11 +187,11 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
 def _array_bodies(spec: Any, most: int, example: object) -> JsonObject:
     array: JsonObject = NUMBER
     for side in reversed(spec.shape):
-        array = _list(array, side, side)
+        array = list_of(array, side, side)
         if array["items"] is NUMBER and spec.takes_any_length:
             array = {"type": "array", "items": NUMBER, "minItems": 1}
     names = ("arrays", "array", "signals", "signal")
-    keys = {name: _list(array, 1, most) if name.endswith("s") else array for name in names}
+    keys = {name: list_of(array, 1, most) if name.endswith("s") else array for name in names}
     document: JsonObject = {"schema": _one_key("One key, not several.", **keys)}
     if example is not None and math.prod(spec.shape) <= MAX_SHOWN:
         document["example"] = {"arrays": [example]}
@@ -213,9 +203,10 @@ def _array_bodies(spec: Any, most: int, example: object) -> JsonObject:
 
 
 def _success(kind: Kind) -> JsonObject:
-    name = _ANSWERS.get(kind.gives, "Prediction")
-    schema = {"oneOf": [_ref(name), _ref(f"{name}s")]}
-    if name == "Prediction":
+    output = OUTPUTS[kind.gives]
+    name = output.name
+    schema = {"oneOf": [ref(name), ref(f"{name}s")]}
+    if not output.picture:
         one = kind.nouns.removesuffix("s")
         return _answer(f"One {one} gets a Prediction, several get Predictions in the same order.", schema)
     rule = f"One image gets a {name}, or the PNG itself if Accept has image/png; several get {name}s"
@@ -225,61 +216,30 @@ def _success(kind: Kind) -> JsonObject:
 
 
 def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
-    name, answer = _ANSWERS.get(kind.gives, "Prediction"), _answer_schema(kind, model.labels)
+    output = OUTPUTS[kind.gives]
+    name, answer = output.name, output.schema(model.labels)
     if kind.takes == "image":
         answer["properties"]["input"] = {**BASE64, "description": "With show=input: a PNG as base64."}
-    has_classes = kind.gives not in ("reconstruction", "regression")
     sample = TEXT if kind.takes in ("image", "text") else {}
     return {
         name: answer,
-        f"{name}s": _object(predictions=_list(_ref(name), 2, limits.max_images)),
-        **({"Label": {"type": "string", "enum": model.labels}} if has_classes else {}),
-        "Samples": _object(samples={"type": "array", "description": "As /predict takes them.", "items": sample}),
-        "Status": _object(status=TEXT),
-        "Info": _object(
+        f"{name}s": object_of(predictions=list_of(ref(name), 2, limits.max_images)),
+        **({"Label": {"type": "string", "enum": model.labels}} if kind.labelled in ("classes", "labels") else {}),
+        "Samples": object_of(samples={"type": "array", "description": "As /predict takes them.", "items": sample}),
+        "Status": object_of(status=TEXT),
+        "Info": object_of(
             task={"type": "string", "enum": [model.task]},
             labels={"type": "array", "items": TEXT},
             input={"type": "object", "description": "How an input is prepared."},
             run={"type": "object"},
-            limits=_object(**dict.fromkeys(asdict(limits), NUMBER)),
+            limits=object_of(**dict.fromkeys(asdict(limits), NUMBER)),
             samples={"type": "integer", "minimum": 0, "description": "Number of items in /samples."},
         ),
         "Error": {
-            **_object(ERROR={"type": "string", "minLength": 1, "description": "What is wrong, and what to do."}),
+            **object_of(ERROR={"type": "string", "minLength": 1, "description": "What is wrong, and what to do."}),
             "additionalProperties": False,
         },
     }
-
-
-def _answer_schema(kind: Kind, labels: list[str]) -> JsonObject:
-    """Return the schema of the answer to one input."""
-    if kind.gives == "reconstruction":
-        return _object(image={**BASE64, "description": "A PNG as base64."})
-    most = len(labels)
-    if kind.gives == "regression":
-        prediction = _object(name={"type": "string", "enum": labels}, value=NUMBER)
-        prediction["properties"] |= {"low": NUMBER, "high": NUMBER}
-        return _object(predicted_value=NUMBER, predictions=_list(prediction, most, most))
-    one = {"class": {"type": "integer", "minimum": 0, "maximum": most - 1}, "label": _ref("Label")}
-    if kind.gives == "multilabel":
-        each = _object(**one, probability=SHARE, threshold=SHARE)
-        chosen = "Those whose probability is at least their threshold, most probable first."
-        return _object(
-            labels={**_list(_ref("Label"), 0, most), "description": chosen},
-            predictions={**_list(each, most, most), "description": "All labels, most probable first."},
-        )
-    if kind.gives == "segmentation":
-        colour = {"type": "string", "pattern": "^#[0-9a-f]{6}$", "description": "Colour of the class in the PNG."}
-        each = _object(**one, pixels={"type": "integer", "minimum": 0}, share=SHARE, colour=colour)
-        mask = "A palette PNG as base64; the value of a pixel is the number of its class."
-        return _object(mask={**BASE64, "description": mask}, height=SIDE, width=SIDE, classes=_list(each, most, most))
-    each = _object(**one, probability=SHARE)
-    return _object(
-        predicted_class={"type": "string", "pattern": "^[0-9]+$", "description": "The class's number, from 0."},
-        predicted_probability={"type": "string", "pattern": r"^[01]\.[0-9]+$", "description": "0 to 1."},
-        label=_ref("Label"),
-        predictions={**_list(each, 1, most), "description": "The most probable classes, best first."},
-    )
 
 
 # ---- parts of the document
@@ -299,21 +259,12 @@ def _faults() -> JsonObject:
 
 
 def _error(description: str, headers: JsonObject | None = None) -> JsonObject:
-    answer = _answer(description, _ref("Error"))
+    answer = _answer(description, ref("Error"))
     return {**answer, "headers": {**REQUEST_ID, **(headers or {})}}
 
 
 def _answer(description: str, schema: JsonObject, kind: str = "application/json") -> JsonObject:
     return {"description": description, "headers": REQUEST_ID, "content": {kind: {"schema": schema}}}
-
-
-def _list(items: JsonObject, least: int, most: int) -> JsonObject:
-    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
-
-
-def _object(**properties: JsonObject) -> JsonObject:
-    """Return the schema of an object that has all of these properties."""
-    return {"type": "object", "required": list(properties), "properties": properties}
 
 
 def _one_key(description: str, **properties: JsonObject) -> JsonObject:
@@ -326,7 +277,3 @@ def _one_key(description: str, **properties: JsonObject) -> JsonObject:
         "additionalProperties": False,
         "properties": properties,
     }
-
-
-def _ref(name: str) -> JsonObject:
-    return {"$ref": f"#/components/schemas/{name}"}

@@ -325,9 +325,9 @@ def send_report(pipe: int, **report: object) -> None:
 
 def _summary(model: Model) -> str:
     """Return the task and the labels of a model, for the user."""
-    if not model.labels or KINDS[model.task].gives == "regression":
-        return f"{model.task} ({', '.join(model.labels)})" if model.labels else model.task
-    noun = "labels" if KINDS[model.task].gives == "multilabel" else "classes"
+    noun = KINDS[model.task].labelled
+    if noun in ("", "targets"):
+        return f"{model.task} ({', '.join(model.labels)})" if noun else model.task
     return f"{model.task} ({len(model.labels)} {noun})"
 
 

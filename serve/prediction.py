@@ -11,11 +11,12 @@ from urllib.parse import unquote_to_bytes
 from deeplightning.kinds import KINDS
 from serve import uploads
 from serve.admission import Admission
-from serve.answers import DEFAULT_TOP_K, JSON, Answer, encoder, refused, with_inputs
+from serve.answers import DEFAULT_TOP_K, Answer, refused, with_inputs
 from serve.batching import Batcher, Job, NotTiny
 from serve.limits import Limits, Refusal
 from serve.metrics import Metrics
 from serve.model import Model
+from serve.outputs import JSON, OUTPUTS
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Predictions:
         readers = {"image": self._pictures, "text": self._texts, "table": self._rows, "array": self._arrays}
         self._takes = KINDS[model.task].takes
         self._read = readers[self._takes]
-        self._encode = encoder(model.task, model.labels, model.output)
+        self._encode = OUTPUTS[KINDS[model.task].gives].encoder(model.labels, model.output)
 
     def job(self, query: bytes, content_type: bytes, accept: bytes, body: bytes, finish: Callable[[Job], None]) -> Job:
         """Return the job of a request.

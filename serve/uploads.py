@@ -242,12 +242,8 @@ def _check_marks(body: bytes, most: int, usage: str) -> None:
 
 
 def _inputs(body: bytes, keys: tuple[str, ...], kind: type, nouns: str, usage: str) -> list[Any]:
-    """Return the inputs under the only key of a JSON object.
-
-    Args:
-        keys: names that the key may have; the value of a singular one is a single input.
-        kind, nouns: type of an input, and its name in messages.
-    """
+    """Return the inputs under the only key of a JSON object, which must be in `keys`; under a singular key is a single
+    input. `kind` is the type of an input, `nouns` its name in messages."""
     try:
         document = json.loads(body, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:

@@ -69,11 +69,8 @@ def _is_from_other_logger(record: logging.LogRecord) -> bool:
 
 class _Terminal(logging.Handler):
     """Handler that writes info to stdout, and warnings and errors to stderr with their level. A terminal gets colour,
-    lines wrapped between words, and the record's own lines if it has some (`extra={"terminal": [...]}`).
-
-    Args:
-        prefix: the start of each line.
-    """
+    lines wrapped between words, and the record's own lines if it has some (`extra={"terminal": [...]}`). `prefix`
+    starts each line."""
 
     def __init__(self, prefix: str):
         super().__init__()

@@ -213,11 +213,8 @@ class Record(Callback):
         return True
 
     def _share_run(self, trainer: Trainer, folder: str, tracked: TrackedRun | None) -> tuple[str, TrackedRun | None]:
-        """Return rank 0's folder and tracked run on every rank.
-
-        Raises:
-            SetupError: the ranks were started separately and have different seeds or checkpoints.
-        """
+        """Return rank 0's folder and tracked run on every rank; raise SetupError if the ranks were started separately
+        and have different seeds or checkpoints."""
         ours = {"seed": self.cfg.seed, "train.resume_ckpt": self.resumption.fingerprint if self.resumption else None}
         folder, run, theirs = trainer.strategy.broadcast((folder, tracked, ours))
         names = [name for name in ours if ours[name] != theirs[name]]

@@ -81,12 +81,8 @@ def rule_of(spec: ImageSpec, max_pixels: int) -> tuple[object, ...]:
 
 
 def _map_pixels(folder: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the mapped pixels of a folder.
-
-    Raises:
-        FileNotFoundError: the folder is incomplete, or it is being removed.
-        Damaged: the size is wrong, or the checksum of a row; see `CHECKSUM_BYTES`.
-    """
+    """Return the mapped pixels of a folder. Raise FileNotFoundError if it is incomplete or being removed, Damaged if
+    the size or the checksum of a row is wrong; see `CHECKSUM_BYTES`."""
     with cache_files.open_locked(folder / "pixels") as file:
         sums = np.frombuffer(cache_files.read_index(folder), "<u4")
         if len(sums) != shape[0] or os.fstat(file.fileno()).st_size != math.prod(shape):

@@ -60,12 +60,8 @@ class MNIST(DownloadedImages):
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Return the content of an IDX file, uint8, in the shape of its header. Importing torchvision for it would take two
-    CPU seconds.
-
-    Raises:
-        DataError: the file is damaged, or not an IDX file with so many dimensions.
-    """
+    """Return the content of an IDX file, uint8, in the shape of its header; raise DataError if it is damaged, or not an
+    IDX file with so many dimensions. Importing torchvision for it would take two CPU seconds."""
     with path.open("rb") as file:
         header = file.read(4 + 4 * dimensions)
     size = path.stat().st_size

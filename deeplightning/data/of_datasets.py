@@ -99,11 +99,8 @@ class OfDatasets(SplitData):
 
 class _Batches(Dataset):
     """Wraps a dataset so that indexing returns whole batches. A batch with named columns also gets `index`, the
-    position of each row in the dataset, int64 (B,).
-
-    Args:
-        names: of the parts of a batch that is a tuple or list; empty: such a batch stays as it is.
-    """
+    position of each row in the dataset, int64 (B,). `names`: of the parts of a batch that is a tuple or list; empty:
+    such a batch stays as it is."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[object]], object], names: Sequence[str] = ()):
         self.of, self.collate, self.names = dataset, collate, names
@@ -125,11 +122,8 @@ class _Batches(Dataset):
 
 
 def _column(dataset: Any, name: str) -> Any:
-    """Return an attribute of a set; for a Subset (a fold, or from `random_split`), the entries of its samples.
-
-    Raises:
-        AttributeError: the set has no such attribute, or the attribute does not have one entry per sample.
-    """
+    """Return an attribute of a set; for a Subset (a fold, or from `random_split`), the entries of its samples. Raise
+    AttributeError if the set has no such attribute, or it does not have one entry per sample."""
     if not isinstance(dataset, Subset):
         return getattr(dataset, name)
     column = _column(dataset.dataset, name)

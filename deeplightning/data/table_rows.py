@@ -220,13 +220,8 @@ def _write(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: 
 
 
 def _map_table(folder: Path) -> Table:
-    """Return the mapped table of a cache folder.
-
-    Raises:
-        FileNotFoundError: the folder is incomplete, or it is being removed.
-        Damaged: it is not what was written.
-        Unusable: another user could have written it.
-    """
+    """Return the mapped table of a cache folder. Raise FileNotFoundError if it is incomplete or being removed, Damaged
+    if it is not what was written, Unusable if another user could have written it."""
     with cache_files.open_locked(folder / "rows") as file:
         index = json.loads(cache_files.read_index(folder))
         if os.fstat(file.fileno()).st_size != index["size"]:

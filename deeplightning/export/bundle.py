@@ -190,24 +190,20 @@ def _npy(values: np.ndarray) -> str:
 
 
 def _check_answers(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:
-    """Check the network's answers to inputs of a shape.
-
-    Raises:
-        CheckpointError: answers are not finite, do not match the labels, or are not pictures of the inputs' shape.
-    """
-    if not kind.has_labels and expected.shape[1:] != shape:
+    """Check the network's answers to inputs of a shape; raise CheckpointError if they are not finite, do not match the
+    labels, or are not pictures of the inputs' shape."""
+    if not kind.labelled and expected.shape[1:] != shape:
         given = (len(expected), *shape)
         raise CheckpointError(f"The network maps pictures of {given} to {expected.shape}; the shapes must be equal.")
-    if kind.has_labels and expected.shape[1:] != kind.answer(len(labels), shape):
+    if kind.labelled and expected.shape[1:] != kind.answer(len(labels), shape):
         found = " x ".join(map(str, expected.shape[1:]))
-        names = {"regression": "target", "multilabel": "label"}.get(kind.gives, "class")
         raise CheckpointError(
-            f"The network gives {found} {kind.output}, and the data has {len(labels)} {names} names. "
-            f"Set the network's number of {names.replace('class', 'classe')}s to the data's, and train again."
+            f"The network gives {found} {kind.output}, and the data has names of {len(labels)} {kind.labelled}. "
+            f"Set the network's number of {kind.labelled} to the data's, and train again."
         )
     if not np.isfinite(expected).all():
         raise CheckpointError(f"The network's {kind.output} are not finite: weights are damaged, or training diverged.")
-    if not kind.has_labels and not (expected.min() >= 0 and expected.max() <= 1):
+    if not kind.labelled and not (expected.min() >= 0 and expected.max() <= 1):
         raise CheckpointError(
             f"The network's pictures range from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
             "end inference_model() with a sigmoid or a clamp."
@@ -287,15 +283,8 @@ def _verified_answers(
     file: Path, tests: Sequence[list[np.ndarray]], stack: Callable[[list[np.ndarray]], np.ndarray], expected: np.ndarray
 ) -> np.ndarray:
     """Return ONNX Runtime's answers to samples, float32, after comparing them with `expected` at several batch sizes.
-
-    Args:
-        tests: the prepared samples; for texts, also the same with more padding.
-        stack: makes a batch of samples.
-
-    Raises:
-        CheckpointError: they differ by more than `TOLERANCE`.
-        NotExpressible: ONNX Runtime rejects the graph.
-    """
+    `tests`: the prepared samples and, for texts, the same with more padding; `stack` makes a batch. Raise
+    CheckpointError if they differ by more than `TOLERANCE`, NotExpressible if ONNX Runtime rejects the graph."""
     number, answers, worst = len(expected), np.empty_like(expected), 0.0
     batches = [np.arange(size) % number for size in BATCH_SIZES]
     batches += [np.arange(start, min(start + BATCH, number)) for start in range(0, number, BATCH)]

@@ -115,15 +115,8 @@ def _sample(validation: Labelled, number: int) -> list[np.ndarray]:
 
 
 def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, name: str) -> None:
-    """Quantize the model, and write it to `quantized`.
-
-    Args:
-        samples: samples for the calibration; None: dynamic ranges.
-        name: name of the model's input.
-
-    Raises:
-        CheckpointError: the model has nothing to quantize, or ONNX Runtime fails.
-    """
+    """Quantize the model, whose input is `name`, and write it to `quantized`; calibrate with `samples`; None: dynamic
+    ranges. Raise CheckpointError if it has nothing to quantize, or ONNX Runtime fails."""
     prepared = quantized.with_name("prepared.onnx")
     try:
         with _quiet():

@@ -134,11 +134,8 @@ class _Variables:
         return next((self.environment[name] for name in names if name in self), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the number in the first of these variables that is set.
-
-        Raises:
-            SetupError: none is set and there is no default, or the value is not a whole number.
-        """
+        """Return the number in the first of these variables that is set; raise SetupError if none is set and there is
+        no default, or the value is not a whole number."""
         name = next((name for name in names if name in self), None)
         if name is None:
             if default is not None:

@@ -245,16 +245,9 @@ def _connect_store(address: str, port: int, world: int) -> Any:
 
 
 def _gather(store: Any, card: dict[str, Any], address: str, noun: str, number: int, of: int) -> list[dict[str, Any]]:
-    """Wait for all members, which are machines or processes, and check that their values agree; return their cards.
-
-    Args:
-        store: of this rendezvous.
-        card: the description of this member: host, process id, machine and values.
-        address: of rank 0.
-        noun: `node` or `rank`, the name of a member's number.
-        number: of this member.
-        of: the number of members.
-    """
+    """Wait for all `of` members, which are machines or processes, and check that their values agree; return their
+    cards. A card describes a member: host, process id, machine and values. `noun`, `node` or `rank`, is the name of a
+    member's `number`; `address` is rank 0's."""
 
     def fail(message: str) -> NoReturn:
         store.set(f"{KEY}/fault", message)

@@ -31,6 +31,7 @@ from deeplightning.run.own_module import servable
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
 from serve.answers import answered
+from serve.outputs import OUTPUTS, Output
 
 MAX_REPORTED = 1000  # unanswered inputs that the error lists
 FORMATS = (".csv", ".jsonl")
@@ -97,11 +98,8 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
 
 
 class _Network:
-    """The network of a run's checkpoint, with the interface that `serve.answers` expects.
-
-    Raises:
-        CheckpointError: as in `predict_files`.
-    """
+    """The network of a run's checkpoint, with the interface that `serve.answers` expects. Raises CheckpointError as in
+    `predict_files`."""
 
     def __init__(self, folder: RunFolder, allow: Sequence[str]):
         task, cfg, _ = trained_task(folder, allow, "predict")
@@ -157,55 +155,28 @@ def _inputs(
 
 
 def _rows(network: _Network, out: Path | None, files: Sequence[Path]) -> ToRow:
-    """Return the function that converts the endpoint's answer to a row of the table.
-
-    Raises:
-        SetupError: PNG files are to be written, and `out` is None, or their folder has files of another origin.
-    """
-    gives = KINDS[network.task].gives
-    if gives in ("segmentation", "reconstruction"):
-        if out is None:
-            raise SetupError(
-                "this run answers with pictures: --out FILE.csv writes them as PNG files into the folder FILE, next "
-                "to the table"
-            )
-        into = out.with_suffix("").resolve()
-        is_near = any(p == into or into in p.parents or p in into.parents for p in map(Path.resolve, files))
-        is_empty = out.exists() or (into.is_dir() and not any(into.iterdir()))  # but for the files of an earlier call
-        if into.exists() and (is_near or not is_empty):
-            raise SetupError(
-                f"{into}: PNG files would be written among other files; choose another --out, or remove the folder if "
-                "an interrupted call has written it"
-            )
-        return _pictures(out.with_suffix(""), "mask" if gives == "segmentation" else "image")
-    return {"classification": _classes, "regression": _numbers, "multilabel": _labels}[gives]
+    """Return the function that converts the endpoint's answer to a row of the table. Raise SetupError if PNG files are
+    to be written, and `out` is None, or their folder has files of another origin."""
+    output = OUTPUTS[KINDS[network.task].gives]
+    if not output.picture:
+        return lambda place, answer: output.row(answer)
+    if out is None:
+        raise SetupError(
+            "this run answers with pictures: --out FILE.csv writes them as PNG files into the folder FILE, next to the "
+            "table"
+        )
+    into = out.with_suffix("").resolve()
+    is_near = any(p == into or into in p.parents or p in into.parents for p in map(Path.resolve, files))
+    is_empty = out.exists() or (into.is_dir() and not any(into.iterdir()))  # but for the files of an earlier call
+    if into.exists() and (is_near or not is_empty):
+        raise SetupError(
+            f"{into}: PNG files would be written among other files; choose another --out, or remove the folder if "
+            "an interrupted call has written it"
+        )
+    return _pictures(out.with_suffix(""), output)
 
 
-def _classes(place: Place, answer: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "predicted_class": int(answer["predicted_class"]),
-        "predicted_label": answer["label"],
-        "predicted_probability": float(answer["predicted_probability"]),
-    }
-
-
-def _numbers(place: Place, answer: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"{'predicted' if key == 'value' else key}_{one['name']}": one[key]
-        for one in answer["predictions"]
-        for key in ("value", "low", "high")
-        if key in one
-    }
-
-
-def _labels(place: Place, answer: dict[str, Any]) -> dict[str, Any]:
-    by_number = sorted(answer["predictions"], key=lambda one: one["class"])
-    chosen = [one["label"] for one in by_number if one["label"] in answer["labels"]]
-    probabilities = {f"probability_{one['label']}": one["probability"] for one in by_number}
-    return {"predicted_labels": "|".join(chosen)} | probabilities
-
-
-def _pictures(into: Path, key: str) -> ToRow:
+def _pictures(into: Path, output: Output) -> ToRow:
     """Return a function that writes each answer's PNG to a folder; a name used by several inputs gets a number."""
     used: set[str] = set()
 
@@ -217,10 +188,10 @@ def _pictures(into: Path, key: str) -> ToRow:
         used.add(file.name)
         try:
             into.mkdir(exist_ok=True)
-            file.write_bytes(base64.b64decode(answer[key]))
+            file.write_bytes(base64.b64decode(answer[output.picture]))
         except OSError as error:
             raise SetupError(f"{file}: cannot be written: {error.strerror}") from error
-        return {key: str(file)} | {f"share_{one['label']}": one["share"] for one in answer.get("classes", ())}
+        return {output.picture: str(file)} | output.row(answer)
 
     return write
 

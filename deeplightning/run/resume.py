@@ -272,11 +272,8 @@ def _types(optimizers: object) -> str:
 
 
 def _raise_if_damaged(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Check the parts of a checkpoint that training needs in order to resume.
-
-    Raises:
-        CheckpointError: a key is missing or invalid; the message names the first.
-    """
+    """Check the parts of a checkpoint that training needs in order to resume; raise CheckpointError, which names the
+    first key that is missing or invalid."""
     config = checkpoint.get("config") or {}
     is_right = {key: isinstance(checkpoint.get(key), int) for key in ("global_step", "epoch")}
     is_right |= {f"config.{key}": isinstance(config.get(key, {}), dict) for key in ("data", "model", "train")}

@@ -166,12 +166,8 @@ class Supervised(pl.LightningModule):
         return self.column(batch, self.truth_name)
 
     def _weight(self, batch: object, samples: int) -> Tensor | None:
-        """Return the weight of each sample of a batch, float (B,), or None if the batch has none.
-
-        Raises:
-            MisfitError: there is not one number for each sample.
-            LabelError: a weight is negative or not finite.
-        """
+        """Return the weight of each sample of a batch, float (B,), or None if the batch has none. Raise MisfitError if
+        there is not one number for each sample, LabelError if one is negative or not finite."""
         weight = (by_name(batch, self.batch_names) or {}).get("weight")
         if weight is None:
             return None

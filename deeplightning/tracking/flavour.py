@@ -21,8 +21,9 @@ from deeplightning.faults import SetupError
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder
 from deeplightning.tracking.store import quiet_mlflow
+from serve.outputs import OUTPUTS
 
-_SERVE = ("answers", "bundle", "cuda", "device", "limits", "model", "private", "session")
+_SERVE = ("answers", "bundle", "cuda", "device", "limits", "model", "outputs", "private", "schemas", "session")
 _OURS = ("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec", "version", "words")
 SOURCES = (*(f"serve/{name}.py" for name in _SERVE), *(f"deeplightning/{name}.py" for name in _OURS))
 
@@ -70,21 +71,13 @@ def _save(folder: RunFolder, place: Path) -> None:
         code_paths=[str(package) for package in _sources(place / "code")],
         signature=ModelSignature(
             inputs=Schema([ColSpec("string" if kind.takes == "text" else AnyType(), name) for name in example]),
-            outputs=Schema([ColSpec(AnyType() if of is None else of, name) for name, of in _OUTPUTS[kind.gives]]),
+            outputs=Schema(
+                [ColSpec(AnyType() if of is None else of, name) for name, of in OUTPUTS[kind.gives].columns]
+            ),
         ),
         input_example=pd.DataFrame([example]),
         pip_requirements=requirements(kind.takes),
     )
-
-
-_OUTPUTS: dict[str, list[tuple[str, str | None]]] = {
-    "classification": [("class", "long"), ("label", "string"), ("probability", "double")],
-    "reconstruction": [("image", "string")],
-    "regression": [("predicted_value", "double"), ("predictions", None)],
-    "multilabel": [("labels", None), ("predictions", None)],
-    "segmentation": [("mask", "string"), ("height", "long"), ("width", "long"), ("classes", None)],
-}
-"""Columns of the predictions with MLflow's types, by the output of a task; None: a list."""
 
 
 def _example(card: Card) -> dict[str, object]:

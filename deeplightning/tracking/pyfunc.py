@@ -16,11 +16,11 @@ from deeplightning.image_spec import MAX_PIXELS
 from deeplightning.kinds import KINDS
 from serve.answers import answers
 from serve.bundle import Bundle
+from serve.outputs import OUTPUTS
 
 
 class Answers(PythonModel):
-    """Returns a row per input row: for classes `class`, `label` and `probability`, else a column for each key of the
-    server's answer."""
+    """Returns a row per input row, with the columns of `serve.outputs`."""
 
     def load_context(self, context: PythonModelContext) -> None:
         self.bundle = Bundle.open(context.artifacts["bundle"])
@@ -35,15 +35,8 @@ class Answers(PythonModel):
         """
         kind = KINDS[self.bundle.task]
         found = answers(self.bundle, self._inputs(kind.takes, model_input), MAX_PIXELS, top_k=1)
-        if kind.gives != "classification":
-            return pd.DataFrame(found)
-        return pd.DataFrame(
-            {
-                "class": [int(answer["predicted_class"]) for answer in found],
-                "label": [answer["label"] for answer in found],
-                "probability": [float(answer["predicted_probability"]) for answer in found],
-            }
-        )
+        output = OUTPUTS[kind.gives]
+        return pd.DataFrame([output.record(answer) for answer in found], columns=[name for name, _ in output.columns])
 
     def _inputs(self, takes: str, rows: pd.DataFrame) -> list[object]:
         if takes == "table":

@@ -369,6 +369,18 @@ def test_a_picture_gets_its_mask(open_page, serving, place, tmp_path):
     assert np.all(np.abs(seen.astype(int) - CLASS_COLOURS[1]) <= 1, axis=2).sum() > 5_000
 
 
+def test_an_answer_of_another_kind_is_shown_as_json(open_page, server, tmp_path):
+    """A kind of answer that the page does not know, such as points in a picture, is shown as the server sends it."""
+    page = open_page(server.url)
+    page.evaluate('window.fetch = async () => new Response(\'{"points": [[1, 2.5], ["<b>", 0]]}\')')
+    (answer,) = drop(page, png("red"))
+    assert (answer["title"], answer["rows"]) == (None, [])
+    shown = page.evaluate("document.querySelector('#answers blockquote').textContent")
+    assert shown == '{"points":[[1,2.5],["<b>",0]]}'
+    assert page.note().startswith(f"red.png: {shown}, ")
+    page.shot(tmp_path / "page.png")
+
+
 def test_texts_are_written_into_a_field(open_page, serving, place):
     """A text gets the answer that any client gets; there is no area to drop pictures on."""
     from exported import WORDS, exported  # imported lazily: only this needs torch

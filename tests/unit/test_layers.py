@@ -36,6 +36,7 @@ BASE = {
 """Files that any folder of the core may import, and that import only each other."""
 IMPORT_SERVE = {
     *("deeplightning.api", "deeplightning.torch_server", "deeplightning.tracking.pyfunc"),
+    "deeplightning.tracking.flavour",
     *("deeplightning.run.inputs", "deeplightning.run.predict"),
 }
 PARTS = {"data", "task", "model"}

@@ -16,7 +16,7 @@ from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.labelled_images import LabelledImages
 from deeplightning.task.multilabel import F1, MeanAveragePrecision, Multilabel, best_thresholds
 from deeplightning.task.supervised import Supervised
-from serve.answers import encoder
+from serve.outputs import OUTPUTS
 
 
 def scores_and_truth(seed=0, samples=200, labels=5):
@@ -74,7 +74,7 @@ def test_metrics_are_those_of_scikit_learn():
 
 def test_an_answer_has_the_labels_above_their_thresholds():
     """Labels are sorted by probability, and `predictions` has all of them; without a match the list is empty."""
-    encode = encoder("image_multilabel", ["a", 'b"', "c"], {"thresholds": [0.5, 0.9, 0.25]})
+    encode = OUTPUTS["multilabel"].encoder(["a", 'b"', "c"], {"thresholds": [0.5, 0.9, 0.25]})
     kind, body = encode([np.array([0.5, 0.6, 0.7], np.float32)], 5, "")
     answer = json.loads(body)
     assert (kind, answer["labels"]) == ("application/json", ["c", "a"])
