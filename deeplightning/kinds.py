@@ -73,6 +73,11 @@ class Kind(NamedTuple):
         """What the labels name: classes, labels or targets; "" without labels."""
         return OUTPUTS[self.gives][1]
 
+    @property
+    def has_choices(self) -> bool:
+        """Whether its labels are choices; else each names a number of the answer."""
+        return self.labelled in ("classes", "labels")
+
     def answer(self, labels: int, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of one answer, for a number of labels and the shape of a prepared input."""
         return {"reconstruction": tuple(shape), "segmentation": (labels, *shape[1:])}.get(self.gives, (labels,))

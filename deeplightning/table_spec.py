@@ -16,6 +16,7 @@ import itertools
 import math
 import re
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -163,7 +164,7 @@ class Codes(dict[str, int]):
 
 def _usual_spelling(word: str) -> str:
     found = _UNUSUAL_SPELLING.fullmatch(word)
-    return (found[1] or found[2] or found[0].lower()) if found else word
+    return (found[1] or found[2] or found[0].lower()) if found else unicodedata.normalize("NFC", word)
 
 
 @dataclass(frozen=True)
@@ -431,7 +432,8 @@ def decoded(data: bytes, encoding: str = "utf-8") -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return data.decode("utf-16")
     try:
-        return data.decode("utf-8-sig")
+        is_utf8 = b"\0" not in data and b"\x1b$" not in data  # else UTF-16 or ISO 2022, whose bytes may be valid UTF-8
+        return data.decode("utf-8-sig" if is_utf8 else encoding)
     except UnicodeDecodeError:
         return data.decode(encoding)
 

@@ -239,7 +239,7 @@ def vocabulary(texts: Iterable[str], lower: bool = True, min_count: int = 1, max
 
 def from_lines(text: str) -> str:
     """Return the content of a `TextSpec` from a file of words, one a line; `SPECIAL` is added if it is missing."""
-    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    lines = unicodedata.normalize("NFC", text).replace("\r\n", "\n").removesuffix("\n").split("\n")
     added = () if tuple(lines[: len(SPECIAL)]) == SPECIAL else SPECIAL
     return "\n".join([*added, *lines]) + "\n"
 

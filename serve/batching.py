@@ -276,6 +276,7 @@ class Batcher:
         return Refusal(
             504,
             f"The request waited longer than {self.limits.max_wait:g} s for the model and was dropped; send it later.",
+            {"Retry-After": "1"},
         )
 
     def _store_row(self, job: Job, number: int, row: np.ndarray) -> None:

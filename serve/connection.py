@@ -44,8 +44,8 @@ HEAD_BYTES = 65_536
 """Maximum size of request line and headers together, and of the chunk sizes and trailers between two pieces of a body
 or after the last one."""
 
-IDLE_SECONDS = 30
-"""Time that an idle connection stays open for another request."""
+IDLE_SECONDS = 130
+"""Time that an idle connection stays open for another request; proxies give it up earlier (nginx 60 s, Caddy 120)."""
 
 LINGER_SECONDS = 1.0
 """Time that an idle connection stays open during shutdown: a request may be in transit."""
@@ -67,7 +67,7 @@ _MALFORMED = (400, "This is not a well-formed HTTP/1.1 request; correct it, and 
 _UNKNOWN_METHOD = (501, "The server does not support this method; use GET or POST, in capital letters.")
 _UNKNOWN_VERSION = (505, "The server supports HTTP/1.1 and HTTP/1.0; send the request in one of them.")
 
-_COMBINED_HEADERS = (b"host", b"transfer-encoding", b"content-encoding")
+_COMBINED_HEADERS = (b"host", b"transfer-encoding", b"content-encoding", b"accept")
 """Headers that are joined by a comma if they are repeated; of other headers, the last one counts."""
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
@@ -143,11 +143,13 @@ class Connection(asyncio.Protocol):
         self._client = (transport.get_extra_info("peername") or ("",))[0]
         self._connections.open.add(self)
         if len(self._connections.open) > self._connections.max_connections:
-            self._refuse(Refusal(503, "The server has reached its maximum number of connections; try again later."))
+            message = "The server has reached its maximum number of connections; send this again in 1 s."
+            self._refuse(Refusal(503, message, {"Retry-After": "1"}))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.open.discard(self)
         self._dispatcher.reserve(-self._body_bytes)
+        self._body = b""  # the parser refers to this object, which thus waits for the garbage collector
         if self._state == "body" and self._request is not None:
             self._dispatcher.record(self._request, 499)
         self._pending.clear()
@@ -316,7 +318,8 @@ class Connection(asyncio.Protocol):
     def _timeout_seconds(self) -> float:
         if self._connections.ending and self._state in ("new", "idle"):
             return LINGER_SECONDS
-        seconds = {"new": HEAD_SECONDS, "idle": IDLE_SECONDS, "rest": REST_SECONDS, "over": REST_SECONDS}
+        rest = REST_SECONDS if self._loop.time() - self._last_read > REST_SECONDS else BODY_SECONDS
+        seconds = {"new": HEAD_SECONDS, "idle": IDLE_SECONDS, "rest": rest, "over": rest}
         return seconds.get(self._state, BODY_SECONDS)
 
     def end(self) -> None:
@@ -338,6 +341,7 @@ class Connection(asyncio.Protocol):
         """Refuse a request before its body is complete; the rest of the body is dropped."""
         request = self._request
         assert request is not None
+        request.keep = request.keep and b"expect" not in request.headers  # its client may never send the body
         self._dispatcher.reserve(-self._body_bytes)
         self._body, self._body_bytes, self._dropped_bytes = b"", 0, 0
         self._dispatcher.record(request, refusal.status)

@@ -95,7 +95,7 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
         "image": f" of at most {limits.max_pixels:,} pixels, and {limits.max_side:,} on a side",
         "text": f" of at most {limits.max_text:,} bytes",
     }
-    what = f": {', '.join(model.labels)}" if kind.labelled == "targets" else ""
+    what = f": {', '.join(model.labels)}" if kind.labelled and not kind.has_choices else ""
     return (
         f"{kind.nouns.capitalize()} go in, {kind.output} come out{what}. One request carries at most "
         f"{limits.max_upload_mb} MB and {limits.max_images} {kind.nouns}{size.get(kind.takes, '')}."
@@ -119,7 +119,8 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
             "415": _error(f"The type of the body or of the {one} is not supported."),
             "429": _error("More requests are waiting than can be answered in time.", RETRY_AFTER),
             **_faults(),
-            "504": _error("The request waited too long and was not answered."),
+            "503": _error("There is too little memory, or there are too many connections.", RETRY_AFTER),
+            "504": _error("The request waited too long and was not answered.", RETRY_AFTER),
         },
     }
 
@@ -208,8 +209,8 @@ def _success(kind: Kind) -> JsonObject:
     schema = {"oneOf": [ref(name), ref(f"{name}s")]}
     if not output.picture:
         one = kind.nouns.removesuffix("s")
-        return _answer(f"One {one} gets a Prediction, several get Predictions in the same order.", schema)
-    rule = f"One image gets a {name}, or the PNG itself if Accept has image/png; several get {name}s"
+        return _answer(f"One {one} gets a {name}, several get {name}s in the same order.", schema)
+    rule = f"One image gets a {name}, or the PNG itself if Accept prefers image/png to JSON; several get {name}s"
     answer = _answer(f"{rule} in the same order.", schema)
     answer["content"]["image/png"] = {"schema": BINARY}
     return answer
@@ -224,7 +225,7 @@ def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     return {
         name: answer,
         f"{name}s": object_of(predictions=list_of(ref(name), 2, limits.max_images)),
-        **({"Label": {"type": "string", "enum": model.labels}} if kind.labelled in ("classes", "labels") else {}),
+        **({"Label": {"type": "string", "enum": model.labels}} if kind.has_choices else {}),
         "Samples": object_of(samples={"type": "array", "description": "As /predict takes them.", "items": sample}),
         "Status": object_of(status=TEXT),
         "Info": object_of(

@@ -195,7 +195,7 @@ class Segmentation(Output):
         def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
             masks = [row.argmax(0).astype(np.uint8) for row in rows]  # (H, W) each
             pngs = [png_of(mask[None], [value for colour in palette for value in colour]) for mask in masks]
-            if len(pngs) == 1 and PNG in accept:
+            if len(pngs) == 1 and _prefers_png(accept):
                 return PNG, pngs[0]
             return JSON, _one_or_list([one(mask, png) for mask, png in zip(masks, pngs, strict=True)])
 
@@ -223,7 +223,7 @@ class Reconstruction(Output):
     def encoder(self, labels: list[str], details: Mapping[str, Any]) -> Encoder:
         def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
             pictures = [png_of(np.rint(row.clip(0, 1) * 255).astype(np.uint8)) for row in rows]
-            if len(pictures) == 1 and PNG in accept:
+            if len(pictures) == 1 and _prefers_png(accept):
                 return PNG, pictures[0]
             return JSON, _one_or_list([f'{{"image": "{base64.b64encode(png).decode()}"}}' for png in pictures])
 
@@ -254,6 +254,16 @@ def png_of(pixels: np.ndarray, palette: list[int] | None = None) -> bytes:
         image.putpalette(palette)
     image.save(file, "PNG")
     return file.getvalue()
+
+
+def _prefers_png(accept: str) -> bool:
+    """Return whether an Accept header prefers image/png to JSON (RFC 9110, section 12.5.1)."""
+    if "png" not in accept.lower():
+        return False
+    from werkzeug.datastructures import MIMEAccept  # an MLflow model has no Accept header
+    from werkzeug.http import parse_accept_header
+
+    return parse_accept_header(accept, MIMEAccept).best_match([JSON, PNG]) == PNG
 
 
 def _one_or_list(texts: list[str]) -> bytes:

@@ -325,10 +325,9 @@ def send_report(pipe: int, **report: object) -> None:
 
 def _summary(model: Model) -> str:
     """Return the task and the labels of a model, for the user."""
-    noun = KINDS[model.task].labelled
-    if noun in ("", "targets"):
-        return f"{model.task} ({', '.join(model.labels)})" if noun else model.task
-    return f"{model.task} ({len(model.labels)} {noun})"
+    kind = KINDS[model.task]
+    names = f"{len(model.labels)} {kind.labelled}" if kind.has_choices else ", ".join(model.labels)
+    return f"{model.task} ({names})" if names else model.task
 
 
 def _load_failure(error: Exception, device: Device, memory: int) -> Report:

@@ -32,6 +32,7 @@ from deeplightning.kinds import KINDS
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.openapi import describe
+from serve.outputs import OUTPUTS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -257,7 +258,7 @@ def http() -> str:
         operation = document["paths"]["/predict"]["post"]
         takes[f"`{source}_…`"] = ", ".join(f"`{kind}`" for kind in operation["requestBody"]["content"])
         schemas = document["components"]["schemas"]
-        answer = next(schemas[name] for name in ("Prediction", "Picture", "Mask") if name in schemas)
+        answer = schemas[OUTPUTS[KINDS[task].gives].name]
         gives[f"`…_{target}`"] = ", ".join(f"`{name}`" for name in answer["properties"] if name != "input")
     keys_of_serve = {field.name for field in schema.keys(schema.Serve)}
     limits = [(f"`{name}`", f"{value:,}") for name, value in asdict(Limits()).items() if name not in keys_of_serve]

@@ -261,8 +261,8 @@ def _bar() -> Any:
     steps = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
     left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
     columns = (progress.TextColumn("{task.description}"), bar, steps, left, Numbers())
-    screen = Screen(file=sys.stdout, highlight=False)
-    shown = progress.Progress(*columns, console=screen, auto_refresh=False, transient=True)
+    screen, both = Screen(file=sys.stdout, highlight=False, markup=False, emoji=False), sys.stderr.isatty()
+    shown = progress.Progress(*columns, console=screen, auto_refresh=False, transient=True, redirect_stderr=both)
     shown.add_task("", total=None, text="")
     return shown
 

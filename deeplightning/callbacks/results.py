@@ -60,7 +60,7 @@ class Results(Callback):
             writer = csv.DictWriter(text, list({name: None for row in rows for name in row}))
             writer.writeheader()
             writer.writerows(rows)
-            write_whole(path, text.getvalue())
+            write_whole(path, text.getvalue().encode(errors="backslashreplace"))  # names of files are bytes
         elif stage == "predict":
             log.info("%-10s no predictions.csv: `predict_step` returns no `index`, a tensor (B,) of positions", stage)
         if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from deeplightning.batches import samples_in
 from deeplightning.engine.process_group import scale_gradients
+from deeplightning.engine.restored import averages_at_end
 from deeplightning.faults import ConfigError, Fault
 
 
@@ -36,10 +37,12 @@ class SampleWeights(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batches = 0
-        self._find_sampler(trainer)  # Lightning skips the next hook if a run resumes inside an epoch
+        self._find_sampler(trainer, pl_module)  # Lightning skips the next hook if a run resumes inside an epoch
 
-    def _find_sampler(self, trainer: Trainer, *_: object, **__: object) -> None:
+    def _find_sampler(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._samples_of = _samples_of(trainer.train_dataloader)
+        if pl_module.automatic_optimization and averages_at_end(trainer):
+            pl_module.zero_grad()  # StochasticWeightAveraging's own epoch steps without a backward pass
 
     on_train_epoch_start = _find_sampler
 

@@ -1,8 +1,9 @@
 """Prepare the network before training: initial weights from a checkpoint, run or file of tensors (`model.init_from`),
 64-bit precision, and activation checkpointing (`engine.activation_checkpointing`)."""
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,25 @@ class Recompute(Callback):
                 message = f"no module has the name or class {pattern}.{nearest(pattern, choices)}"
                 raise ConfigError(Fault(message, "engine.activation_checkpointing", found=pattern))
             for module in selected:
-                forward: object = module.forward
-                if not isinstance(forward, partial):  # selected by both name and class
-                    module.forward = partial(checkpoint, forward, use_reentrant=False)
+                if not isinstance(module.forward, partial):  # selected by both name and class
+                    module.forward = partial(_recomputed, module, module.forward)
+
+
+def _recomputed(module: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """Call `forward` with recomputation, which must not update buffers again, such as the means of batch norm."""
+    if torch.compiler.is_compiling():  # compiled code updates them once
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+    passes = itertools.count()
+
+    def one_pass(*inputs: Any, **named: Any) -> Any:
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if next(passes) else []
+        try:
+            return forward(*inputs, **named)
+        finally:  # torch ends a recomputation by an exception
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+    return checkpoint(one_pass, *inputs, use_reentrant=False, **named)
 
 
 def _class_name(module: nn.Module) -> str:

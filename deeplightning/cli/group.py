@@ -116,7 +116,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     is_word = re.compile(r"[A-Za-z0-9][\w-]*").fullmatch
     names = [r.name if is_word(r.name) and counts[r.name] == 1 else r.id for r in runs[:MAX_OFFERED_RUNS]]
     words = [word for word in ("last", *names) if is_word(word) and word.startswith(incomplete)]
-    return [*map(CompletionItem, words), CompletionItem(incomplete, type="dir")]
+    return [CompletionItem(incomplete, type="dir"), *map(CompletionItem, words)]  # bash drops what precedes folders
 
 
 PATH = click.Path(readable=False)

@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,7 @@ _YEAR_NOT_FIRST = re.compile(
     rf"(?!\d{{4}})(\d\d?([-/.])\d\d?\2\d\d|.*\b(19|20)\d\d\b)|.*(?<![a-z])({_MONTHS})(?![a-z])", re.IGNORECASE
 )
 """Matches times such as 31.12.2019, 12/31/19, Jan-20 or 2020-Jan-31."""
+_WITH_OFFSET = re.compile(r"\d{4}-\d\d-\d\d.\d\d:[\d:.]+(Z|[+-]\d\d:?\d\d)")
 
 MAX_CATEGORIES = 1000
 """Most distinct words of a text column that is a category by default; `columns` in the config allows more."""
@@ -265,6 +267,9 @@ class TableData(ColumnData):
                     )
                 # Numbers compare by value, so that 2024/2/9 is before 2024/10/1.
                 parts = {w: [int(p) if n % 2 else p for n, p in enumerate(re.split(r"(\d+)", w))] for w in values.words}
+                if all(map(_WITH_OFFSET.fullmatch, values.words)):
+                    with suppress(ValueError):  # a day that there is not
+                        parts = {word: [self.format.number(word)] for word in values.words}  # in UTC
                 ranks = {word: rank for rank, word in enumerate(sorted(values.words, key=lambda w: (parts[w], w)))}
                 keys = np.array([*map(ranks.__getitem__, values.words), -1])[values.indices]
             else:

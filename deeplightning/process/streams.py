@@ -148,9 +148,9 @@ def _guard(name: str, descriptor: int) -> None:
 
 def _handle_write_error(descriptor: int, error: OSError) -> None:
     if descriptor == 1 and not _ignores_closed_stdout:
+        _to_null(1)  # else the buffered rest fails again when Python exits, with code 120
         if error.errno != errno.EPIPE:
             raise error
-        _to_null(1)
         raise SystemExit(PIPE_CODE)  # not an OSError, which the writing code might handle
     _to_null(descriptor)
 

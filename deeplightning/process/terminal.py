@@ -90,7 +90,7 @@ def show(text: str, indent: int | None = None) -> None:
         if indent is not None:
             text = "\n".join(wrapped(row, indent) for row in text.splitlines())
         text = printable(text.rstrip("\n"), LAYOUT)
-        Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+        Console().print(Syntax(text, "yaml", background_color="default"), soft_wrap=True)
     else:
         say(text, nl=False)
 

@@ -26,7 +26,7 @@ class Classification(Supervised):
 
     sample = "sample"
     truth_name = "label"
-    metric_names = ("acc",)
+    metric_names: tuple[str, ...] = ("acc",)
     uniform = True
 
     def __init__(self, cfg: PartConfig):
@@ -47,6 +47,11 @@ class Classification(Supervised):
 
     def default_metrics(self) -> dict[str, object]:
         return {"acc": Accuracy()}
+
+    def measured(self, outputs: Any) -> Tensor:
+        """Return log-probabilities for other metrics: torchmetrics mistakes logits from 0 to 1 for probabilities."""
+        logits = super().measured(outputs)
+        return logits if self.cfg.model.metrics is None else logits.log_softmax(1)
 
     def check_outputs(self, outputs: object) -> None:
         """Raise MisfitError unless the outputs are logits (B, K), one for each class of the data."""

@@ -62,13 +62,17 @@ class Claim(FolderLock):
         make_private(self.path.parent, store.database.parent if store.database else self.path.parent)
         # Lock it before it gets its name, so that no process takes it for an orphaned claim.
         temporary = self.path.with_suffix(".new")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        _try_lock(descriptor)
-        os.write(descriptor, json.dumps(content).encode() + b"\n")
-        os.fsync(descriptor)  # otherwise no process could end the run after a power failure
-        temporary.rename(self.path)
+        super().__init__(descriptor := os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            _try_lock(descriptor)
+            os.write(descriptor, json.dumps(content).encode() + b"\n")
+            os.fsync(descriptor)  # otherwise no process could end the run after a power failure
+            temporary.rename(self.path)
+        except OSError:
+            self.release()
+            remove_claim(temporary)
+            raise
         sync_names(self.path.parent)
-        super().__init__(descriptor)
 
     def close(self) -> None:
         """Remove the claim. A second call does nothing, and neither does a call in a forked process."""

@@ -18,7 +18,7 @@ from deeplightning.tracking.entities import (
     name_of,
 )
 from deeplightning.tracking.mlflow_store import make_run, open_client
-from deeplightning.tracking.store import Store
+from deeplightning.tracking.store import Store, patient
 
 MAX_MODEL_PARAMS = 100
 """Maximum number of parameters of a model that MLflow accepts in one call."""
@@ -118,11 +118,11 @@ class Client:
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
-        params = [Param(*item) for item in batch.params.items()]
-        tags = [RunTag(*item) for item in batch.tags.items()]
+        params = [Param(*map(_storable, item)) for item in batch.params.items()]
+        tags = [RunTag(*map(_storable, item)) for item in batch.tags.items()]
         self._client.log_batch(run_id, [Metric(*point) for point in batch.points], params, tags)
         if RUN_NAME in batch.tags:
-            self._client.update_run(run_id, name=batch.tags[RUN_NAME])
+            self._client.update_run(run_id, name=_storable(batch.tags[RUN_NAME]))
         if batch.datasets:
             context = [InputTag("mlflow.data.context", "training")]  # what the run uses the data for
             inputs = [
@@ -139,7 +139,8 @@ class Client:
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
         """Upload a file or folder to the remote artifacts of a run."""
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
-        send(run_id, os.fspath(path), folder)
+        with patient():
+            send(run_id, os.fspath(path), folder)
 
     def log_model(self, run_id: str, path: Path, name: str, kind: str) -> None:
         """Log an MLflow model to the run's experiment, with the run's parameters and test metrics (validation metrics
@@ -156,7 +157,8 @@ class Client:
             self._client.delete_logged_model(former.model_id)
         experiment = run.info.experiment_id
         model = self._client.create_logged_model(experiment, name=name, source_run_id=run_id, model_type=kind)
-        self._client.log_model_artifacts(model.model_id, os.fspath(path))
+        with patient():
+            self._client.log_model_artifacts(model.model_id, os.fspath(path))
         params = list(run.data.params.items())
         for first in range(0, len(params), MAX_MODEL_PARAMS):
             self._client.log_model_params(model.model_id, dict(params[first : first + MAX_MODEL_PARAMS]))
@@ -165,6 +167,11 @@ class Client:
         latest = {point.name: point for point in sorted(self.history(run_id, tested), key=lambda p: (p.step, p.time))}
         self._client.log_batch(run_id, [Metric(*point, model_id=model.model_id) for point in latest.values()])
         self._client.finalize_logged_model(model.model_id, "READY")
+
+
+def _storable(text: str) -> str:
+    """Escape what no database stores: the bytes of a file name that are not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -299,7 +300,7 @@ class MLflowLogger(Logger):
             kind: kind of the task, such as `image_classification`.
         """
         if self._sender is not None:
-            self._sender.log({"model": [str(Path(path).absolute()), clean(name).replace("/", "_"), kind]})
+            self._sender.log({"model": [str(Path(path).absolute()), re.sub("[/:.]", "_", clean(name)), kind]})
 
     @rank_zero_only
     def flush_ended(self) -> None:

@@ -67,9 +67,7 @@ class MetricsFile:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         # A killed process may have left part of a line.
-        with path.open("rb") as file:
-            file.seek(max(0, self.size - 1))
-            self._is_torn = file.read(1) not in (b"\n", b"")
+        self._is_torn = os.pread(self._descriptor, 1, max(0, self.size - 1)) not in (b"\n", b"")
 
     @property
     def size(self) -> int:

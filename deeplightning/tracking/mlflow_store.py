@@ -54,6 +54,8 @@ def attach(store: Store) -> str:
         )
         return uri
     _attached[uri] = store
+    if uri in _stores and not (store.database.exists() and store.database.stat().st_size):
+        _stores[uri]._made = None  # the user has removed the store since this process opened it
     register_store("sqlite", _lazy_store)
     return uri
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.runfolder import from_start
-from deeplightning.tracking.store import Store, explain, explained, local_path, locate
+from deeplightning.tracking.store import Store, explain, explained, local_path, locate, patient
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -128,7 +128,10 @@ def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -
     cache, target = _cache(), _cache() / run_id
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{run_id}.", dir=cache, ignore_cleanup_errors=True) as fresh:
+        with (
+            tempfile.TemporaryDirectory(prefix=f"{run_id}.", dir=cache, ignore_cleanup_errors=True) as fresh,
+            patient(),
+        ):
             client.download_artifacts(run_id, "", fresh)
             shutil.rmtree(target, ignore_errors=True)
             Path(fresh).rename(target)

@@ -27,15 +27,18 @@ WAIT_SECONDS = 60.0
 NOTICE_SECONDS = 3.0
 """A longer wait is logged."""
 
+_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 _REMOTE = ("http", "https", "databricks", "databricks-uc", "uc")
 _DATABASES = ("postgresql", "mysql", "mssql")
 _REFUSED = "readonly|read-only|permission denied|unable to open|not permitted"
 _DAMAGED = "not a database|malformed|corrupt"
 _TRANSIENT_CODES = (
-    *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"),
-    *("DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"),
+    *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED"),
+    *("DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED"),
 )
-"""MLflow's codes of transient errors."""
+"""MLflow's codes of transient errors; a token may have expired."""
+_OF_BUCKETS = {"ConnectionError", "HTTPClientError", "TransportError", "ServiceRequestError"}
+"""Network errors of the libraries of S3, Google and Azure, which are no OSErrors."""
 
 
 _SUPER_JOURNAL = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"  # the end of a journal that names another file
@@ -117,7 +120,7 @@ def quiet_mlflow() -> None:
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        _TIMEOUT: "10",
         "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",  # a forked process inherits no connection
     }.items():
         os.environ.setdefault(name, value)
@@ -127,6 +130,19 @@ def quiet_mlflow() -> None:
     for name in ("mlflow.store", "mlflow.tracking", "mlflow.system_metrics", "alembic"):
         # Errors are raised, and we report them once; MLflow would also print a traceback for each.
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Wait longer for answers: a server answers a transfer only once its bucket has the file, or has given it."""
+    had = os.environ.get(_TIMEOUT)
+    if had == "10":
+        os.environ[_TIMEOUT] = "600"
+    try:
+        yield
+    finally:
+        if had is not None:
+            os.environ[_TIMEOUT] = had
 
 
 def explain(error: Exception, store: Store) -> SetupError:
@@ -229,8 +245,11 @@ def is_locked(error: Exception) -> bool:
 def is_transient(error: Exception) -> bool:
     """Return whether the same call may succeed later."""
     if (code := getattr(error, "error_code", None)) is not None:  # of an MlflowException
-        return code in _TRANSIENT_CODES
-    return is_locked(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError))
+        return code in _TRANSIENT_CODES and not isinstance(error.__cause__, ValueError)  # a text that SQL cannot store
+    status = getattr(getattr(error, "response", None), "status_code", 500)
+    is_permanent = (status < 500 and status not in (401, 408, 429)) or isinstance(error, FileNotFoundError)
+    is_network = isinstance(error, OSError) or not _OF_BUCKETS.isdisjoint(one.__name__ for one in type(error).__mro__)
+    return is_locked(error) or (is_network and not is_permanent)
 
 
 def _directory_store(folder: Path) -> Store:

@@ -1,5 +1,6 @@
 """Engine settings: aliases are mapped with a notice, and params of each strategy are passed on."""
 
+import copy
 import inspect
 import re
 
@@ -242,3 +243,19 @@ def test_offloaded_shards_are_summed_on_the_cpu(resolved):
     for given in ({}, {"process_group_backend": None}):
         cfg.engine.params = {"cpu_offload": True, **given}
         assert trainer_arguments(cfg)["strategy"].process_group_backend == "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize("chosen", ["BatchNorm1d", "1"])
+def test_batch_norm_that_is_recomputed_counts_a_batch_once(chosen):
+    """The second pass does not change the running means."""
+    task, inputs = nn.Module(), torch.randn(8, 3)
+    task.network = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 3)))
+    plain = copy.deepcopy(task)
+    Recompute([chosen]).on_fit_start(None, task)
+    for each in (task, plain):
+        each.network(inputs).square().sum().backward()
+    assert plain.network[1][0].num_batches_tracked == 1
+    for mine, expected in zip(task.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, expected)
+    for mine, expected in zip(task.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, expected.grad)

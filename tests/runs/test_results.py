@@ -357,3 +357,13 @@ def test_only_rank_0_receives_the_predictions(tmp_path, monkeypatch):
     state = SimpleNamespace(fn=SimpleNamespace(value="test"))
     results.on_test_end(SimpleNamespace(world_size=2, is_global_zero=False, state=state))
     assert given == [([{"index": 0}], None)]
+
+
+def test_names_that_are_not_utf_8_are_written_escaped(tmp_path):
+    """Names of files are bytes; that of one sample does not cost the rows of the others."""
+    record = SimpleNamespace(folder=RunFolder(tmp_path), cfg=SimpleNamespace(logger=SimpleNamespace(pictures=None)))
+    results = Results(record)
+    results._rows = [{"index": 0, "file": "Gr\udcfcn.jpg"}, {"index": 1, "file": "rot.jpg"}]
+    state = SimpleNamespace(fn=SimpleNamespace(value="predict"))
+    results._write(SimpleNamespace(state=state, world_size=1, is_global_zero=True))
+    assert [row["file"] for row in csv_rows(tmp_path / "predictions.csv")] == ["Gr\\udcfcn.jpg", "rot.jpg"]

@@ -668,3 +668,15 @@ def test_the_best_by_a_metric_that_is_no_longer_monitored_is_not_the_best(train,
     assert done.folder == part.folder
     assert {path.name for path in done.folder.glob("*.ckpt")} == {"last.ckpt", "epoch=0-step=9.ckpt"}
     assert not (done.folder / "best.json").exists()
+
+
+def test_the_epoch_for_batch_norm_does_not_move_the_averages(train):
+    """Without a validation before it, the gradients of the last step still exist."""
+    swa = "{type: pytorch_lightning.callbacks.StochasticWeightAveraging, params: {swa_lrs: 0.01, swa_epoch_start: 1}}"
+    often = "train.val_every_n_epoch=3"
+    done = train(f"train.callbacks=[{swa}]", "model.network={type: own.Normed}", "train.num_epochs=2", often)
+    saved = torch.load(done.folder / "last.ckpt", weights_only=True)
+    averages = saved["callbacks"]["StochasticWeightAveraging"]["average_model_state"]
+    trained = [name for name in averages if name.endswith(("weight", "bias"))]
+    assert trained
+    assert all(torch.equal(averages[name], saved["state_dict"][name]) for name in trained)

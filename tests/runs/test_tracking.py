@@ -1101,3 +1101,23 @@ def test_a_forked_process_does_not_wait_for_the_thread_of_its_parent(logger):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
+
+
+def test_a_model_has_a_name_that_mlflow_accepts(store, logger, tmp_path):
+    """Names of timm's weights have dots, which MLflow's models may not have."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "MLmodel").write_text("{}")
+    logger.log_metrics({"x": 1}, 0)
+    logger.log_model(tmp_path / "model", "resnet50.a1_in1k-a:b/c", "image_classification")
+    logger.finalize("success")
+    (output,) = run_of(logger).outputs.model_outputs
+    assert client_of(store).get_logged_model(output.model_id).name == "resnet50_a1_in1k-a_b_c"
+
+
+@pytest.mark.parametrize("name", ["Default", "mine"])
+def test_a_store_that_was_removed_is_made_again(name, tmp_path):
+    """A notebook may remove the store between two runs of its process."""
+    store = tmp_path / "removed"
+    for _ in range(2):
+        assert history(finished(store, experiment_name=name), "x") == [(0, 1)]
+        shutil.rmtree(store)

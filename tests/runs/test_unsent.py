@@ -16,8 +16,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import requests
 from commands import answer_of, environment, free_port, python
 from conftest import OWN
+from mlflow.exceptions import MlflowException, get_error_code
 from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import listing
@@ -29,7 +31,7 @@ from deeplightning.tracking.delivery import Delivery
 from deeplightning.tracking.entities import Dataset, run_of
 from deeplightning.tracking.metrics_file import points_line, read_lines, sent_position
 from deeplightning.tracking.mlflow_store import attach
-from deeplightning.tracking.store import locate
+from deeplightning.tracking.store import is_transient, locate
 from deeplightning.tracking.unsent import SILENT_SECONDS, send_leftovers
 
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -636,3 +638,67 @@ def test_a_run_that_resumes_while_its_rest_is_sent_is_not_failed(folder, monkeyp
     again.finalize("success")
     run = client(folder).get_run(run_id)
     assert (run.info.status, "failure" in run.data.tags) == ("FINISHED", False)
+
+
+def test_a_text_that_is_not_utf_8_is_escaped(folder):
+    """A name of a file may have any bytes; they cost neither points nor status."""
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.log_tags({"first": "caf\udce9.png"})
+    logger.log_hyperparams({"path": "caf\udce9.png"})
+    logger.finalize("failed", "no label for caf\udce9.png")
+    run = client(folder).get_run(logger.run_id)
+    assert (run.info.status, run.data.tags["failure"]) == ("FAILED", r"no label for caf\udce9.png")
+    assert (run.data.tags["first"], run.data.params["path"]) == (r"caf\udce9.png", r"caf\udce9.png")
+    assert history(folder, logger.run_id, "x") == [(0, 1.0)]
+
+
+@pytest.mark.parametrize("status", [401, 429])
+def test_points_wait_for_a_new_token_and_for_a_rate_limit(folder, monkeypatch, status):
+    """A run keeps what a server refuses for now, because the token has expired or there were too many requests."""
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 0.0}, 0)
+
+    def refuse(*_):
+        raise MlflowException("not now", error_code=get_error_code(status))
+
+    with monkeypatch.context() as patched:
+        patched.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "0.5")
+        patched.setattr(Client, "log_batch", refuse)
+        logger.finalize("success")
+    assert history(folder, logger.run_id, "x") == []
+    logger.log_metrics({"x": 1.0}, 1)
+    logger.finalize("success")
+    assert history(folder, logger.run_id, "x") == [(0, 0.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize(("status", "again"), [(413, False), (403, False), (401, True), (429, True), (503, True)])
+def test_an_upload_is_repeated_only_if_it_may_pass(status, again):
+    """A file that a proxy refuses for good does not block what follows."""
+    answer = requests.Response()
+    answer.status_code = status
+    assert is_transient(requests.HTTPError("refused", response=answer)) is again
+    assert is_transient(requests.ConnectionError("gone"))
+
+
+def test_a_bucket_that_cannot_be_reached_is_tried_again():
+    """Network errors of the libraries of S3 and others are no OSErrors."""
+    base = type("ConnectionError", (Exception,), {})
+    assert is_transient(type("EndpointConnectionError", (base,), {})("Could not connect to the endpoint URL"))
+    assert not is_transient(type("S3UploadFailedError", (Exception,), {})("AccessDenied"))
+
+
+def test_an_upload_may_take_long(folder, monkeypatch):
+    """A server answers an upload once its bucket has the file; other answers come soon or never."""
+    seen = []
+    tracked = Client(locate(folder))
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+
+    def note(*_):
+        seen.append(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+
+    monkeypatch.setattr(tracked._client, "log_artifact", note)
+    tracked.upload("a run", folder / "mlflow.db", None)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "33")  # the user's own
+    tracked.upload("a run", folder / "mlflow.db", None)
+    assert (seen, os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == (["600", "33"], "33")

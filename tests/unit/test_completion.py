@@ -49,7 +49,7 @@ def test_runs_are_offered_by_name(place, monkeypatch):
         return offered(f"deeplightning {verb} {last}")
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(place / "a store"))
-    assert found("test") == ["plain,last", "dir,"]
+    assert found("test") == ["dir,", "plain,last"]  # bash drops what precedes `dir`
     assert not (place / "a store").exists()
     from deeplightning.tracking.client import Client
 
@@ -58,17 +58,17 @@ def test_runs_are_offered_by_name(place, monkeypatch):
     names = ["SimpleCNN-a3f1", "twice", "twice", "a name; rm"]
     ids = [client.create_run(client.experiment("e"), name, {}).id for name in names]
     words = found("serve")
-    assert words[0] == "plain,last"
-    assert sorted(words[1:-1]) == sorted(["plain,SimpleCNN-a3f1", *(f"plain,{run}" for run in ids[1:])])
+    assert words[:2] == ["dir,", "plain,last"]
+    assert sorted(words[2:]) == sorted(["plain,SimpleCNN-a3f1", *(f"plain,{run}" for run in ids[1:])])
     for verb in ("predict", "export", "reproduce", "diff"):
-        assert found(verb, "Simple") == ["plain,SimpleCNN-a3f1", "dir,Simple"]
-    assert offered("deeplightning diff last Simple")[0] == "plain,SimpleCNN-a3f1"
+        assert found(verb, "Simple") == ["dir,Simple", "plain,SimpleCNN-a3f1"]
+    assert offered("deeplightning diff last Simple")[1] == "plain,SimpleCNN-a3f1"
     with closing(sqlite3.connect(store.database)) as database:  # an id of a foreign store may be a shell command
         database.execute("UPDATE runs SET run_uuid = 'a;touch x' WHERE run_uuid = ?", (ids[3],))
         database.commit()
     assert not any(";" in word for word in found("serve"))
     store.database.write_text("damaged")
-    assert found("test") == ["plain,last", "dir,"]
+    assert found("test") == ["dir,", "plain,last"]
 
 
 def test_completion_imports_nothing_heavy():

@@ -1,6 +1,7 @@
 """`explain` shows where each value of a config was set: `deeplightning.config.explain`."""
 
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -275,3 +276,14 @@ def test_a_secret_in_an_override_is_not_shown(layered):
     report = examine("top.yaml", [*OVERRIDES, f"{key}={secret}"])
     assert secret not in explain(report) + explain(report, key)
     assert f"override {key}=${{oc.env:DATA_MODULE_PARAMS_DB_PASSWORD}}" in explain(report, key)
+
+
+def test_a_terminal_gets_whole_lines(monkeypatch):
+    """A line that is longer than the terminal has no line end inside, so that it can be copied."""
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    show(f"seed: 7{' ' * 49}  # configs/a/long/folder/base.yaml:12:5; set by nobody\n")
+    assert len(re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()) == 1

@@ -15,7 +15,7 @@ from deeplightning.config import source
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 from deeplightning.faults import SetupError
 from deeplightning.runfolder import RunFolder, whole, write_whole
-from deeplightning.tracking.claims import Claim
+from deeplightning.tracking.claims import Claim, folder_of
 from deeplightning.tracking.metrics_file import MetricsFile, read_lines
 from deeplightning.tracking.store import locate
 
@@ -209,3 +209,17 @@ def test_a_lock_is_released_even_if_the_disk_fails(tmp_path, monkeypatch, fails)
     again = RunFolder(tmp_path).lock()
     assert again is not None
     again.release()
+
+
+def test_a_claim_that_cannot_be_written_leaves_nothing(tmp_path, fails, monkeypatch):
+    """On a full disk each stage of a run tries again."""
+    store = locate(str(tmp_path / "mlruns"))
+    fails(errno.ENOSPC, "write")
+    opened = []
+    monkeypatch.setattr(Claim, "release", lambda self, of=Claim.release: opened.append(self._descriptor) or of(self))
+    with pytest.raises(OSError, match="No space"):
+        Claim(store, "a" * 32, tmp_path / "metrics.jsonl")
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+    assert not list(folder_of(store).iterdir())

@@ -6,9 +6,11 @@ import os
 import pickle
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pytest
 from modules import data_config
@@ -441,3 +443,15 @@ def test_rows_in_memory_are_not_sent_to_workers(cached, workers, place, monkeypa
     if not cached:
         monkeypatch.setenv("DEEPLIGHTNING_CACHE", "off")
     assert ready(place, False, stage="fit", num_workers=2).train_dataloader().num_workers == workers
+
+
+def test_times_with_offsets_are_ordered_as_moments(tmp_path):
+    """The clock of each row may be in another time zone; the latest rows are the test set."""
+    moments = [datetime(2024, 3, 31, tzinfo=UTC) + timedelta(hours=n) for n in range(24)]
+    words = [each.astimezone(timezone(timedelta(hours=(9, -8)[n % 2]))).isoformat() for n, each in enumerate(moments)]
+    rows = pa.table({"when": words, "x": [float(n) for n in range(24)], "kind": ["a", "b"] * 12})
+    parquet.write_table(rows, tmp_path / "zones.parquet")
+    found = ready(tmp_path, True, train="zones.parquet", only=["x"], time="when")
+    numbers = [found._samples[split].column("x").tolist() for split in ("train", "val", "test")]
+    assert max(numbers[0]) < min(numbers[1])
+    assert max(numbers[1]) < min(numbers[2])

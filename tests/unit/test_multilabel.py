@@ -10,10 +10,12 @@ import torch
 from modules import data_config
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score
+from torchmetrics.classification import MulticlassAUROC
 
 from deeplightning.callbacks.on_request import worst_rows
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.labelled_images import LabelledImages
+from deeplightning.task.classes import Classification
 from deeplightning.task.multilabel import F1, MeanAveragePrecision, Multilabel, best_thresholds
 from deeplightning.task.supervised import Supervised
 from serve.outputs import OUTPUTS
@@ -223,3 +225,12 @@ def test_a_prediction_that_is_no_number_is_the_worst():
     """It comes first, and the others stay sorted by their error."""
     rows = [{"index": n, "prediction": p, "target": 0.0} for n, p in enumerate([86.0, 23.0, float("nan"), 71.0])]
     assert [row["index"] for row in worst_rows(rows, [])] == [2, 0, 3, 1]
+
+
+def test_logits_between_0_and_1_are_not_taken_for_probabilities():
+    """torchmetrics decides for each batch; here each has one row, as the last batch of a set may have."""
+    model = SimpleNamespace(network="one", optimizer=None, scheduler=None, loss={}, metrics={})
+    task, metric = Classification(SimpleNamespace(model=model)), MulticlassAUROC(2)
+    for row, label in (([0.0, 0.9], 0), ([-1.0, 0.5], 1), ([2.0, -2.0], 0)):
+        metric.update(task.measured(torch.tensor([row])), torch.tensor([label]))
+    assert metric.compute() == 1

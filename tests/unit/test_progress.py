@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import sys
 from dataclasses import make_dataclass
 from types import SimpleNamespace
 
@@ -295,3 +296,21 @@ def test_a_terminal_shows_no_password_of_the_store(terminal, caplog, tmp_path):
     lines = str([record.terminal for record in caplog.records])
     assert "--tracking-uri" in lines
     assert "hunter" not in lines
+
+
+def test_a_redirected_stderr_keeps_its_lines_beside_the_bar(terminal, monkeypatch):
+    """With `2> FILE`, warnings go to the file while the bar is on the terminal."""
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", errors := io.StringIO())
+    with console._bar():
+        print("a warning", file=sys.stderr)
+    assert errors.getvalue() == "a warning\n"
+    assert "a warning" not in terminal.getvalue()
+
+
+def test_an_unfinished_line_beside_the_bar_is_no_markup(terminal, monkeypatch):
+    """What a module prints without a line end is shown as it is."""
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with console._bar():
+        print("[/data/x.png] [cached] :warning:", end="", flush=True)
+    assert "[/data/x.png] [cached] :warning:" in terminal.getvalue()

@@ -513,3 +513,20 @@ def test_outside_linux_all_workers_share_a_socket(platform, sockets, monkeypatch
     assert (len(found), len({os.fstat(each.fileno()).st_ino for each in found})) == (3, sockets)
     for each in found:
         each.close()
+
+
+@pytest.mark.parametrize("path", ["flask", "fast"])
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("application/json, image/png;q=0.9", "application/json"),
+        ("application/json, image/png;q=0", "application/json"),
+        ("image/png;q=0", "application/json"),
+        ("application/json;q=0.5, Image/PNG", "image/png"),
+        ("image/png, */*", "image/png"),
+    ],
+)
+def test_the_weights_of_accept_count(negatives, path, accept, kind):
+    """A client that prefers JSON gets JSON although it names image/png (RFC 9110, section 12.4.2)."""
+    answer = client_of(negatives, path).post("/predict", data=picture("red"), headers={"Accept": accept})
+    assert answer.mimetype == kind

@@ -712,3 +712,14 @@ def test_a_missing_word_is_compared_with_numbers_by_value(word, missing, present
     form = TableFormat(missing_words=[word])
     assert [value for value in missing if not form.is_missing(value)] == []
     assert [value for value in present if form.is_missing(value)] == []
+
+
+@pytest.mark.parametrize(
+    ("encoding", "town"), [("utf-16-le", "Bern"), ("utf-16-be", "Bern"), ("iso-2022-jp", "\u6771\u4eac")]
+)
+def test_an_encoding_whose_bytes_are_valid_utf_8_is_read(encoding, town, tmp_path):
+    """`predict` uses the encoding of the training; a file in UTF-8 is still accepted."""
+    spec = TableSpec((Column("town", "category", categories=(town,)),), format=TableFormat(encoding=encoding))
+    for given in (encoding, "utf-8"):
+        (tmp_path / "t.csv").write_text(f"id,town\n1,{town}\n", given)
+        assert [row["town"] for _, row in inputs_of(tmp_path / "t.csv", "table", spec)] == [town]

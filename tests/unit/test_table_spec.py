@@ -2,6 +2,7 @@
 
 import json
 import math
+import unicodedata
 from datetime import UTC, date, datetime, time, timedelta, timezone
 
 import numpy as np
@@ -199,3 +200,14 @@ def test_a_header_of_many_columns_is_read_in_one_pass():
     """A request's header may have as many names as its size allows; comparing all pairs would take minutes."""
     with pytest.raises(TableError, match="Line 2 has 1 values, the header 200001"):
         rows_of_csv("," * 200_000 + "\n1\n")
+
+
+@pytest.mark.parametrize(("trained", "asked"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_category_is_the_same_in_both_forms_of_unicode(trained, asked):
+    """Letters with accents are one character or two; a reader sees no difference."""
+    words = [unicodedata.normalize(trained, "H\u00e0 N\u1ed9i"), "Bern"]
+    spec = TableSpec((Column("city", "category", categories=tuple(words)),), unknown="refuse")
+    other = unicodedata.normalize(asked, words[0])
+    assert other != words[0]
+    assert spec.prepare({"city": other}).tolist() == [1]
+    assert spec.encode({"city": Words([other], np.array([0]))}).tolist() == [[1]]

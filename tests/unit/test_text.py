@@ -320,3 +320,9 @@ def test_blanks_around_a_text_are_no_tokens():
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     spec = TextSpec("hugging_face", made.to_str())
     assert [spec.prepare(text).tolist() for text in ("dull", "dull ", b" dull\n")] == [[1]] * 3
+
+
+def test_a_vocabulary_file_may_have_separate_accents():
+    """Words of a file are in Unicode's form NFC, as those of a text are."""
+    spec = TextSpec("words", from_lines("re\u0301sume\u0301\n"))
+    assert spec.encode(["r\u00e9sum\u00e9"]) == spec.encode(["re\u0301sume\u0301"]) == [[3, 2]]

@@ -295,7 +295,7 @@ def _sample(
         raise ValueError(f"{found.name} has {found.size:,} bytes, too many for a label")
     stream = archive.extractfile(found)
     assert stream is not None, "it is a regular file"
-    text = stream.read().decode("utf-8", "replace").strip()
+    text = stream.read().decode("utf-8-sig").strip()
     if "cls" not in members:
         try:
             value = json.loads(text)

@@ -206,6 +206,7 @@ def good(n):
         ([("b.png", b""), ("b.json", b"{")], "b.json is not JSON"),
         ([("b.png", b""), ("b.json", b'{"class": 3}')], "b.json has no integer or text under 'label'"),
         ([("b.png", b""), ("b.json", b"[" * 100_000)], "b.json is not JSON"),
+        ([("b.png", b""), ("b.cls", "B\u00e4r".encode("latin-1"))], "sample b: 'utf-8' codec can't decode"),
     ],
 )
 def test_an_incomplete_sample_is_an_error_or_skipped(member, words, tmp_path, caplog):
@@ -413,3 +414,12 @@ def test_a_sparse_picture_is_refused(tmp_path):
             archive.addfile(header, io.BytesIO(b"1"))
     with pytest.raises(DataError, match=r"sample b: b\.bmp is stored with holes"):
         ready(tmp_path, "a.tar")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_label(tmp_path):
+    """A class has one name, however its label was saved."""
+    marked = [("b.png", good(0)[0][1]), ("b.cls", good(0)[1][1].decode().encode("utf-8-sig"))]
+    plain = [pair for n in range(15) for pair in good(n)]
+    write(tmp_path / "plain.tar", plain)
+    write(tmp_path / "marked.tar", plain + marked)
+    assert ready(tmp_path, "marked.tar").class_names == ready(tmp_path, "plain.tar").class_names

@@ -204,9 +204,9 @@ class Study:
             return trial
         values = [[_to_optuna(d, value) for value in d.values()] for d in self.space]
         points = [dict(zip((d.key for d in self.space), point, strict=True)) for point in itertools.product(*values)]
-        untried = [point for point in points if not any(self._same(point, other) for other in tried)]
-        if untried:
-            trial.params = random.Random(f"{self.seed} {number}").choice(untried)
+        random.Random(f"{self.seed} {number}").shuffle(points)
+        untried = (point for point in points if not any(self._same(point, other) for other in tried))
+        trial.params = next(untried, trial.params)  # the first: comparing all points takes minutes
         return trial
 
     def report(self, number: int, step: int, value: float) -> bool:

@@ -709,3 +709,16 @@ def test_a_param_that_a_search_did_not_have_is_a_change():
     optimizer = {"type": "torch.optim.SGD", "params": {"lr": 0.1, "weight_decay": 0.01}}
     (fault,) = changed_settings(before, {"model": {"optimizer": optimizer, "newer": 1}}, "s", Path("search.yaml"))
     assert (fault.key, fault.allowed) == ("model.optimizer.params.weight_decay", "absent")
+
+
+def test_an_untried_point_is_found_without_comparing_all(tmp_path, monkeypatch):
+    """Otherwise a large search keeps its running trials waiting for longer than they do."""
+    space = {key: {"int": [1, 20]} for key in "xyz"}
+    tune, calls, same = Tune(metric="loss", space=space, num_trials=50), [], Study._same
+    begin(tmp_path / "study.db", tune.mode, {})
+    study = Study(tmp_path / "study.db", tune, space_of(space), seed=3)
+    tried = [{"x": 1, "y": 1, "z": z} for z in range(1, 21)]
+    monkeypatch.setattr(Study, "_same", staticmethod(lambda *two: calls.append(two) or same(*two)))
+    assert study._move_to_untried(SimpleNamespace(params=tried[0]), tried, 20).params not in tried
+    assert len(calls) < 1000
+    study.disconnect()
