@@ -169,11 +169,8 @@ def _device(text: str) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Other sockets of this server may share its address; no other program can.
-
-    Raises:
-        AddressError: the host is not an address of this machine, or the port is in use or not allowed.
-    """
+    """Return a listening socket; raise AddressError if the host is not an address of this machine, or the port is in
+    use or not allowed. Other sockets of this server may share its address; no other program can."""
     try:
         with _bound_socket(host, port) as probe:  # with SO_REUSEPORT alone, we might share another server's address
             port = probe.getsockname()[1]

@@ -392,12 +392,9 @@ class Checkpoints(LightningCheckpoint):
             former.best_score.unlink(missing_ok=True)
         if best["metric"] != self.settings.monitor or not (is_same_run or best in loaded):
             return []
-        others = [
-            {**entry, "file": former.checkpoint(entry["epoch"], entry["step"]).name}
-            for entry in loaded
-            if entry["metric"] == self.settings.monitor and entry["step"] != best["step"]
-        ]
-        existing = [entry for entry in others if (former.path / entry["file"]).is_file()]
+        others = [e for e in loaded if e["metric"] == self.settings.monitor and e["step"] != best["step"]]
+        named = [{**e, "file": former.checkpoint(e["epoch"], e["step"]).name} for e in others]
+        existing = [entry for entry in named if (former.path / entry["file"]).is_file()]
         return [best, *existing][: self.settings.save_top_k]
 
 
@@ -452,11 +449,6 @@ def _due_plateaus(trainer: Trainer, interval: str) -> list[tuple[int, Any, float
         return []
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     done = trainer.current_epoch + 1 if interval == "epoch" else batches
-    return [
-        (number, config.scheduler, float(trainer.callback_metrics[config.monitor]))
-        for number, config in enumerate(trainer.lr_scheduler_configs)
-        if config.reduce_on_plateau
-        and config.interval == interval
-        and done % config.frequency == 0
-        and config.monitor in trainer.callback_metrics
-    ]
+    configs, values = enumerate(trainer.lr_scheduler_configs), trainer.callback_metrics
+    due = [(n, c) for n, c in configs if c.reduce_on_plateau and c.interval == interval and done % c.frequency == 0]
+    return [(n, c.scheduler, float(values[c.monitor])) for n, c in due if c.monitor in values]

@@ -45,10 +45,8 @@ def _plain_items(values: Any, redact: Callable[[str], str]) -> dict[Any, Any]:
 
 def _plain(value: Any, redact: Callable[[str], str]) -> Any:
     """Return a value as numbers, strings, tensors, and lists and dicts of these, or `_NOT_PLAIN` otherwise."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, Namespace):
-        value = vars(value)
+    value = value.item() if isinstance(value, np.generic) else value
+    value = vars(value) if isinstance(value, Namespace) else value
     if value is None or type(value) in (bool, int, float, torch.Tensor, torch.dtype, torch.device, torch.Size):
         return value
     if isinstance(value, str | Path):

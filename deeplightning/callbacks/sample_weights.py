@@ -129,10 +129,7 @@ def _weight(
     trainer: Trainer, samples_of: Callable[[int], tuple[int, float]] | None, among_processes: bool = True
 ) -> float:
     """Return the weight of the current batch: its share of the step's samples, times the accumulation factor.
-
-    Args:
-        among_processes: use the samples of this process, not the average over all processes.
-    """
+    `among_processes`: use the samples of this process, not the average over all processes."""
     factor, batch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_idx
     first = batch - batch % factor
     together = range(first, int(min(first + factor, trainer.num_training_batches)))

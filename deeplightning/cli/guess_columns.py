@@ -133,9 +133,7 @@ def table(path: Path, missing_words: Sequence[str] = GAPS) -> Table:
         SetupError: the file cannot be read, or is not a table.
     """
     if path.is_dir():
-        files = [
-            each for each in sorted(path.iterdir()) if each.suffix.lower() in (".csv", ".tsv", ".jsonl", ".parquet")
-        ]
+        files = [one for one in sorted(path.iterdir()) if one.suffix.lower() in (".csv", ".tsv", ".jsonl", ".parquet")]
         likely = min(files, key=lambda file: "train" not in file.name.lower(), default=None)
         hint = f", such as {likely}" if likely else ""
         raise SetupError(f"{path} is a folder; name a file: CSV with a header, JSON lines or Parquet{hint}")

@@ -180,9 +180,7 @@ def resolve_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> 
         change("gpus", list(range(len(here.visible_gpus()))) or None, _describe_available(here))
     elif engine.gpus in (0, []):
         change("gpus", None, "no GPU is requested")
-    if engine.gpus is None:
-        return None
-    return _missing_gpus(engine.gpus, here) or _outdated_driver(here)
+    return None if engine.gpus is None else _missing_gpus(engine.gpus, here) or _outdated_driver(here)
 
 
 def _describe_available(here: Machine) -> str:

@@ -11,11 +11,8 @@ from collections.abc import Mapping
 
 def by_old_word(table: Mapping[str, str]) -> dict[str, str]:
     """Invert a table of old words by new word: return the new word by old word."""
-    return {
-        old: new.replace("*", old.lstrip("/").rpartition(".")[2])
-        for new, words in table.items()
-        for old in words.split()
-    }
+    pairs = ((old, new) for new, words in table.items() for old in words.split())
+    return {old: new.replace("*", old.lstrip("/").rpartition(".")[2]) for old, new in pairs}
 
 
 ROWS = by_old_word(

@@ -81,11 +81,8 @@ class Report:
             return
         param_key = f"{section}.params.{param}"
         verdict = judge(self.meanings, name, {param: value}, section, given=given)
-        faults = [
-            replace(fault, key=key + str(fault.key).removeprefix(param_key))
-            for fault in verdict.faults
-            if param_key in upwards(str(fault.key))
-        ]
+        found = [fault for fault in verdict.faults if param_key in upwards(str(fault.key))]
+        faults = [replace(fault, key=key + str(fault.key).removeprefix(param_key)) for fault in found]
         self.merge(Verdict(faults, {key: verdict.undecided[param_key]} if param_key in verdict.undecided else {}))
 
     def meaning(self, name: str, key: str, place: str | None = None) -> Any:

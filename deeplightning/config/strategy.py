@@ -101,7 +101,5 @@ def _json_misfits(config: Mapping[str, object]) -> Iterator[Fault]:
             yield _fault(f"config.{word}", message, word, words)
     zero = config.get("zero_optimization")
     if zero is not None and not isinstance(zero, Mapping):
-        message = (
-            "must be a mapping, such as {reduce_bucket_size: 200_000_000}; `engine.params.zero_optimization: false`"
-        )
-        yield _fault("config.zero_optimization", f"{message} switches ZeRO off", str(zero), "a mapping")
+        how = "such as {reduce_bucket_size: 200_000_000}; `engine.params.zero_optimization: false` switches ZeRO off"
+        yield _fault("config.zero_optimization", f"must be a mapping, {how}", str(zero), "a mapping")

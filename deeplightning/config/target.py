@@ -69,10 +69,8 @@ def find(name: str) -> Any:
     """
     parts = parts_of(name)
     found: object = None
-    depth = 0
     for depth in range(len(parts) - 1, 0, -1):
-        found = _import_module(".".join(parts[:depth]), name)
-        if found is not None:
+        if (found := _import_module(".".join(parts[:depth]), name)) is not None:
             break
     if found is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []

@@ -238,11 +238,8 @@ def _non_plain_fault(what: str, place: str, config: RunConfig, key: str | None =
 def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
     """Yield the names that a config may import: each `type` and `ref` at any depth, and the keys of other tools that
     own code may build itself."""
-    return (
-        (path, entry)
-        for path, entry in leaves(root)
-        if path[-1] in ("type", "ref", "_target_", "class_path") and isinstance(entry.value, str) and "." in entry.value
-    )
+    named = ((path, entry) for path, entry in leaves(root) if path[-1] in ("type", "ref", "_target_", "class_path"))
+    return ((path, entry) for path, entry in named if isinstance(entry.value, str) and "." in entry.value)
 
 
 def _rules(path: KeyPath) -> list[_Rule]:

@@ -153,11 +153,8 @@ class TableData(ColumnData):
 
     def _types(self, file: TableFile) -> dict[str, str]:
         """Return the type of each column of the training table: number, category, or word (for the column that
-        determines the sets).
-
-        Raises:
-            DataError, DataConfigError: the table cannot be read, or lacks a column that the config names.
-        """
+        determines the sets). Raise DataError or DataConfigError if the table cannot be read, or lacks a column that the
+        config names."""
         path, schema = file.path, file.schema()
         for key, names in (
             ("target", self.targets),

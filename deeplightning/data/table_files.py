@@ -338,11 +338,8 @@ def text_of(data: bytes, encoding: str) -> str:
 
 
 def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
-    """Convert texts to float64 (N,) like `TableFormat.number`; NaN if missing.
-
-    Raises:
-        ValueError: a text is not a number; the arguments are its row, from 0, and the text.
-    """
+    """Convert texts to float64 (N,) like `TableFormat.number`; NaN if missing. Raise ValueError, with its row, from 0,
+    and the text, if one is not a number."""
     is_gap = pc.is_in(pc.utf8_lower(texts), pa.array(form.missing_words, texts.type))
     plain = pc.if_else(is_gap, pa.scalar(None, texts.type), texts)
     try:  # fast path: no blanks or thousands separators

@@ -232,19 +232,15 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         return Share(tuple(parameter.ds_shape), start, part.detach().view(-1)[:size])
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-        return [
-            {**{name: value for name, value in now.items() if name in group}, "params": group["params"]}
-            for group, now in zip(self._groups, optimizer.param_groups, strict=True)
-        ]
+        pairs = zip(self._groups, optimizer.param_groups, strict=True)
+        return [{**{n: v for n, v in now.items() if n in group}, "params": group["params"]} for group, now in pairs]
 
     def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, object]:
         if not self.stage or parameter in self._frozen:  # DeepSpeed leaves these out
             return optimizer.state.get(parameter, {})
         flat, start, size = self._flat_position(parameter)
         kept = self._zero.optimizer.state.get(flat, {})
-        return {
-            name: v[start : start + size] if getattr(v, "shape", None) == flat.shape else v for name, v in kept.items()
-        }
+        return {n: v[start : start + size] if getattr(v, "shape", None) == flat.shape else v for n, v in kept.items()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Add the loss scaler's state of half precision, which other engines ignore."""

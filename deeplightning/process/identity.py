@@ -278,10 +278,8 @@ def port_of(launch: str) -> str:
 
 def tasks_per_node(text: str) -> list[int]:
     """Return the number of tasks on each machine from Slurm's short form: `2(x3),1` is 2, 2, 2, 1."""
-    found: list[int] = []
-    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(number)] * int(times or 1)
-    return found
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(number) for number, times in found for _ in range(int(times or 1))]
 
 
 def first_host(text: str) -> str | None:

@@ -274,11 +274,8 @@ def _link_relative_files(original: PastRun, config: Mapping[str, object], direct
 
 def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
     """Return this process's environment without launch variables, and with recorded variables that affect results."""
-    found = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("DEEPLIGHTNING_") or name in _KEPT_VARIABLES
-    }
+    kept = [name for name in os.environ if not name.startswith("DEEPLIGHTNING_") or name in _KEPT_VARIABLES]
+    found = {name: os.environ[name] for name in kept}
     for name in ("MLFLOW_RUN_ID", "PYTHONSAFEPATH"):
         found.pop(name, None)
     ours = str(Path(__file__).resolve().parents[2])

@@ -106,11 +106,8 @@ class PastRun:
         """Last value of each metric, and the best of the monitored one, without learning rates, times and loads."""
         found = last_values(self.series or {}) | self.results
         found = {name: value for name, value in found.items() if f"{name}_epoch" not in found}  # of a single batch
-        return {
-            name: float(value)
-            for name, value in found.items()
-            if isinstance(value, int | float) and is_repeatable(name) and not _NO_RESULT.fullmatch(name)
-        }
+        kept = ((n, value) for n, value in found.items() if is_repeatable(n) and not _NO_RESULT.fullmatch(n))
+        return {name: float(value) for name, value in kept if isinstance(value, int | float)}
 
     @property
     def directory(self) -> Path | None:

@@ -57,10 +57,7 @@ def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.
     if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs) or inputs.is_complex():
         raise _unsupported(task, f"the inputs of a validation batch are {structure(inputs)}, not a real tensor (N, …)")
     inputs, spec = inputs.detach().cpu(), getattr(data, "image_spec", None)
-    about = {
-        "dtype": str(inputs.dtype).removeprefix("torch."),
-        "names": class_names_of(data),
-    }
+    about = {"dtype": str(inputs.dtype).removeprefix("torch."), "names": class_names_of(data)}
     modes = {channels: mode for mode, channels in MODES.items()}
     if spec is None and inputs.dtype == torch.uint8 and inputs.ndim == 4 and inputs.shape[1] in modes:
         spec = ImageSpec(inputs.shape[2], inputs.shape[3], modes[inputs.shape[1]])

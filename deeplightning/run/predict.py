@@ -211,10 +211,7 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]
         except OSError as error:
             raise SetupError(f"{out}: cannot be written: {error.strerror}") from error
         with file:
-            if out.suffix.lower() == ".csv":
-                yield _table(file)
-            else:
-                yield lambda row: file.write(f"{json.dumps(row)}\n")
+            yield _table(file) if out.suffix.lower() == ".csv" else lambda row: file.write(f"{json.dumps(row)}\n")
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)

@@ -215,12 +215,8 @@ class LoggedNames:
 
     def __init__(self, names: Names, classes: list[Symbol]):
         self.source, self.classes = names, classes
-        self.methods = [
-            (each, node)
-            for each in classes
-            for node in each.node.body
-            if isinstance(node, Functions) and first_argument(node)
-        ]
+        inside = ((each, node) for each in classes for node in each.node.body)
+        self.methods = [(each, node) for each, node in inside if isinstance(node, Functions) and first_argument(node)]
 
     def names(self, complete: bool) -> tuple[set[str], bool]:
         """Return the logged names, and whether they are complete: other code may log more."""

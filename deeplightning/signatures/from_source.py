@@ -226,11 +226,8 @@ class FunctionReader:
         sure = sure and sum(word.arg is None for word in call.keywords) == 1
         remaining = [p for p in taken.parameters if p.position][given:]
         remaining += [p for p in taken.parameters if not p.position]
-        kept = [
-            replace(p, required=p.required and sure, position=p.position and open_end)
-            for p in remaining
-            if p.name not in words and (p.keyword or (p.position and open_end))
-        ]
+        free = [p for p in remaining if p.name not in words and (p.keyword or (p.position and open_end))]
+        kept = [replace(p, required=p.required and sure, position=p.position and open_end) for p in free]
         return Signature(tuple(kept), taken.rest), open_end
 
     def callee(self, function: ast.expr) -> Signature:

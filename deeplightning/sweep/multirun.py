@@ -319,9 +319,7 @@ def points(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     Raises:
         ConfigError: lists every override that cannot be parsed, or there are more than `MAX_POINTS` points.
     """
-    keys: list[str] = []
-    choices: list[list[str]] = []
-    faults: list[Fault] = []
+    keys, choices, faults = list[str](), list[list[str]](), list[Fault]()
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals or is_file(word) or key.startswith(("~", "+")):

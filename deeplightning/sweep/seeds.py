@@ -97,11 +97,8 @@ class Seeds(Grid):
         super().__init__(cfg, path, ["seed"], grid, train, jobs, code_of_grid(path, grid[0], parent), parent)
 
     def _open(self) -> None:
-        """Start the parent run, or resume it; a group whose parent was deleted starts over.
-
-        Raises:
-            SetupError: the store cannot be used.
-        """
+        """Start the parent run, or resume it; a group whose parent was deleted starts over. Raise SetupError if the
+        store cannot be used."""
         file = self.home / "group.json"
         saved = read_object(file)
         run_id = saved.get("run")

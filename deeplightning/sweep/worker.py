@@ -105,15 +105,12 @@ class TrialServer:
             connection, _ = self._listener.accept()
         except TimeoutError:
             return
-        with connection:
-            try:
-                connection.settimeout(5)
-                with connection.makefile("rb") as lines:
-                    message = json.loads(lines.readline(MAX_MESSAGE_BYTES))
-                    if isinstance(message, dict) and message.pop("token", None) == self.token:
-                        connection.sendall(json.dumps(answer(message)).encode() + b"\n")
-            except (OSError, ValueError):  # a run that was killed, or another program
-                pass
+        with connection, contextlib.suppress(OSError, ValueError):  # a run that was killed, or another program
+            connection.settimeout(5)
+            with connection.makefile("rb") as lines:
+                message = json.loads(lines.readline(MAX_MESSAGE_BYTES))
+                if isinstance(message, dict) and message.pop("token", None) == self.token:
+                    connection.sendall(json.dumps(answer(message)).encode() + b"\n")
 
     def close(self) -> None:
         self._listener.close()

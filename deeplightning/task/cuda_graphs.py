@@ -71,11 +71,8 @@ class RecordedFunction:
 
 
 class _Replay:
-    """The graphs of the forward and the backward pass, with the memory that they read and write.
-
-    Attributes:
-        trained_names: names of the parameters that get gradients.
-    """
+    """The graphs of the forward and the backward pass, with the memory that they read and write; `trained_names` are
+    the names of the parameters that get gradients."""
 
     def __init__(self, function: Callable[..., object], owner: nn.Module, inputs: tuple[Tensor, ...]):
         self.inputs = [given.detach().clone().requires_grad_(given.requires_grad) for given in inputs]
@@ -116,9 +113,7 @@ class _Replay:
             if gradient is not None and alias.data_ptr() == parameter.data_ptr():
                 self.trained_names.add(name)
         self.last = last.detach()
-        self.before_last = None
-        if isinstance(given, tuple):
-            self.before_last = apply_to_collection(given[:-1], Tensor, Tensor.detach)
+        self.before_last = apply_to_collection(given[:-1], Tensor, Tensor.detach) if isinstance(given, tuple) else None
 
     def _compute_gradients(self, last: Tensor, gradient: Tensor, aliases: dict[str, Tensor]) -> list[Tensor | None]:
         """Return the gradient of each input and parameter, or None for those without one."""

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_BY_CLASS = tuple(
-    kind
-    for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # older torch lacks the last
-    if (kind := getattr(nn, name, None)) is not None
-)
+_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # older torch lacks the last
+_BY_CLASS = tuple(kind for name in _OF_CLASSES if (kind := getattr(nn, name, None)) is not None)
 _BY_ELEMENT = (
     *(nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss),
     *(nn.PoissonNLLLoss, nn.GaussianNLLLoss, nn.HingeEmbeddingLoss, nn.KLDivLoss),

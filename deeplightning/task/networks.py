@@ -150,9 +150,7 @@ def output_names(outputs: object) -> list[str | int]:
         return list(outputs)
     if dataclasses.is_dataclass(outputs):
         return [field.name for field in dataclasses.fields(outputs)]
-    if isinstance(outputs, tuple | list):
-        return [*getattr(outputs, "_fields", ()), *range(len(outputs))]
-    return []
+    return [*getattr(outputs, "_fields", ()), *range(len(outputs))] if isinstance(outputs, tuple | list) else []
 
 
 def output_error(network: str, outputs: object, wanted: str) -> MisfitError:

@@ -99,11 +99,8 @@ def optimizers_by_name(
     for name, network in networks.items():
         found[name] = _optimizer(network, model.optimizer[name], f"model.optimizer.{name}", trainer, fused)
         found[name].param_groups[0]["name"] = name
-    return found, {
-        name: _schedule(found[name], schedules[name], f"model.scheduler.{name}", trainer)
-        for name in networks
-        if name in schedules
-    }
+    named = [name for name in networks if name in schedules]
+    return found, {n: _schedule(found[n], schedules[n], f"model.scheduler.{n}", trainer) for n in named}
 
 
 def _optimizer(

@@ -196,10 +196,8 @@ class Regression(RowTask):
     def inference_model(self) -> nn.Module:
         """Return a module that maps prepared inputs float32 (N, …) to numbers float32 (N, T) in the unit of the data,
         on the CPU, in eval mode."""
-        mean, std = (
-            value.detach().cpu().reshape(-1).expand(len(self.class_names)).clone()
-            for value in (self.target_mean, self.target_std)
-        )
+        size, scale = len(self.class_names), (self.target_mean, self.target_std)
+        mean, std = (values.detach().cpu().reshape(-1).expand(size).clone() for values in scale)
         return self.exported(Scaled(self.network, mean, std))
 
 
