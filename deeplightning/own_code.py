@@ -274,9 +274,7 @@ def raising_file(error: BaseException) -> str:
 
 
 def _locations(spec: ModuleSpec) -> set[str]:
-    return {
-        os.path.realpath(place) for place in ([spec.origin] if spec.origin else spec.submodule_search_locations or [])
-    }
+    return {*map(os.path.realpath, [spec.origin] if spec.origin else spec.submodule_search_locations or [])}
 
 
 class _Finder:  # importlib.abc would import a dozen modules

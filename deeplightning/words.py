@@ -52,9 +52,7 @@ def stage_of(metric: str) -> tuple[str, str]:
     `val_loss`, `valid/loss` and `loss/val` give ("val", "loss").
     """
     match = _STAGE.fullmatch(metric)
-    if match is None:
-        return "", metric
-    return _STAGES[(match[1] or match[4]).lower()], match[2] or match[3]
+    return ("", metric) if match is None else (_STAGES[(match[1] or match[4]).lower()], match[2] or match[3])
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -174,10 +174,7 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
     }
     if example is not None:
         given = {name: example[name] for name in columns}  # others are ignored
-        values = [
-            str(value).replace(".", spec.format.decimal) if isinstance(value, float) else value
-            for value in given.values()
-        ]
+        values = [str(v).replace(".", spec.format.decimal) if isinstance(v, float) else v for v in given.values()]
         table = io.StringIO()
         csv.writer(table, delimiter=spec.format.delimiter, lineterminator="\n").writerows([given, values])
         bodies["application/json"]["example"] = {"rows": [given]}

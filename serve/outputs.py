@@ -155,10 +155,7 @@ class Multilabel(Output):
         chosen = "Those whose probability is at least their threshold, most probable first."
         return object_of(
             labels={**list_of(ref("Label"), 0, len(labels)), "description": chosen},
-            predictions={
-                **list_of(each, len(labels), len(labels)),
-                "description": "All labels, most probable first.",
-            },
+            predictions={**list_of(each, len(labels), len(labels)), "description": "All labels, most probable first."},
         )
 
     def row(self, answer: JsonObject) -> JsonObject:

@@ -156,9 +156,7 @@ def pictures_and_masks(top: Path) -> tuple[list[Path], list[Path]]:
     if without := [path for name, path in pictures.items() if name not in masks]:
         wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
         stem, present = without[0].stem, files_below(top / "masks") if (top / "masks").is_dir() else ()
-        near = next(
-            (path for path in present if path.stem == stem or re.match(rf"{re.escape(stem)}[_-]", path.name)), None
-        )
+        near = next((one for one in present if one.stem == stem or re.match(rf"{re.escape(stem)}[_-]", one.name)), None)
         hint = f" (there is {near.name}). A mask is a PNG with the picture's name" if near else ""
         raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}{hint}.")
     if unused := [path for name, path in masks.items() if name not in pictures]:

@@ -241,15 +241,13 @@ class TableData(ColumnData):
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
         if self.split_by == "group":
             values = samples.column(str(self.divider))
-            codes = values.indices if isinstance(values, Words) else values
-            _, groups = np.unique(codes, return_inverse=True)
+            _, groups = np.unique(values.indices if isinstance(values, Words) else values, return_inverse=True)
             if groups.max() + 1 < number:
                 raise DataError(
                     f"{self._describe()}: column {self.divider} has {groups.max() + 1} values, too few for {number} "
                     "folds."
                 )
-            of_group = assign_folds(np.zeros(groups.max() + 1, np.int64), number, self.cfg.seed, purpose)
-            return of_group[groups]
+            return assign_folds(np.zeros(groups.max() + 1, np.int64), number, self.cfg.seed, purpose)[groups]
         if self.split_by == "time":
             values = samples.column(str(self.divider))
             if isinstance(values, Words):
@@ -293,9 +291,7 @@ class TableData(ColumnData):
                     moments.setdefault(name, Moments()).add(values[np.isfinite(values)])
             if self.targets[0] not in words:
                 target_moments.add(np.stack([part[name] for name in self.targets], 1))
-        found = {
-            name: [words[name][code] for code in np.flatnonzero(mask[:-1]).tolist()] for name, mask in seen.items()
-        }
+        found = {name: [words[name][n] for n in np.flatnonzero(mask[:-1]).tolist()] for name, mask in seen.items()}
         columns = [
             _column(path, name, found[name] if name in found else moments[name], name in self.kinds)
             for name in part
@@ -343,10 +339,9 @@ class TableData(ColumnData):
         codes = Codes(self.class_names)
         labels = np.array([*(codes.find(word, -1) for word in target.words), -1])[target.indices]
         if (labels < 0).any():
-            row = int((labels < 0).argmax())
             raise DataError(
                 f"{path}, column {self.targets[0]}: no training row has the class "
-                f"{target.words[target.indices[row]]!r}."
+                f"{target.words[target.indices[(labels < 0).argmax()]]!r}."
             )
         return torch.from_numpy(labels)
 
@@ -380,9 +375,7 @@ def _kind_of(found: pa.DataType) -> str | None:
         return "number"
     if types.is_dictionary(found):
         return _kind_of(found.value_type)
-    if types.is_string(found) or types.is_large_string(found) or types.is_boolean(found):
-        return "category"
-    return None
+    return "category" if types.is_string(found) or types.is_large_string(found) or types.is_boolean(found) else None
 
 
 def _column(path: Path, name: str, found: list[str] | Moments, is_named: bool) -> Column:

@@ -46,8 +46,7 @@ class Reliability(NamedTuple):
 
 def reliability(probability: np.ndarray, is_right: np.ndarray, bins: int = BINS) -> Reliability:
     """Compute the reliability from the probability of each answer, float (N,), and whether it is right, bool (N,)."""
-    edges = np.linspace(0, 1, bins + 1)
-    which = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, bins - 1)
+    which = np.clip(np.searchsorted(np.linspace(0, 1, bins + 1), probability, side="right") - 1, 0, bins - 1)
     count = np.bincount(which, minlength=bins)
     confidence = np.bincount(which, probability, bins) / np.maximum(count, 1)
     accuracy = np.bincount(which, is_right, bins) / np.maximum(count, 1)
@@ -57,9 +56,6 @@ def reliability(probability: np.ndarray, is_right: np.ndarray, bins: int = BINS)
 
 def most_confused(labels: np.ndarray, predicted: np.ndarray, most: int = 10) -> list[tuple[int, int, int]]:
     """Return the most frequent confusions as (true class, predicted class, count); both arguments int (N,)."""
-    wrong = np.stack([labels, predicted])[:, labels != predicted]
-    pairs, often = np.unique(wrong, axis=1, return_counts=True)
+    pairs, often = np.unique(np.stack([labels, predicted])[:, labels != predicted], axis=1, return_counts=True)
     order = np.argsort(-often, kind="stable")[:most]
-    return [
-        (int(true), int(answered), int(n)) for (true, answered), n in zip(pairs.T[order], often[order], strict=True)
-    ]
+    return [(int(true), int(other), int(n)) for (true, other), n in zip(pairs.T[order], often[order], strict=True)]

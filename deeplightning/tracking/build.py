@@ -108,10 +108,7 @@ def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
             folder = local_path(logger.experiment.get_run(logger.run_id).info.artifact_uri)
         if folder is not None:
             return folder
-    for logger in loggers:
-        if folder := getattr(logger, "log_dir", None):
-            return from_start(folder)
-    return from_start(fallback)
+    return from_start(next(filter(None, (getattr(logger, "log_dir", None) for logger in loggers)), fallback))
 
 
 def is_a(logger: object, name: str) -> bool:

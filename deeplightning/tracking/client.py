@@ -125,9 +125,7 @@ class Client:
             self._client.update_run(run_id, name=_storable(batch.tags[RUN_NAME]))
         if batch.datasets:
             context = [InputTag("mlflow.data.context", "training")]  # what the run uses the data for
-            inputs = [
-                DatasetInput(Dataset(*dataset[:4], profile=dataset.profile), context) for dataset in batch.datasets
-            ]
+            inputs = [DatasetInput(Dataset(*one[:4], profile=one.profile), context) for one in batch.datasets]
             self._client.log_inputs(run_id, inputs)
         if batch.status is not None:
             status, ended = batch.status

@@ -149,13 +149,9 @@ def describe_again(before: Mapping[str, Any], root: str | None) -> dict[str, Any
     top = from_start(root or before["root"] or "/")
     listed = [top / name for name in before["files"]]
     paths = [top / name for name in before["folders"]] + [path for path in listed if path.is_file()]
-    unread = [name for name, (_, digest) in before["files"].items() if digest is None]
-    now = describe_files(
-        dict.fromkeys(path for path in paths if path.exists()),
-        str(top),
-        seconds=float("inf") if not unread else SECONDS,
-        remember=False,
-    )
+    seconds = SECONDS if None in [digest for _, digest in before["files"].values()] else float("inf")
+    existing = dict.fromkeys(path for path in paths if path.exists())
+    now = describe_files(existing, str(top), seconds=seconds, remember=False)
     if before["root"] is None:
         now["files"] = {str(top / name): found for name, found in now["files"].items()}
     return now

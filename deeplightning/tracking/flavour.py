@@ -71,9 +71,7 @@ def _save(folder: RunFolder, place: Path) -> None:
         code_paths=[str(package) for package in _sources(place / "code")],
         signature=ModelSignature(
             inputs=Schema([ColSpec("string" if kind.takes == "text" else AnyType(), name) for name in example]),
-            outputs=Schema(
-                [ColSpec(AnyType() if of is None else of, name) for name, of in OUTPUTS[kind.gives].columns]
-            ),
+            outputs=Schema([ColSpec(of or AnyType(), name) for name, of in OUTPUTS[kind.gives].columns]),
         ),
         input_example=pd.DataFrame([example]),
         pip_requirements=requirements(kind.takes),

@@ -128,13 +128,10 @@ def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -
     cache, target = _cache(), _cache() / run_id
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(prefix=f"{run_id}.", dir=cache, ignore_cleanup_errors=True) as fresh,
-            patient(),
-        ):
-            client.download_artifacts(run_id, "", fresh)
+        with tempfile.TemporaryDirectory(prefix=f"{run_id}.", dir=cache, ignore_cleanup_errors=True) as new, patient():
+            client.download_artifacts(run_id, "", new)
             shutil.rmtree(target, ignore_errors=True)
-            Path(fresh).rename(target)
+            Path(new).rename(target)
     except OSError as error:
         raise SetupError(f"The artifacts of the run {run_id} cannot be downloaded to {cache}: {error}") from error
     except Exception as error:  # MLflow's artifact stores each have their own errors
