@@ -66,7 +66,8 @@ def application(service: Service) -> Flask:
     @app.get("/ready")
     def ready() -> Response:
         if not service.ready:
-            raise Refusal(503, "The server is starting or shutting down; retry in a second, or use another server.")
+            message = "The server is starting or shutting down; retry in a second, or use another server."
+            raise Refusal(503, message, {"Retry-After": "1"})
         return jsonify(status="ready")
 
     @app.get("/info")

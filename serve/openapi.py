@@ -56,7 +56,7 @@ def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
     kind = KINDS[model.task]
     samples = "Samples of the run, for trying the model; none if anyone may use the server without a key."
     ready = _get("Answers 200 while the server accepts requests: once the model is loaded and checked.", ref("Status"))
-    ready["responses"]["503"] = _error("The server is starting or shutting down.")
+    ready["responses"]["503"] = _error("The server is starting or shutting down.", RETRY_AFTER)
     gets = {
         "/health": _get("Answers while the server is alive.", ref("Status")),
         "/ready": ready,

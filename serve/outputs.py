@@ -255,7 +255,7 @@ def png_of(pixels: np.ndarray, palette: list[int] | None = None) -> bytes:
 
 def _prefers_png(accept: str) -> bool:
     """Return whether an Accept header prefers image/png to JSON (RFC 9110, section 12.5.1)."""
-    if "png" not in accept.lower():
+    if "image/" not in accept.lower():
         return False
     from werkzeug.datastructures import MIMEAccept  # an MLflow model has no Accept header
     from werkzeug.http import parse_accept_header

@@ -198,7 +198,7 @@ def _check_answers(expected: np.ndarray, kind: Kind, labels: list[str], shape: t
     if kind.labelled and expected.shape[1:] != kind.answer(len(labels), shape):
         found = " x ".join(map(str, expected.shape[1:]))
         raise CheckpointError(
-            f"The network gives {found} {kind.output}, and the data has names of {len(labels)} {kind.labelled}. "
+            f"The network gives {found} {kind.output}, and the data has {len(labels)} {kind.labelled}. "
             f"Set the network's number of {kind.labelled} to the data's, and train again."
         )
     if not np.isfinite(expected).all():

@@ -48,11 +48,12 @@ class Client:
 
     def make_run(self, run: Run) -> None:
         """Create a run with a given id, unless it exists. For SQLite stores."""
-        make_run(self._store, run)
+        make_run(self._store, run._replace(tags=_storable_items(run.tags)))
 
     def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], prefix: str = "") -> Run:
         """Create a run with the status RUNNING. Its default name is `prefix` and the first digits of its id."""
-        given = name or tags.get(RUN_NAME)
+        tags = _storable_items(tags)
+        given = _storable(name) if name else tags.get(RUN_NAME)
         # MLflow draws names with Python's `random`: all runs with the same seed would get the same name.
         run = _to_run(self._client.create_run(experiment.id, tags=tags, run_name=given or "run"))
         if given is None:
@@ -118,8 +119,8 @@ class Client:
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
-        params = [Param(*map(_storable, item)) for item in batch.params.items()]
-        tags = [RunTag(*map(_storable, item)) for item in batch.tags.items()]
+        params = [Param(*item) for item in _storable_items(batch.params).items()]
+        tags = [RunTag(*item) for item in _storable_items(batch.tags).items()]
         self._client.log_batch(run_id, [Metric(*point) for point in batch.points], params, tags)
         if RUN_NAME in batch.tags:
             self._client.update_run(run_id, name=_storable(batch.tags[RUN_NAME]))
@@ -170,6 +171,10 @@ class Client:
 def _storable(text: str) -> str:
     """Escape what no database stores: the bytes of a file name that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def _storable_items(texts: Mapping[str, str]) -> dict[str, str]:
+    return {_storable(name): _storable(text) for name, text in texts.items()}
 
 
 @contextmanager

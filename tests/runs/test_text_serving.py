@@ -114,7 +114,7 @@ class SeesPadding(torch.nn.Module):
     ("options", "words"),
     [
         ({"model": SeesPadding()}, "a network of texts must not see the padding"),
-        ({"labels": LABELS[:2]}, "gives 3 probabilities, and the data has 2 class names"),
+        ({"labels": LABELS[:2]}, "gives 3 probabilities, and the data has 2 classes"),
         ({"texts": [""]}, "cannot be used to verify the export: The text is empty"),
         ({"texts": []}, "there are none"),
     ],

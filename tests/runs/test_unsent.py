@@ -642,13 +642,14 @@ def test_a_run_that_resumes_while_its_rest_is_sent_is_not_failed(folder, monkeyp
 
 def test_a_text_that_is_not_utf_8_is_escaped(folder):
     """A name of a file may have any bytes; they cost neither points nor status."""
-    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False, tags={"source": "caf\udce9.py"})
     logger.log_metrics({"x": 1.0}, 0)
     logger.log_tags({"first": "caf\udce9.png"})
     logger.log_hyperparams({"path": "caf\udce9.png"})
     logger.finalize("failed", "no label for caf\udce9.png")
     run = client(folder).get_run(logger.run_id)
     assert (run.info.status, run.data.tags["failure"]) == ("FAILED", r"no label for caf\udce9.png")
+    assert run.data.tags["source"] == r"caf\udce9.py"
     assert (run.data.tags["first"], run.data.params["path"]) == (r"caf\udce9.png", r"caf\udce9.png")
     assert history(folder, logger.run_id, "x") == [(0, 1.0)]
 

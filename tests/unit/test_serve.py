@@ -524,6 +524,8 @@ def test_outside_linux_all_workers_share_a_socket(platform, sockets, monkeypatch
         ("image/png;q=0", "application/json"),
         ("application/json;q=0.5, Image/PNG", "image/png"),
         ("image/png, */*", "image/png"),
+        ("image/*, application/json;q=0.5", "image/png"),
+        ("text/html,image/webp,*/*;q=0.8", "application/json"),
     ],
 )
 def test_the_weights_of_accept_count(negatives, path, accept, kind):
