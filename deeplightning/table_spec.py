@@ -432,8 +432,8 @@ def decoded(data: bytes, encoding: str = "utf-8") -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return data.decode("utf-16")
     try:
-        is_utf8 = b"\0" not in data and b"\x1b$" not in data  # else UTF-16 or ISO 2022, whose bytes may be valid UTF-8
-        return data.decode("utf-8-sig" if is_utf8 else encoding)
+        may_fit = codecs.lookup(encoding).name.startswith(("utf-16", "utf-32", "iso2022"))  # bytes that are valid UTF-8
+        return data.decode(encoding if may_fit and (b"\0" in data or b"\x1b" in data) else "utf-8-sig")
     except UnicodeDecodeError:
         return data.decode(encoding)
 

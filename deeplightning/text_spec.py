@@ -239,7 +239,9 @@ def vocabulary(texts: Iterable[str], lower: bool = True, min_count: int = 1, max
 
 def from_lines(text: str) -> str:
     """Return the content of a `TextSpec` from a file of words, one a line; `SPECIAL` is added if it is missing."""
-    lines = unicodedata.normalize("NFC", text).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    given = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    present = {*given}  # a word in both forms keeps both lines
+    lines = [line if (nfc := unicodedata.normalize("NFC", line)) in present else nfc for line in given]
     added = () if tuple(lines[: len(SPECIAL)]) == SPECIAL else SPECIAL
     return "\n".join([*added, *lines]) + "\n"
 

@@ -261,7 +261,10 @@ def _bar() -> Any:
     steps = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
     left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
     columns = (progress.TextColumn("{task.description}"), bar, steps, left, Numbers())
-    screen, both = Screen(file=sys.stdout, highlight=False, markup=False, emoji=False), sys.stderr.isatty()
+    screen, both = (
+        Screen(file=sys.stdout, highlight=False, markup=False, emoji=False),
+        getattr(sys.stderr, "isatty", bool)(),
+    )
     shown = progress.Progress(*columns, console=screen, auto_refresh=False, transient=True, redirect_stderr=both)
     shown.add_task("", total=None, text="")
     return shown

@@ -139,19 +139,21 @@ class Recompute(Callback):
                     module.forward = partial(_recomputed, module, module.forward)
 
 
-def _recomputed(module: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+def _recomputed(module: nn.Module, forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
     """Call `forward` with recomputation, which must not update buffers again, such as the means of batch norm."""
-    if torch.compiler.is_compiling():  # compiled code updates them once
-        return checkpoint(forward, *inputs, use_reentrant=False, **named)
     passes = itertools.count()
 
     def one_pass(*inputs: Any, **named: Any) -> Any:
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if next(passes) else []
+        if torch.compiler.is_compiling() or next(passes) == 0:  # compiled code updates them once
+            return forward(*inputs, **named)
+        kept = [(one, *item) for one in module.modules() for item in one.named_buffers("", False, False)]
+        for owner, name, buffer in kept:
+            setattr(owner, name, buffer.clone())
         try:
             return forward(*inputs, **named)
         finally:  # torch ends a recomputation by an exception
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for owner, name, buffer in kept:
+                setattr(owner, name, buffer)
 
     return checkpoint(one_pass, *inputs, use_reentrant=False, **named)
 

@@ -39,7 +39,7 @@ _YEAR_NOT_FIRST = re.compile(
     rf"(?!\d{{4}})(\d\d?([-/.])\d\d?\2\d\d|.*\b(19|20)\d\d\b)|.*(?<![a-z])({_MONTHS})(?![a-z])", re.IGNORECASE
 )
 """Matches times such as 31.12.2019, 12/31/19, Jan-20 or 2020-Jan-31."""
-_WITH_OFFSET = re.compile(r"\d{4}-\d\d-\d\d.\d\d:[\d:.]+(Z|[+-]\d\d:?\d\d)")
+_WITH_OFFSET = re.compile(r"\d{4}-\d\d-\d\d.\d\d:[\d:.]+(Z|[+-]\d\d(:?\d\d)?)")
 
 MAX_CATEGORIES = 1000
 """Most distinct words of a text column that is a category by default; `columns` in the config allows more."""

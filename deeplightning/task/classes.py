@@ -50,8 +50,8 @@ class Classification(Supervised):
 
     def measured(self, outputs: Any) -> Tensor:
         """Return log-probabilities for other metrics: torchmetrics mistakes logits from 0 to 1 for probabilities."""
-        logits = super().measured(outputs)
-        return logits if self.cfg.model.metrics is None else logits.log_softmax(1)
+        has_accuracy = self.cfg.model.metrics is None and type(self).default_metrics is Classification.default_metrics
+        return super().measured(outputs) if has_accuracy else super().measured(outputs).log_softmax(1)
 
     def check_outputs(self, outputs: object) -> None:
         """Raise MisfitError unless the outputs are logits (B, K), one for each class of the data."""

@@ -255,7 +255,36 @@ def test_batch_norm_that_is_recomputed_counts_a_batch_once(chosen):
     for each in (task, plain):
         each.network(inputs).square().sum().backward()
     assert plain.network[1][0].num_batches_tracked == 1
+    assert task.network[1][0].num_batches_tracked == 1
     for mine, expected in zip(task.buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, expected)
     for mine, expected in zip(task.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, expected.grad)
+
+
+class Rotating(nn.Module):
+    """Uses a buffer that another module has too, and assigns one."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.register_buffer("cache", shared)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("wide", torch.ones(1).expand(3))
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, inputs, forward=True):
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0).detach()
+        return self.layer(inputs * self.cache) * self.wide if forward else inputs
+
+
+def test_buffers_that_are_shared_or_assigned_are_recomputed_once():
+    """A shared buffer counts as unchanged for autograd; one that is assigned in `forward` gets its value once."""
+    shared, inputs, task = torch.rand(3), torch.randn(8, 3), nn.Module()
+    task.network = nn.Sequential(Rotating(shared), Rotating(shared))
+    plain = copy.deepcopy(task)
+    Recompute(["1"]).on_fit_start(None, task)
+    for each in (task, plain):
+        each.network[1](each.network[0](inputs), forward=True).square().sum().backward()
+    for mine, expected in zip(task.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, expected)
+    assert torch.equal(task.network[0].layer.weight.grad, plain.network[0].layer.weight.grad)

@@ -445,10 +445,12 @@ def test_rows_in_memory_are_not_sent_to_workers(cached, workers, place, monkeypa
     assert ready(place, False, stage="fit", num_workers=2).train_dataloader().num_workers == workers
 
 
-def test_times_with_offsets_are_ordered_as_moments(tmp_path):
+@pytest.mark.parametrize("short", [False, True], ids=["+09:00", "+09"])
+def test_times_with_offsets_are_ordered_as_moments(tmp_path, short):
     """The clock of each row may be in another time zone; the latest rows are the test set."""
     moments = [datetime(2024, 3, 31, tzinfo=UTC) + timedelta(hours=n) for n in range(24)]
-    words = [each.astimezone(timezone(timedelta(hours=(9, -8)[n % 2]))).isoformat() for n, each in enumerate(moments)]
+    zones = [timezone(timedelta(hours=hours)) for hours in (9, -8)]
+    words = [each.astimezone(zones[n % 2]).isoformat()[: 22 if short else None] for n, each in enumerate(moments)]
     rows = pa.table({"when": words, "x": [float(n) for n in range(24)], "kind": ["a", "b"] * 12})
     parquet.write_table(rows, tmp_path / "zones.parquet")
     found = ready(tmp_path, True, train="zones.parquet", only=["x"], time="when")

@@ -723,3 +723,11 @@ def test_an_encoding_whose_bytes_are_valid_utf_8_is_read(encoding, town, tmp_pat
     for given in (encoding, "utf-8"):
         (tmp_path / "t.csv").write_text(f"id,town\n1,{town}\n", given)
         assert [row["town"] for _, row in inputs_of(tmp_path / "t.csv", "table", spec)] == [town]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
+def test_a_null_byte_does_not_change_the_encoding(encoding, tmp_path):
+    """Text in UTF-8 is read as such although the training's file had another encoding."""
+    spec = TableSpec((Column("town", "category", categories=("Bern",)),), format=TableFormat(encoding=encoding))
+    (tmp_path / "t.csv").write_text("town,id\nZ\u00fcrich,\0\n", "utf-8-sig")
+    assert [row["town"] for _, row in inputs_of(tmp_path / "t.csv", "table", spec)] == ["Z\u00fcrich"]

@@ -326,3 +326,4 @@ def test_a_vocabulary_file_may_have_separate_accents():
     """Words of a file are in Unicode's form NFC, as those of a text are."""
     spec = TextSpec("words", from_lines("re\u0301sume\u0301\n"))
     assert spec.encode(["r\u00e9sum\u00e9"]) == spec.encode(["re\u0301sume\u0301"]) == [[3, 2]]
+    assert from_lines("e\u0301\n\u00e9\n").endswith("\ne\u0301\n\u00e9\n")  # both rows stay
