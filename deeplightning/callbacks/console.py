@@ -261,10 +261,8 @@ def _bar() -> Any:
     steps = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
     left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
     columns = (progress.TextColumn("{task.description}"), bar, steps, left, Numbers())
-    screen, both = (
-        Screen(file=sys.stdout, highlight=False, markup=False, emoji=False),
-        getattr(sys.stderr, "isatty", bool)(),
-    )
+    screen = Screen(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    both = getattr(sys.stderr, "isatty", bool)()  # it may be None
     shown = progress.Progress(*columns, console=screen, auto_refresh=False, transient=True, redirect_stderr=both)
     shown.add_task("", total=None, text="")
     return shown
