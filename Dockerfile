@@ -37,8 +37,8 @@ COPY serve/ serve/
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 EXPOSE 5000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:5000/ready', timeout=4)"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s \
+    CMD ["python", "-c", "import urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:5000/ready', timeout=4)"]
 ENTRYPOINT ["python", "-m", "serve", "/bundle", "--host", "0.0.0.0"]
 
 FROM base AS with-bundle

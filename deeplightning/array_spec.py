@@ -99,10 +99,8 @@ class ArraySpec:
         with np.errstate(over="ignore", invalid="ignore"):
             prepared: np.ndarray = ((values - mean) / std).astype(np.float32)
         if not np.isfinite(prepared).all():
-            index = np.argwhere(~np.isfinite(prepared))[0].tolist()
-            raise ArrayError(
-                f"The number at {index} is {values[tuple(index)]!s:.40}, which is not finite, or too large."
-            )
+            at = np.argwhere(~np.isfinite(prepared))[0].tolist()
+            raise ArrayError(f"The number at {at} is {values[tuple(at)]!s:.40}, which is not finite, or too large.")
         return prepared
 
     def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -78,7 +78,6 @@ class Checkpoint(Model):
             given = [readers[kind.takes](sample) for sample in samples]
             samples = spec.stack([spec.prepare(one) for one in given])
             examples = [(given[0] + 0).tolist() if kind.takes == "array" else given[0]]
-        details: dict[str, Any] = getattr(task, "answer_details", dict)()
         on_cpu = cls(
             folder=folder.path,
             task=task.kind,
@@ -86,7 +85,7 @@ class Checkpoint(Model):
             labels=labels_of(task),
             run=origin_of(folder, checkpoint),
             samples=samples,
-            output=details,
+            output=getattr(task, "answer_details", dict)(),
             examples=examples,
             network=network,
         )
@@ -104,9 +103,8 @@ class Checkpoint(Model):
             moved = replace(self, network=self.network.to(str(device)), device=device)
             difference = float(np.abs(moved.predict(self.samples) - expected).max())
         except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError for CUDA
-            reason = first_line(error)
             raise DeviceError(
-                f"{device} ({device.name}) cannot be used by torch {torch.__version__}: {reason}"
+                f"{device} ({device.name}) cannot be used by torch {torch.__version__}: {first_line(error)}"
             ) from error
         allowed = GPU_TOLERANCE * max(1.0, float(np.abs(expected).max()))
         if not difference <= allowed:

@@ -130,7 +130,8 @@ def serve(
         def announce(model: str, layout: Layout) -> None:
             if choice.reason is not None:
                 log_event(ON_CPU, reason=choice.reason)
-            print(f"Serving {printable(model)} on {_url(first)}: {layout}", flush=True)
+            with contextlib.suppress(OSError):  # its reader is gone, or the disk is full
+                os.write(1, f"Serving {printable(model)} on {_url(first)}: {layout}\n".encode())
 
         _return_memory()
         admission = Admission(key, Hosts(host, options.allowed_hosts))

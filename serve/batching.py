@@ -95,9 +95,7 @@ class Batcher:
         forward_seconds: float = math.inf,
         threads: int | None = None,
     ):
-        self.model = model
-        self.limits = limits
-        self.lanes = lanes
+        self.model, self.limits, self.lanes = model, limits, lanes
         self._max_threads = threads or 2 * lanes  # one to decode and one to run, for each lane
         self._tiny = forward_seconds < TINY_SECONDS
         self.waiting = 0

@@ -181,13 +181,10 @@ def _read_card(folder: Path) -> Card:
     """Read bundle.json, and check that it is unchanged since its export. Most values are checked later."""
     file = folder / _NAMES.bundle_card.name
     try:
-        text = _read_file(folder, file.name, MAX_CARD_BYTES)
-        card: dict[str, object] = json.loads(text)
+        card: dict[str, object] = json.loads(_read_file(folder, file.name, MAX_CARD_BYTES))
         _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_RETRY}", folder)
-        found = card.get("format")
-        _expect(
-            found == BUNDLE_FORMAT, f"has format {found!r:.40}; this server reads {BUNDLE_FORMAT}: {_RETRY}", folder
-        )
+        form = card.get("format")
+        _expect(form == BUNDLE_FORMAT, f"has format {form!r:.40}; this server reads {BUNDLE_FORMAT}: {_RETRY}", folder)
         expected = card_digest(card)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file} is not JSON ({error}); {_RETRY}.") from error

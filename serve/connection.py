@@ -119,9 +119,7 @@ class Connection(asyncio.Protocol):
     """Reads requests, passes them to the dispatcher one by one, and writes the answers in order."""
 
     def __init__(self, connections: Connections, loop: asyncio.AbstractEventLoop):
-        self._connections = connections
-        self._dispatcher = connections.dispatcher
-        self._loop = loop
+        self._connections, self._dispatcher, self._loop = connections, connections.dispatcher, loop
         self._parser = httptools.HttpRequestParser(self)
         self._state: _ReadState = "new"
         self._state_since = self._last_read = loop.time()
@@ -195,8 +193,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._set_state("head")
-        self._url = b""
-        self._header_bytes = 0
+        self._url, self._header_bytes = b"", 0
         self._headers: dict[bytes, bytes] = {}
 
     def on_url(self, url: bytes) -> None:
@@ -319,8 +316,7 @@ class Connection(asyncio.Protocol):
         if self._connections.ending and self._state in ("new", "idle"):
             return LINGER_SECONDS
         rest = REST_SECONDS if self._loop.time() - self._last_read > REST_SECONDS else BODY_SECONDS
-        seconds = {"new": HEAD_SECONDS, "idle": IDLE_SECONDS, "rest": rest, "over": rest}
-        return seconds.get(self._state, BODY_SECONDS)
+        return {"new": HEAD_SECONDS, "idle": IDLE_SECONDS, "rest": rest, "over": rest}.get(self._state, BODY_SECONDS)
 
     def end(self) -> None:
         """Begin the shutdown: answer pending requests, and one that may be in transit."""
@@ -372,7 +368,6 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return False
         keep = request.keep and (bool(self._pending) or not (self._connections.ending or self._at_eof))
-        body = b"" if request.method == "HEAD" else answer.body
         self._transport.write(
             b"%b%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n%b"
             % (
@@ -382,7 +377,7 @@ class Connection(asyncio.Protocol):
                 len(answer.body),
                 request.name,
                 b"" if keep and request.version == "1.1" else _CONNECTION[keep],
-                body,
+                b"" if request.method == "HEAD" else answer.body,
             )
         )
         if self._state == "idle":

@@ -89,6 +89,4 @@ class Refusal(Exception):
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.headers = headers or {}
+        self.status, self.message, self.headers = status, message, headers or {}

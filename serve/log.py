@@ -75,8 +75,9 @@ def log_event(event: str, error: BaseException | None = None, **fields: object) 
         record["error"] = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError, ValueError):
         # One write: `print` may write the newline separately, after the line of another process.
-        sys.stderr.write(f"{printable(json.dumps(record, default=str))}\n")
-        sys.stderr.flush()
+        if select.select([], [2], [], 0)[1]:  # else its reader is slow
+            sys.stderr.write(f"{printable(json.dumps(record, default=str))}\n")
+            sys.stderr.flush()
 
 
 def open_streams() -> None:

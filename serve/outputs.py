@@ -109,9 +109,7 @@ class Regression(Output):
 
         def one(row: np.ndarray) -> str:
             values = [float(f"{value:.9g}") for value in row.tolist()]
-            predictions: list[JsonObject] = [
-                {"name": name, "value": value} for name, value in zip(labels, values, strict=True)
-            ]
+            predictions: list[JsonObject] = [{"name": name, "value": v} for name, v in zip(labels, values, strict=True)]
             for prediction, width in zip(predictions, half_widths, strict=False):
                 prediction |= {"low": prediction["value"] - width, "high": prediction["value"] + width}
             return json.dumps({"predicted_value": values[0], "predictions": predictions}, ensure_ascii=False)

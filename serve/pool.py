@@ -112,10 +112,7 @@ class WorkerPool:
     """
 
     def __init__(self, setup: Setup, layout: Layout | None, row: int, memory: int, pipe: int):
-        self._setup = setup
-        self._layout = layout
-        self._row = row
-        self._memory = memory
+        self._setup, self._layout, self._row, self._memory = setup, layout, row, memory
         self._pipe: int | None = pipe
         self._model: Model | None = None
         self._workers: list[_Worker] = []
@@ -222,6 +219,9 @@ class WorkerPool:
         died = f"the process for {device} ({device.name}) died while it loaded the model"
         reason = report.get("fault") or worker.fault or died
         if self._pipe is None:
+            if any(other.ready for other in self._workers):  # they get its connections until it answers again
+                with contextlib.suppress(OSError):  # it listens no more
+                    self._setup.listeners[worker.slot].shutdown(socket.SHUT_RD)
             log_event(f"{device} does not answer, and is tried again: {reason}")
         else:
             code = REFUSED_EXIT_CODE if worker.fault else DeviceError.exit_code

@@ -68,8 +68,7 @@ class Supervisor:
     """
 
     def __init__(self, setup: Setup, watch: Callable[[], object], ready: Callable[[str, Layout], None], choice: Choice):
-        self._setup = setup
-        self._watch = watch
+        self._setup, self._watch = setup, watch
         self._announce: Callable[[str, Layout], None] | None = ready
         self._may_fall_back = choice.may_fall_back
         self._layout = gpu_layout(choice.devices) if choice.devices[0].on_gpu else None
@@ -122,9 +121,8 @@ class Supervisor:
 
     def _load(self, seen: object) -> None:
         self._seen = seen
-        on_gpus = self._layout is not None and self._layout.devices[0].on_gpu
         # On GPUs, the worker pool enforces the limit for each worker itself.
-        seconds = pool.LOAD_SECONDS + 10 * on_gpus
+        seconds = pool.LOAD_SECONDS + 10 * (self._layout is not None and self._layout.devices[0].on_gpu)
         row, memory = MAX_WORKERS - self._row, pool.spare_memory()
         reading, writing = os.pipe()
         sys.stdout.flush()

@@ -74,6 +74,7 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     listener.setblocking(False)
     # Not with `loop.create_server`, which accepts one connection per iteration of the loop (libuv since 1.46): under
     # load, the last of 128 clients waited 1.8 s with it, 0.2 s without (two cores, November 2026).
+    listener.listen(BACKLOG)  # its pool ends that while a GPU is lost
     loop.add_reader(listener, accept)
     await asyncio.to_thread(service.model.predict, service.model.samples[:1])
     service.ready = True

@@ -7,6 +7,7 @@ import logging
 import math
 from pathlib import Path
 from typing import Any, cast
+from weakref import proxy
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
@@ -46,7 +47,7 @@ class Checkpoints(LightningCheckpoint):
     """
 
     def __init__(self, settings: Checkpoint, record: Record, off: bool = False):
-        self.settings, self.record, self.off = settings, record, off
+        self.settings, self.record, self.off, self.save_top_k = settings, record, off, settings.save_top_k
         self.kept: list[dict[str, Any]] = []  # best first: {"value", "epoch", "step", "file"}
         self._loaded_kept: list[dict[str, Any]] | None = None
         self._unchecked: dict[str, object] | None = None  # the checkpoint, until the optimizers are checked against it
@@ -262,11 +263,11 @@ class Checkpoints(LightningCheckpoint):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             state = checkpoint.get("callbacks", {}).get(callback.state_key)
             if isinstance(callback, EarlyStopping) and state and trainer.state.fn == "fit":
-                by_patience = state["wait_count"] >= state["patience"]
+                by_patience = state["wait_count"] >= max(1, state["patience"])
                 state["patience"] = callback.patience  # the config's, which may have changed
                 reason = state.get("stopping_reason", int(state["stopped_epoch"] > 0))  # it stays 3, for patience
                 by_more = reason not in (0, 3) and not by_patience
-                trainer.should_stop |= by_more or state["wait_count"] >= callback.patience
+                trainer.should_stop |= by_more or state["wait_count"] >= max(1, callback.patience)
 
     def save_now(self, trainer: Trainer) -> None:
         """Save `last.ckpt` at the end of an epoch, unless it is already saved."""
@@ -278,12 +279,17 @@ class Checkpoints(LightningCheckpoint):
         if self.off:
             return
         folder = self.record.folder
-        trainer.save_checkpoint(folder.last)
+        self._save(trainer, folder.last)
         if self.settings.monitor is None and self.settings.save_top_k > 1 and trainer.is_global_zero:
             copy_checkpoint(folder.last, folder.checkpoint(trainer.current_epoch, trainer.global_step))
             copies = [path for path in folder.checkpoints() if path not in (folder.last, folder.best)]
             for old in copies[self.settings.save_top_k :]:
                 remove_checkpoint(old)
+
+    def _save(self, trainer: Trainer, path: Path) -> None:
+        trainer.save_checkpoint(path)
+        for logger in trainer.loggers if trainer.is_global_zero else ():  # some upload it
+            logger.after_save_checkpoint(proxy(self))
 
     def _keep_if_best(self, trainer: Trainer) -> None:
         """Keep the weights if the monitored metric has a new value among the best k."""
@@ -327,7 +333,7 @@ class Checkpoints(LightningCheckpoint):
         self.kept.insert(position, {**entry, "file": target.name})
         surplus = self.kept[self.settings.save_top_k :]
         del self.kept[self.settings.save_top_k :]
-        trainer.save_checkpoint(target)
+        self._save(trainer, target)
         if not trainer.is_global_zero:
             return
         for old in surplus:

@@ -29,6 +29,7 @@ def to_terminal(cfg: Config) -> None:
     log.setLevel(logging.INFO)
     for chatty in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("pytorch_lightning.profilers").setLevel(logging.INFO)  # the reports of `engine.profiler`
     # Lightning 2.6 with torch 2.15; users cannot do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
     # Our image data modules can resume inside an epoch.

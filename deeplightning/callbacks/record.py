@@ -30,9 +30,10 @@ from deeplightning.callbacks.resumption import Resumption, check_schedules
 from deeplightning.config.machine import world_size
 from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Config
+from deeplightning.config.section_kinds import misfit
 from deeplightning.config.source import values_of
 from deeplightning.config.tree import dump
-from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.faults import CheckpointError, ConfigError, Fault, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.private.mlflow import autologs
@@ -92,6 +93,10 @@ class Record(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the trainer's loggers before the setup of other callbacks and the task; they open their runs at first
         use."""
+        for each in trainer.callbacks:  # type: ignore[attr-defined]  # those of `configure_callbacks` too
+            paths = [f"{base.__module__}.{base.__qualname__}" for base in type(each).__mro__]
+            if why := misfit(paths, True, "train.callbacks"):
+                raise ConfigError(Fault(f"{type(each).__name__} of `configure_callbacks` {why}", "model.module"))
         if not trainer.loggers:
             trainer.loggers = self.loggers
             self._prepare_loggers(trainer)
@@ -161,6 +166,9 @@ class Record(Callback):
             folder, tracked = str(path), run_of(self.loggers)
         folder, tracked = self._share_run(trainer, folder, tracked)
         self._folder = RunFolder(folder)
+        if self.cfg.engine.profiler is not None:
+            of_traces: Any = trainer
+            of_traces.profiler.dirpath = self._folder.path  # it would be the working directory
         if tracked is not None:
             self._user_calls.begin(tracked, run_maker(self.loggers) if trainer.is_global_zero else None)
         if (group := member.current()) is not None and trainer.is_global_zero:

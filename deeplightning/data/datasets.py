@@ -161,9 +161,7 @@ class InMemory(Dataset):
         sizes, index = [len(array) for array in arrays], torch.from_numpy(np.concatenate([_NO_POSITIONS, *arrays]))
         taken = torch.where(index < 0, index + len(self), index)  # PADDING: the last sample, as above
         rows = (taken if self.rows is None else self.rows.index_select(0, taken)).split(sizes)
-        sent = {
-            name: to_device(values.index_select(0, taken), device).split(sizes) for name, values in self.small.items()
-        }
+        sent = {name: to_device(v.index_select(0, taken), device).split(sizes) for name, v in self.small.items()}
         sent["index"] = to_device(index, device).split(sizes)
         taken_there = to_device(taken, device).split(sizes)
 

@@ -68,10 +68,8 @@ class ImageData(SplitData):
         cache: bool | str = True,
     ):
         super().__init__(cfg, in_memory, limit)
-        self.image_spec = image_spec
+        self.image_spec, self.max_pixels, self.cache = image_spec, max_pixels, cache
         self.class_names: list[str] = []
-        self.max_pixels = max_pixels
-        self.cache = cache
         require_whole("max_pixels", max_pixels)
         for position, module in enumerate(augment):
             if not isinstance(module, nn.Module):

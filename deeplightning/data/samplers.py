@@ -72,8 +72,7 @@ class BatchIndices(DistributedSampler):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        self.batch_size = batch_size
-        self.start = 0
+        self.batch_size, self.start = batch_size, 0
         self.made_for = num_replicas, rank
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -175,9 +174,8 @@ class SampledBatches(BatchIndices):
             self.sampler.set_epoch(epoch)
 
     def _order(self) -> np.ndarray:
-        torch_seed = int(random_state(self.seed, self.epoch, purpose=2).randint(2**31))
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(torch_seed)
+            torch.default_generator.manual_seed(int(random_state(self.seed, self.epoch, purpose=2).randint(2**31)))
             return np.fromiter(self.sampler, dtype=np.int64)
 
 
@@ -433,8 +431,7 @@ def resume_sampler(sampler: BatchIndices, trainer: Any) -> None:
     After a complete epoch, the batch counter still has its last value. Lightning sets the epoch too, but only after it
     has made the first iterator.
     """
-    loop: Any = trainer.fit_loop
-    limit = trainer.limit_train_batches
+    loop, limit = trainer.fit_loop, trainer.limit_train_batches
     length = min(len(sampler), limit) if isinstance(limit, int) else int(len(sampler) * limit)
     epoch, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.ready
     is_complete = done >= length and epoch.processed < epoch.ready  # saved after the last batch, not counted yet

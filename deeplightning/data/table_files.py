@@ -253,9 +253,7 @@ def guess_format(path: Path) -> TableFormat:
     cells = [cell.strip() for values in rows[1:] for cell in values if "." in cell or "," in cell]
     points, commas = ({cell for cell in cells if _is_number(cell, TableFormat(decimal=sign))} for sign in ".,")
     only_commas, only_points = len(commas - points), len(points - commas)
-    is_comma = only_commas > only_points or (
-        delimiter != "," and not only_points and any("," in cell for cell in commas)
-    )
+    is_comma = only_commas > only_points or (delimiter != "," and not only_points and any("," in one for one in commas))
     return TableFormat(delimiter, "," if is_comma else ".", encoding)
 
 

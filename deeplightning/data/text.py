@@ -77,8 +77,7 @@ def read_tsv(path: Path, labelled: bool = False) -> Texts:
         cells = line.split("\t")
         if len(cells) != len(columns):
             raise DataError(f"{path}, line {number}: {len(cells)} columns; there must be {', '.join(columns)}.")
-        text = cells[text_at].strip()
-        if not text:
+        if not (text := cells[text_at].strip()):
             raise DataError(f"{path}, line {number}: there is no text in the column sentence.")
         texts.append(text)
         if label_at is not None:
@@ -106,8 +105,7 @@ class TokenSet(OnDemand):
     needs_workers = False
 
     def __init__(self, texts: Texts, rows: Sequence[Sequence[int]], padding: int):
-        labels = {} if texts.labels is None else {"label": torch.from_numpy(texts.labels)}
-        super().__init__(texts, self._pad, labels)
+        super().__init__(texts, self._pad, {} if texts.labels is None else {"label": torch.from_numpy(texts.labels)})
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         self._starts = self.lengths.cumsum(0) - self.lengths
         self._tokens = torch.from_numpy(np.fromiter((token for row in rows for token in row), np.int32))

@@ -137,9 +137,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     graph = _trace(model, example, kind.input, free, kind.output)
     stack = spec.stack if kind.takes == "text" else np.stack
 
-    described = {"task": task.kind, "input": spec.to_dict(), "labels": labels} | (
-        {"output": details} if details else {}
-    )
+    content = {"task": task.kind, "input": spec.to_dict(), "labels": labels} | ({"output": details} if details else {})
     try:
         with replacement_for(folder.bundle) as new:
             file, weights = new / folder.bundle_model.name, new / folder.bundle_weights.name
@@ -153,7 +151,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
             kept = _limit_samples(given, answers)
             golden = {kind.golden: kept, "fp32": packed(answers[: len(kept)])}
             files = {one.name: digest_of(one) for one in sorted(new.iterdir())}
-            card = {"format": BUNDLE_FORMAT, **described, "files": files, "run": run, "golden": golden}
+            card = {"format": BUNDLE_FORMAT, **content, "files": files, "run": run, "golden": golden}
             (new / folder.bundle_card.name).write_text(card_text(cast("Card", card)), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
@@ -239,8 +237,7 @@ def _trace(
                 traced, input_names=[name], output_names=[output], dynamic_shapes=(free,), verbose=False
             )
     except Exception as error:  # whatever torch raises, the network cannot be exported
-        layer = _failing_layer(model, error)
-        where = f" (in layer {layer})" if layer else ""
+        where = f" (in layer {layer})" if (layer := _failing_layer(model, error)) else ""
         raise NotExpressible(f"The network cannot be exported to ONNX{where}: {reason(error)}") from error
     assert graph is not None, "torch.onnx.export returns a program, unless it gets a file"
     ClearMetadataAndDocStringPass()(graph.model)  # torch records source lines with this machine's paths
@@ -265,9 +262,7 @@ def _failing_layer(model: nn.Module, error: BaseException) -> str | None:
     """Return the dotted name of the innermost layer whose forward pass raised `error`, or None."""
     names = {layer: name for name, layer in model.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next(
-        (names[layer] for layer in reversed(running) if isinstance(layer, nn.Module) and names.get(layer)), None
-    )
+    return next((names[one] for one in reversed(running) if isinstance(one, nn.Module) and names.get(one)), None)
 
 
 def reason(error: BaseException) -> str:
@@ -333,8 +328,7 @@ def _png(pixels: np.ndarray) -> str:
 
 def _limit_samples(samples: Iterable[object], answers: np.ndarray) -> list[object]:
     """Return as many of the first samples, of JSON types, as fit into a card with their answers."""
-    kept: list[object] = []
-    size = 0
+    kept, size = list[object](), 0
     for sample, answer in zip(samples, answers[:MAX_GOLDEN], strict=False):
         size += (len(sample) * 3 // 4 if isinstance(sample, str) else len(json.dumps(sample))) + answer.nbytes
         if kept and size > MAX_GOLDEN_BYTES:
@@ -436,8 +430,7 @@ def added_file(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
 
 def golden_inputs(folder: RunFolder, card: Card) -> dict[str, np.ndarray]:
     """Return the golden samples as the model takes them, by the name of its input."""
-    kind = KINDS[card["task"]]
-    golden, values = card["golden"], card["input"]
+    kind, golden, values = KINDS[card["task"]], card["golden"], card["input"]
     if kind.takes == "image":
         pictures = ImageSpec.from_dict(values)
         decoded = [pictures.decode(base64.b64decode(png)) for png in golden["pictures"]]

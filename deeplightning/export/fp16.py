@@ -46,8 +46,7 @@ def halve(folder: RunFolder) -> float:
         if not difference <= allowed:  # so that nan is refused as well
             raise CheckpointError(
                 f"The bundle {folder.bundle} is not served in fp16: its answers to the golden samples would differ "
-                f"by up to {difference:.3g} from those in fp32, and at most {allowed:g} is allowed; "
-                f"{SERVE_FP32}."
+                f"by up to {difference:.3g} from those in fp32, and at most {allowed:g} is allowed; {SERVE_FP32}."
             )
     return difference
 
@@ -88,10 +87,9 @@ def _halve_between(model: onnx.ModelProto, first: int, last: int) -> None:
     producer = {name: number for number, node in enumerate(half.node) for name in node.output}
     needs = {n: [producer[name] for name in node.input if name in producer] for n, node in enumerate(half.node)}
     ordered = [half.node[number] for number in TopologicalSorter(needs).static_order()]  # the conversion appends casts
-    outer_weights = [one for one in graph.initializer if one.name in outside]
     for field, values in (
         ("node", [*nodes[:first], *ordered, *nodes[last + 1 :]]),
-        ("initializer", [*outer_weights, *half.initializer]),
+        ("initializer", [*(one for one in graph.initializer if one.name in outside), *half.initializer]),
         ("value_info", []),
     ):
         graph.ClearField(field)

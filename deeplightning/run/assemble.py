@@ -8,6 +8,7 @@ trainer.fit(task, data)
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -128,4 +129,11 @@ def _first_batches(make: Callable[[], Any], number: int) -> Sequence[object]:
     kept = [batch for batch, *_ in itertools.islice(loader, number)]
     more = ", which has no more" if len(kept) < number else ""
     log.info("%-10s %d batches of the training set%s, for training and validation", "overfit", len(kept), more)
-    return UserList(kept)
+    return _Batches(kept)
+
+
+class _Batches(UserList[object]):
+    """Batches of which each reading is a copy, because hooks may change one in place."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return copy.deepcopy(super().__getitem__(number))

@@ -26,6 +26,7 @@ from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.claims import find_run
 from deeplightning.tracking.code import read_code, restored, unpack
+from deeplightning.tracking.metrics_file import read_lines
 from deeplightning.tracking.store import Store, locate
 from deeplightning.words import printable
 
@@ -216,11 +217,18 @@ def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -
     # With a tracking server, run folders are below the start folder.
     paths = root.glob("*/*/artifacts/cfg.yaml") if root else (start_folder() / "runs").glob("*/cfg.yaml")
     # By start time: a resumed run starts with the checkpoints of the earlier one.
-    started = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
+    started = sorted(((*_started(path), path) for path in paths), reverse=True)
     ours = experiment_of(cfg.logger.type, cfg.logger.params)
-    for _, path in started:
+    for *_, path in started:
         if wanted(path.parent) and _experiment(store, path) == ours:
             yield RunFolder(path.parent)
+
+
+def _started(config: Path) -> tuple[int, int]:
+    """Return when a run started, in ms, by the first line of its metrics, and the file's time, which a copy loses."""
+    changed = config.stat().st_mtime_ns
+    line: Any = next((line for _, line in read_lines(RunFolder(config.parent).metrics)), {})
+    return line.get("run", {}).get("started") or changed // 1_000_000, changed
 
 
 def store_of(cfg: Config) -> Store:

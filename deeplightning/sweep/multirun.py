@@ -61,7 +61,10 @@ class Point:
     @property
     def record(self) -> dict[str, Any]:
         """State, folder and id of its run, failure, and the digests of the code that it ran with."""
-        return read_object(self.file)
+        record = read_object(self.file)
+        if (former := record.get("folder")) and not Path(former).is_dir():  # the store may have been moved
+            record["folder"] = str(self.file.parents[4].joinpath(*Path(former).parts[-3:]))
+        return record
 
     def update_record(self, **values: object) -> None:
         """Add values to the record."""

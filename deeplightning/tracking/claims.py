@@ -29,7 +29,7 @@ from deeplightning.runfolder import FolderLock, RunFolder, make_private, sync_na
 from deeplightning.tracking.entities import Run, run_of
 from deeplightning.tracking.metrics_file import Line, read_lines, sent_file
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explained, local_path
+from deeplightning.tracking.store import Store, explained, is_former, local_path
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -152,13 +152,13 @@ def take_over(store: Store, run_id: str) -> bool:
 
 
 def artifacts_of(store: Store, run: Run) -> Path | None:
-    """Return the local folder of a run, also in a store that was moved as a whole; None if its artifacts are remote."""
+    """Return the local folder of a run, also in a store that was moved or copied; None if its artifacts are remote."""
     folder, root = local_path(run.artifact_uri), store.artifact_root
-    if folder is None or root is None or folder.is_dir():
+    if folder is None or root is None or folder.parts[-3:-1] != (run.experiment_id, run.id):
         return folder
     moved = root / run.experiment_id / run.id / "artifacts"
-    is_gone = folder.parts[-3:-1] == (run.experiment_id, run.id) and not folder.parents[2].is_dir()  # the former store
-    return moved if moved.is_dir() or is_gone else folder
+    is_here = moved.is_dir() or not folder.is_dir()
+    return moved if is_here and is_former(folder.parents[2], root) else folder
 
 
 def read_header(metrics: Path) -> Line:

@@ -96,8 +96,7 @@ def describe_program() -> dict[str, str]:
             digest.update(path.relative_to(top).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     is_clone = (top / ".git").exists()
     commit = environment.ask_git("rev-parse", "--verify", "--quiet", "HEAD", folder=top) if is_clone else None
-    found = {"version": __version__, "digest": digest.hexdigest()}
-    return found | ({"commit": commit} if commit else {})
+    return {"version": __version__, "digest": digest.hexdigest()} | ({"commit": commit} if commit else {})
 
 
 def collect(
@@ -278,8 +277,7 @@ def _imported_by(source: bytes) -> set[str]:
     names = set()
     for one, several in _IMPORT.findall(source):
         for name in [one] if one else several.split(b","):
-            found = re.match(rb"\s*([^\W\d]\w*)", name)
-            if found:
+            if found := re.match(rb"\s*([^\W\d]\w*)", name):
                 names.add(found[1].decode("latin-1"))
     return names
 

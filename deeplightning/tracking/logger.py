@@ -34,7 +34,7 @@ from deeplightning.tracking.metrics_file import Line, points_line, points_of, re
 from deeplightning.tracking.mlflow_store import NO_FORK, Lazy, open_client, uri_of
 from deeplightning.tracking.reader import client_of, find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender, sampler
-from deeplightning.tracking.store import Store, check_writable, explained, local_path, locate
+from deeplightning.tracking.store import Store, check_writable, explained, is_former, local_path, locate
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -73,13 +73,10 @@ class MLflowLogger(Logger):
         system_metrics: bool = True,
     ):
         super().__init__()
-        self._experiment_name = experiment_name
-        self._tracking_uri = tracking_uri
-        self._run_name = run_name
-        self._name_prefix = ""
+        self._experiment_name, self._tracking_uri = experiment_name, tracking_uri
+        self._run_name, self._name_prefix = run_name, ""
         self._tags = dict(tags or {})
-        self._run_id = run_id
-        self._system_metrics = system_metrics
+        self._run_id, self._system_metrics = run_id, system_metrics
         self._experiment_id: str | None = None
         self._name: str | None = None  # the name in the store
         self._artifact_folder: Path | None = None
@@ -232,8 +229,7 @@ class MLflowLogger(Logger):
                 infinity as the largest float).
             step: the step of the points; None: the last one given.
         """
-        step = self._last_step if step is None else int(step)
-        self._last_step = step
+        self._last_step = step = self._last_step if step is None else int(step)
         values: dict[str, float] = {}
         for name, value in metrics.items():
             try:
@@ -455,8 +451,7 @@ class MLflowLogger(Logger):
                 check_writable(store)
                 raise_if_newer(store)
             run, lines = self._old_run(store, run_id) if run_id else self._new_run(store, client)
-            folder = artifacts_of(store, run)
-            if folder is not None:
+            if (folder := artifacts_of(store, run)) is not None:
                 root = store.artifact_root
                 make_private(folder, root if root is not None and root in folder.parents else folder.parent)
         self._store = store
@@ -509,7 +504,7 @@ class MLflowLogger(Logger):
         run_id, started = uuid.uuid4().hex, time.time_ns() // 1_000_000
         tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._name_prefix, run_id)}
         place, root = experiment.artifact_location.rstrip("/"), store.artifact_root
-        if root and (former := local_path(place)) and not former.parent.is_dir():  # the store was moved
+        if root and (former := local_path(place)) and is_former(former.parent, root):
             place = (root / experiment.id).as_uri()
         location = f"{place}/{run_id}/artifacts"
         run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags, self._experiment_name)

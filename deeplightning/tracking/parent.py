@@ -95,8 +95,7 @@ class Parent:
             run_id = run_id or self.joined
             run = client.run(run_id) if run_id is not None else None
             if run is None or not run.is_active:
-                experiment = client.experiment(self.experiment)
-                run = client.create_run(experiment, self.name, self._tags(search_id))
+                run = client.create_run(client.experiment(self.experiment), self.name, self._tags(search_id))
                 client.log_batch(run.id, Batch(params=flatten(self.cfg.public())))
             else:
                 tags = {SEARCH: search_id, "deeplightning.searched": self.name}
@@ -163,8 +162,7 @@ class Parent:
             return {}
         with self._opened() as client:
             found = client.runs_with_tag(self.experiment, SEARCH, search_id)
-        numbers = [(run.tags.get(TRIAL), run.id) for run in found]
-        return {None if number is None else int(number): run_id for number, run_id in numbers}
+        return {None if (number := run.tags.get(TRIAL)) is None else int(number): run.id for run in found}
 
     def delete(self, run_id: str, folder: Path | None) -> None:
         """Remove the run of a trial that cannot be resumed."""

@@ -252,6 +252,11 @@ def is_transient(error: Exception) -> bool:
     return is_locked(error) or (is_network and not is_permanent)
 
 
+def is_former(folder: Path, root: Path) -> bool:
+    """Return whether a store that is now at `root` was at `folder`: it was moved, or copied from a store there."""
+    return not folder.is_dir() or ((folder / DATABASE).is_file() and not folder.samefile(root))
+
+
 def _directory_store(folder: Path) -> Store:
     if not (folder / DATABASE).exists() and any(folder.glob("*/meta.yaml")):
         return Store(str(folder), folder=folder, artifact_root=folder)

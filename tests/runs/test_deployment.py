@@ -156,7 +156,7 @@ def test_the_compose_file_agrees_with_the_dockerfile(tmp_path):
     services, dockerfile = file["services"], (ROOT / "Dockerfile").read_text()
     assert f"AS {services['server']['build']['target']}\n" in f"{dockerfile}\n"
     assert f"EXPOSE {services['server']['expose'][0]}" in dockerfile
-    assert "HEALTHCHECK" in dockerfile  # for `service_healthy`
+    assert int(re.search(r"HEALTHCHECK.*--start-period=(\d+)s", dockerfile)[1]) >= LOAD_SECONDS  # for `service_healthy`
     assert "/bundle" in services["server"]["volumes"][0]
     named = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", [])]
     files = [volume for volume in named if volume.startswith("./")]

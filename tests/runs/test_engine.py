@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import logging
 import re
 
 import pytest
@@ -288,3 +289,10 @@ def test_buffers_that_are_shared_or_assigned_are_recomputed_once():
     for mine, expected in zip(task.buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, expected)
     assert torch.equal(task.network[0].layer.weight.grad, plain.network[0].layer.weight.grad)
+
+
+def test_reports_and_traces_of_lightnings_profilers_are_kept(fit):
+    """The report of a profiler passes the level of Lightning's other messages; its traces go to the run folder."""
+    fitted = fit("engine.profiler=simple", "train.num_epochs=1")
+    assert logging.getLogger("pytorch_lightning.profilers.profiler").isEnabledFor(logging.INFO)
+    assert str(fitted.trainer.profiler.dirpath) == str(fitted.folder)

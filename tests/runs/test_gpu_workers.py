@@ -211,3 +211,14 @@ def test_a_worker_that_loads_ends_with_its_pool(pretend, run_folder, tmp_path):
     os.kill(pool, signal.SIGKILL)
     wait_until(lambda: gone(loading), 15)
     assert gone(loading)
+
+
+def test_no_connection_waits_at_a_gpu_that_is_lost(pretend, run_folder):
+    """While one GPU fails, the other answers every client; afterwards both do."""
+    server = pretend.start(run_folder.path, 2)
+    pretend.fails(cuda_1="it is lost")
+    os.kill(next(int(process) for process, device in pretend.opened() if device == "cuda:1"), signal.SIGKILL)
+    wait_until(lambda: any("cuda:1 does not answer" in event for event in server.events()))
+    assert [label(server, "red") for _ in range(20)] == ["red"] * 20
+    pretend.fails()
+    assert set(infos(server, 2)) == {"cuda:0", "cuda:1"}

@@ -232,3 +232,15 @@ def test_a_value_of_the_environment_is_replaced_neither_in_keys_nor_in_other_tex
     assert point.words == [f"{key}=0.5"]
     assert "type: a.dropout\n" in point.config
     assert "${oc.env:NAME}" in point.config
+
+
+def test_a_finished_point_of_a_moved_store_is_not_repeated(tmp_path):
+    """The record has the former folder; the run is found in the store around the record."""
+    file, run = tmp_path / "mlruns/multiruns/Default/grid/points/p.json", tmp_path / "mlruns/1/a/artifacts"
+    for folder in (file.parent, run):
+        folder.mkdir(parents=True)
+    (run / "cfg.yaml").touch()
+    point = Point([], "", file)
+    point.update_record(state="finished", code={}, run="a", folder="/former/mlruns/1/a/artifacts")
+    assert point.is_finished({})
+    assert point.record["folder"] == str(run)

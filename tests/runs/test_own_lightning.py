@@ -64,6 +64,12 @@ class Lines(Logger):
         pass
 
 
+class Told(Lines):
+    def after_save_checkpoint(self, checkpoint_callback):
+        with open("told.txt", "w") as file:
+            file.write(checkpoint_callback.best_model_path)
+
+
 class Ends(Lines):
     def finalize(self, status):
         with open("ends.txt", "a") as file:
@@ -207,6 +213,11 @@ class Keeps(Line):
 
     def on_train_end(self):
         assert type(self.trainer.checkpoint_callback) is pl.callbacks.ModelCheckpoint
+
+
+class Searches(Line):
+    def configure_callbacks(self):
+        return [pl.callbacks.LearningRateFinder()]
 
 
 class Remembers(Line):
@@ -568,3 +579,15 @@ def test_states_of_two_gpus_are_restored_on_a_machine_with_fewer(number, monkeyp
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None), val_dataloaders=None, ckpt_path="a.ckpt")
     random_state._restore_states(trainer, states)
     assert len(restored) == number
+
+
+def test_a_logger_is_told_of_checkpoints(run, project):
+    """Lightning's `after_save_checkpoint` gets a callback with the path of the best weights."""
+    run("logger={type: own_line.Told, pictures: null}", "train.num_epochs=1")
+    assert (project / "told.txt").read_text().endswith(".ckpt")
+
+
+def test_a_search_in_configure_callbacks_is_refused_as_in_the_config(run):
+    """The message names the command that finds the value; no run is opened."""
+    refused = run("model.module.type=own_line.Searches", code=2)
+    assert "deeplightning lr CONFIG" in refused.err

@@ -6,6 +6,7 @@ position or counter changes the weights. `test_kill` shows the same for killed r
 
 import functools
 import json
+import os
 import re
 import shutil
 import signal
@@ -680,3 +681,20 @@ def test_the_epoch_for_batch_norm_does_not_move_the_averages(train):
     trained = [name for name in averages if name.endswith(("weight", "bias"))]
     assert trained
     assert all(torch.equal(averages[name], saved["state_dict"][name]) for name in trained)
+
+
+def test_the_newest_run_of_a_copy_is_the_one_that_started_last(train, tmp_path):
+    """A copy may have new times of its files."""
+    settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.num_epochs=1"]
+    _, newest = train(*settings), train(*settings)
+    os.utime(newest.folder / "cfg.yaml", (0, 0))
+    assert train(*settings, "train.resume_ckpt=auto").folder == newest.folder
+
+
+def test_a_callback_without_patience_lets_an_improving_run_resume(train):
+    """`EarlyStopping(patience=0)` stops at the first validation that is no better, not at a restart."""
+    stop = "train.callbacks=[{type: EarlyStopping, params: {monitor: val_loss, patience: 0}}]"
+    half = train(stop, "train.num_epochs=1")
+    steps = read_checkpoint(half.folder / "last.ckpt")["global_step"]
+    resumed = train(stop, "train.num_epochs=2", f"train.resume_ckpt='{half.folder}'")
+    assert read_checkpoint(resumed.folder / "last.ckpt")["global_step"] == 2 * steps

@@ -377,3 +377,25 @@ def test_a_test_of_a_run_that_still_trains_leaves_its_status(train, command, pla
     lock.release()
     assert tested.folder != run.folder
     assert tracked(tested.folder).status == "FINISHED"
+
+
+def test_overfit_gives_hooks_a_batch_of_their_own_to_change(tmp_path, monkeypatch):
+    """What a hook writes into a batch is gone at its next reading."""
+    (tmp_path / "changed_by_hooks.py").write_text(
+        "import pytorch_lightning as pl\nfrom torch.utils.data import DataLoader\n\n\n"
+        "class Own(pl.LightningModule):\n    def train_dataloader(self):\n"
+        "        return DataLoader([{'x': 1.0}, {'x': 2.0}])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    module = {"type": "changed_by_hooks.Own"}
+    task = init_module(load_config({"model": {"module": module}, "train": {"num_epochs": 1, "overfit": 2}}), "model")
+    for batch in task.train_dataloader():
+        batch["x"] = batch["x"].sub_(9)
+    assert [batch["x"].item() for batch in task.val_dataloader()] == [1.0, 2.0]
+
+
+def test_a_fast_run_saves_nothing_by_a_callback_of_the_user(train, tmp_path):
+    """A ModelCheckpoint of `train.callbacks` saves nothing, as under Lightning's `fast_dev_run`."""
+    kept = f"{{type: ModelCheckpoint, params: {{dirpath: '{tmp_path / 'kept'}', save_last: true}}}}"
+    train("train.fast=true", f"train.callbacks=[{kept}]")
+    assert [*tmp_path.rglob("*.ckpt")] == []

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import free_port, python
+from commands import environment, free_port, python
 from served import COLOURS, ROOT, Server, children, colour_run, gone, negative_run, picture, wait_until
 from test_hostile_files import tamper_with_bundle
 
@@ -548,3 +549,26 @@ def test_the_client_names_the_file_of_a_picture_that_it_gets(start, tmp_path):
     code, (line,), _ = predict(f"http://127.0.0.1:{server.port}/predict", path)
     assert (code, line["file"]) == (0, str(path))
     assert base64.b64decode(line["image"]).startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_full_disk_under_the_log_ends_no_server(run_folder):
+    """The first line is lost like those of requests; the server answers."""
+    port = free_port()
+    command = [sys.executable, "-m", "serve", run_folder.path, "--port", str(port), "--device", "cpu"]
+
+    def ready():
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2).status == 200
+        except OSError:
+            return False
+
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=full, env=environment())
+    try:
+        wait_until(lambda: ready() or process.poll() is not None, 60)
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        code = process.wait(timeout=15)
+    assert code == 0

@@ -1121,3 +1121,15 @@ def test_a_store_that_was_removed_is_made_again(name, tmp_path):
     for _ in range(2):
         assert history(finished(store, experiment_name=name), "x") == [(0, 1)]
         shutil.rmtree(store)
+
+
+def test_a_copied_store_is_used_in_its_own_place(store, tmp_path):
+    """Runs of a copy are in the copy, new and old ones, although the original still exists."""
+    first = finished(store)
+    copy = Path(shutil.copytree(store, tmp_path / "copy"))
+    assert finished(copy).artifact_folder.is_relative_to(copy)
+    found = artifacts_of(locate(copy), find_run(locate(copy), first.run_id))
+    assert found == copy / "0" / first.run_id / "artifacts"
+    link = tmp_path / "link"
+    link.symlink_to(store)
+    assert artifacts_of(locate(link), find_run(locate(link), first.run_id)) == first.artifact_folder

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
-from served import COLOURS, encoded, negative_run, picture, probabilities
+from served import COLOURS, ROOT, encoded, negative_run, picture, probabilities
 from werkzeug.datastructures import FileStorage, MultiDict
 from werkzeug.test import Client, encode_multipart
 
@@ -532,3 +533,15 @@ def test_the_weights_of_accept_count(negatives, path, accept, kind):
     """A client that prefers JSON gets JSON although it names image/png (RFC 9110, section 12.4.2)."""
     answer = client_of(negatives, path).post("/predict", data=picture("red"), headers={"Accept": accept})
     assert answer.mimetype == kind
+
+
+def test_an_event_waits_for_no_reader():
+    """If nobody reads standard error, an event is lost, and nobody waits."""
+    program = (
+        "import contextlib, os\nfrom serve.log import log_event\n"
+        "os.dup2(os.pipe()[1], 2)\nos.set_blocking(2, False)\n"
+        "with contextlib.suppress(BlockingIOError):\n    while True:\n        os.write(2, b'x' * 4096)\n"
+        "os.set_blocking(2, True)\nlog_event('lost')\nprint('went on')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout == "went on\n"

@@ -162,8 +162,10 @@ def runs_in(folder: Path) -> tuple[list[PastRun], list[str]] | None:
     finished = [row for row in rows if row["state"] == "finished"]
     found = []
     for row in finished:
-        is_local = bool(row["folder"]) and Path(row["folder"]).is_dir()
-        found.append(past_run(row["folder"] if is_local or not row.get("id") else f"runs:/{row['id']}", remote=False))
+        near = RunFolder(Path(folder, "../../..", *Path(row["folder"]).parts[-3:]).resolve())  # a moved store
+        place = str(near.path) if row["folder"] and near.config.is_file() else row["folder"]
+        is_local = bool(place) and Path(place).is_dir()
+        found.append(past_run(place if is_local or not row.get("id") else f"runs:/{row['id']}", remote=False))
     skipped = len(rows) - len(finished)
     return found, [f"{skipped} of its {len(rows)} runs left out: not finished"] if skipped else []
 

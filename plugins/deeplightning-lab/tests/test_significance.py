@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -248,3 +249,13 @@ def test_equal_means_need_seeds_for_the_difference_that_matters(runs):
     assert found.rows[0].more is not None
     assert 100 < found.rows[0].more < 200
     assert "a difference of 0.1 takes about" in found.sentences[1]
+
+
+def test_the_runs_of_an_archived_group_are_beside_it(runs, tmp_path):
+    """The table has the former paths of a store that was moved."""
+    runs("a", BASE[:1])
+    home, run = tmp_path / "mlruns/multiruns/Default/grid", tmp_path / "mlruns/1/x/artifacts"
+    home.mkdir(parents=True)
+    shutil.copytree(tmp_path / "a" / "0", run)
+    (home / "runs.csv").write_text("run,state,id,folder\n0,finished,x,/former/mlruns/1/x/artifacts\n")
+    assert [each.folder.path for each in runs_in(home)[0]] == [run]

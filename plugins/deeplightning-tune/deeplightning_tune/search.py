@@ -328,9 +328,9 @@ class _Search:
         """
         run_id, place = self._run_of(number)
         run_id = run_id or children.get(number)
-        if place is None and run_id is not None and self.parent.store is not None:
-            roots = self.parent.store.artifact_root
-            place = next(roots.glob(f"*/{run_id}/artifacts"), None) if roots else None
+        if (place is None or not place.is_dir()) and run_id is not None and self.parent.store is not None:
+            roots = self.parent.store.artifact_root  # of a store that may have been moved
+            place = next(roots.glob(f"*/{run_id}/artifacts"), place) if roots else place
         if place is not None and place.is_dir():
             folder, until = RunFolder(place), time.monotonic() + GRACE_SECONDS
             while (lock := folder.lock()) is None and time.monotonic() < until:

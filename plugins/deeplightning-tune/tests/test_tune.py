@@ -722,3 +722,15 @@ def test_an_untried_point_is_found_without_comparing_all(tmp_path, monkeypatch):
     assert study._move_to_untried(SimpleNamespace(params=tried[0]), tried, 20).params not in tried
     assert len(calls) < 1000
     study.disconnect()
+
+
+def test_an_unfinished_trial_of_a_moved_store_continues(tmp_path):
+    """Its folder in the search's file is the former one; its run is not deleted."""
+    run_id = "a" * 32
+    artifacts = tmp_path / "moved" / "1" / run_id / "artifacts"
+    artifacts.mkdir(parents=True)
+    (artifacts / "last.ckpt").touch()
+    parent = SimpleNamespace(store=locate(tmp_path / "moved"), delete=lambda *_: pytest.fail("deleted"))
+    former = tmp_path / "former" / "1" / run_id / "artifacts"
+    one = SimpleNamespace(parent=parent, _run_of=lambda number: (run_id, former))
+    assert _Search._resume_overrides(one, 0, {}) == [f"train.resume_ckpt={artifacts / 'last.ckpt'}"]
