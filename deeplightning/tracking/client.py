@@ -16,6 +16,7 @@ from deeplightning.tracking.entities import (
     as_logged,
     is_test_metric,
     name_of,
+    storable,
 )
 from deeplightning.tracking.mlflow_store import make_run, open_client
 from deeplightning.tracking.store import Store, patient
@@ -48,15 +49,14 @@ class Client:
 
     def make_run(self, run: Run) -> None:
         """Create a run with a given id, unless it exists. For SQLite stores."""
-        make_run(self._store, run._replace(tags=_storable_items(run.tags)))
+        make_run(self._store, run)
 
     def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], prefix: str = "") -> Run:
         """Create a run with the status RUNNING. Its default name is `prefix` and the first digits of its id."""
-        tags = _storable_items(tags)
-        given = _storable(name) if name else tags.get(RUN_NAME)
+        given = storable(name or tags.get(RUN_NAME, ""))
         # MLflow draws names with Python's `random`: all runs with the same seed would get the same name.
         run = _to_run(self._client.create_run(experiment.id, tags=tags, run_name=given or "run"))
-        if given is None:
+        if not given:
             run.tags[RUN_NAME] = name_of(prefix, run.id)
             self._client.update_run(run.id, name=run.tags[RUN_NAME])
         return run
@@ -119,11 +119,11 @@ class Client:
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
-        params = [Param(*item) for item in _storable_items(batch.params).items()]
-        tags = [RunTag(*item) for item in _storable_items(batch.tags).items()]
+        params = [Param(*map(storable, item)) for item in batch.params.items()]
+        tags = [RunTag(*map(storable, item)) for item in batch.tags.items()]
         self._client.log_batch(run_id, [Metric(*point) for point in batch.points], params, tags)
         if RUN_NAME in batch.tags:
-            self._client.update_run(run_id, name=_storable(batch.tags[RUN_NAME]))
+            self._client.update_run(run_id, name=storable(batch.tags[RUN_NAME]))
         if batch.datasets:
             context = [InputTag("mlflow.data.context", "training")]  # what the run uses the data for
             inputs = [DatasetInput(Dataset(*one[:4], profile=one.profile), context) for one in batch.datasets]
@@ -166,15 +166,6 @@ class Client:
         latest = {point.name: point for point in sorted(self.history(run_id, tested), key=lambda p: (p.step, p.time))}
         self._client.log_batch(run_id, [Metric(*point, model_id=model.model_id) for point in latest.values()])
         self._client.finalize_logged_model(model.model_id, "READY")
-
-
-def _storable(text: str) -> str:
-    """Escape what no database stores: the bytes of a file name that are not UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _storable_items(texts: Mapping[str, str]) -> dict[str, str]:
-    return {_storable(name): _storable(text) for name, text in texts.items()}
 
 
 @contextmanager

@@ -144,6 +144,11 @@ def clean(name: str) -> str:
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:MAX_NAME]
 
 
+def storable(text: str) -> str:
+    """Escape what no database stores: the bytes of a file name that are not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def subpath(name: str) -> Path:
     """Return a path relative to the run's artifacts.
 

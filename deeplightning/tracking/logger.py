@@ -488,7 +488,7 @@ class MLflowLogger(Logger):
 
     def _new_run(self, store: Store, client: "Client | None") -> tuple[Run, list[Line]]:
         """Return a new run, and the first lines to log."""
-        tags = {name: str(value)[:MAX_TAG] for name, value in (run_tags() | self._tags).items()}
+        tags = {name: entities.storable(str(value))[:MAX_TAG] for name, value in (run_tags() | self._tags).items()}
         experiment = find_experiment(store, self._experiment_name) if client is None else None
         if experiment is None:
             experiment = (client or client_of(store)).experiment(self._experiment_name)
@@ -502,7 +502,11 @@ class MLflowLogger(Logger):
         if client is not None:
             return client.create_run(experiment, self._run_name, tags, self._name_prefix), []
         run_id, started = uuid.uuid4().hex, time.time_ns() // 1_000_000
-        tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._name_prefix, run_id)}
+        tags |= {
+            RUN_NAME: entities.storable(self._run_name or "")
+            or tags.get(RUN_NAME)
+            or entities.name_of(self._name_prefix, run_id)
+        }
         place, root = experiment.artifact_location.rstrip("/"), store.artifact_root
         if root and (former := local_path(place)) and is_former(former.parent, root):
             place = (root / experiment.id).as_uri()
