@@ -72,7 +72,7 @@ def log_event(event: str, error: BaseException | None = None, **fields: object) 
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     record = {"time": stamp, "event": event, **fields}
     if error is not None:
-        record["error"] = "".join(traceback.format_exception(error))
+        record["error"] = "".join(traceback.format_exception(error))[-3000:]  # a line that fits into a pipe at once
     with contextlib.suppress(OSError, ValueError):
         # One write: `print` may write the newline separately, after the line of another process.
         if select.select([], [2], [], 0)[1]:  # else its reader is slow

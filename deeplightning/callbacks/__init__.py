@@ -31,7 +31,7 @@ def callback_of(trainer: Any, kind: type[T]) -> T:
 
 def run_callbacks(cfg: Config) -> list[pl.Callback]:
     """Return the callbacks of a run in the order of their hooks. Lightning moves checkpoint callbacks to the end."""
-    from pytorch_lightning.callbacks import Callback, Checkpoint, EarlyStopping
+    from pytorch_lightning.callbacks import Callback, EarlyStopping
 
     from deeplightning.callbacks import gathered, random_state, results, steps
     from deeplightning.callbacks.checkpoints import Checkpoints
@@ -99,8 +99,7 @@ def run_callbacks(cfg: Config) -> list[pl.Callback]:
         at_end = (stop.metric.startswith("train") and stop.metric.endswith("_epoch")) or None  # else as in Lightning
         more: dict[str, Any] = {"mode": stop.mode or "min", "check_on_train_epoch_end": at_end}
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, **more))
-    built = [build(target) for target in train.callbacks]
-    callbacks += [each for each in built if not (train.fast and isinstance(each, Checkpoint))]
+    callbacks += [build(target) for target in train.callbacks]
     if TRIAL in os.environ:  # after the user's callbacks, whose metrics it reports
         from deeplightning.callbacks.trial import Trial
 

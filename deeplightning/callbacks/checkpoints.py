@@ -97,7 +97,8 @@ class Checkpoints(LightningCheckpoint):
         states are then saved, and `trainer.checkpoint_callback` is theirs."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         ours = [c for c in callbacks[callbacks.index(self) :] if type(c).__module__.startswith("deeplightning")]
-        trainer.callbacks = [each for each in callbacks if each not in ours] + ours  # type: ignore[attr-defined]
+        kept = [c for c in callbacks if c not in ours and not (self.off and isinstance(c, LightningCheckpoint))]
+        trainer.callbacks = kept + ours  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop, resumed = trainer.fit_loop, self.record.resumption

@@ -8,7 +8,6 @@ trainer.fit(task, data)
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import logging
@@ -133,7 +132,10 @@ def _first_batches(make: Callable[[], Any], number: int) -> Sequence[object]:
 
 
 class _Batches(UserList[object]):
-    """Batches of which each reading is a copy, because hooks may change one in place."""
+    """Batches of which each reading has its own tensors, because hooks may change one in place."""
 
     def __getitem__(self, number: Any) -> Any:
-        return copy.deepcopy(super().__getitem__(number))
+        from lightning_utilities.core.apply_func import apply_to_collection
+        from torch import Tensor
+
+        return apply_to_collection(super().__getitem__(number), Tensor, Tensor.clone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import shlex
 import shutil
@@ -227,8 +228,11 @@ def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -
 def _started(config: Path) -> tuple[int, int]:
     """Return when a run started, in ms, by the first line of its metrics, and the file's time, which a copy loses."""
     changed = config.stat().st_mtime_ns
-    line: Any = next((line for _, line in read_lines(RunFolder(config.parent).metrics)), {})
-    return line.get("run", {}).get("started") or changed // 1_000_000, changed
+    started, metrics = None, RunFolder(config.parent).metrics
+    with contextlib.suppress(OSError, AttributeError):  # a damaged file must not hide the other runs
+        if metrics.is_file():
+            started = next((line for _, line in read_lines(metrics)), {}).get("run", {}).get("started")
+    return (started if isinstance(started, int) and started else changed // 1_000_000), changed
 
 
 def store_of(cfg: Config) -> Store:

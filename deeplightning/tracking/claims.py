@@ -157,8 +157,8 @@ def artifacts_of(store: Store, run: Run) -> Path | None:
     if folder is None or root is None or folder.parts[-3:-1] != (run.experiment_id, run.id):
         return folder
     moved = root / run.experiment_id / run.id / "artifacts"
-    is_here = moved.is_dir() or not folder.is_dir()
-    return moved if is_here and is_former(folder.parents[2], root) else folder
+    is_here = moved.is_dir() or not os.access(folder, os.R_OK)
+    return moved if is_here and is_former(folder.parents[2], store) else folder
 
 
 def read_header(metrics: Path) -> Line:
@@ -173,8 +173,9 @@ def metrics_of(store: Store, claim: dict[str, Any]) -> Path:
         ValueError: its folder is neither in the store nor the folder of a run of this user.
     """
     path, root = Path(str(claim["metrics"])), store.artifact_root
-    if root is not None and not path.exists() and (moved := root.joinpath(*path.parts[-4:])).is_file():
-        path = moved  # EXPERIMENT/RUN/artifacts/metrics.jsonl of a store that was moved
+    moved = (root or path).joinpath(*path.parts[-4:])  # EXPERIMENT/RUN/artifacts/metrics.jsonl in the store of now
+    is_gone = not os.access(path, os.R_OK) or (len(path.parents) > 3 and is_former(path.parents[3], store))
+    path = moved if is_gone and moved.is_file() else path
     files = (path.resolve(), sent_file(path).resolve())  # read and written; links may lead out
     if any(file.exists() and not file.is_file() for file in files):
         raise ValueError(f"{str(path)!r:.80} or its position is not a regular file")

@@ -508,7 +508,7 @@ class MLflowLogger(Logger):
             or entities.name_of(self._name_prefix, run_id)
         }
         place, root = experiment.artifact_location.rstrip("/"), store.artifact_root
-        if root and (former := local_path(place)) and is_former(former.parent, root):
+        if root and (former := local_path(place)) and is_former(former.parent, store):
             place = (root / experiment.id).as_uri()
         location = f"{place}/{run_id}/artifacts"
         run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags, self._experiment_name)

@@ -252,9 +252,16 @@ def is_transient(error: Exception) -> bool:
     return is_locked(error) or (is_network and not is_permanent)
 
 
-def is_former(folder: Path, root: Path) -> bool:
-    """Return whether a store that is now at `root` was at `folder`: it was moved, or copied from a store there."""
-    return not folder.is_dir() or ((folder / DATABASE).is_file() and not folder.samefile(root))
+def is_former(folder: Path, store: Store) -> bool:
+    """Return whether a local store was at `folder` earlier: it was moved, or copied from a store there."""
+    if not os.access(folder, os.R_OK | os.X_OK):  # gone, or another user's
+        return True
+    own, root = store.database, store.artifact_root
+    if own is None:  # a file store
+        return root is not None and any(folder.glob("*/meta.yaml")) and not folder.samefile(root)
+    beside = [] if root == own.parent else [folder.parent / own.name]  # of sqlite:///FILE
+    found = [file for file in (folder / DATABASE, *beside) if file.is_file()]
+    return bool(found) and not any(own.exists() and file.samefile(own) for file in found)
 
 
 def _directory_store(folder: Path) -> Store:

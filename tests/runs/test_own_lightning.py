@@ -587,6 +587,13 @@ def test_a_logger_is_told_of_checkpoints(run, project):
     assert (project / "told.txt").read_text().endswith(".ckpt")
 
 
+def test_a_fast_run_saves_nothing_by_a_callback_of_the_module(run, project):
+    """A ModelCheckpoint of `configure_callbacks` saves nothing, as under Lightning's `fast_dev_run`."""
+    before = {*project.rglob("*.ckpt")}
+    run("model.module.type=own_line.Keeps", "train.fast=true", code=5)  # its own assertion finds no callback
+    assert {*project.rglob("*.ckpt")} == before
+
+
 def test_a_search_in_configure_callbacks_is_refused_as_in_the_config(run):
     """The message names the command that finds the value; no run is opened."""
     refused = run("model.module.type=own_line.Searches", code=2)

@@ -698,3 +698,15 @@ def test_a_callback_without_patience_lets_an_improving_run_resume(train):
     steps = read_checkpoint(half.folder / "last.ckpt")["global_step"]
     resumed = train(stop, "train.num_epochs=2", f"train.resume_ckpt='{half.folder}'")
     assert read_checkpoint(resumed.folder / "last.ckpt")["global_step"] == 2 * steps
+
+
+@pytest.mark.parametrize("line", ['{"status": "RUNNING", "run": "x"}', '{"run": {"started": "2025"}}', "[]", ""])
+def test_a_damaged_file_of_metrics_hides_no_run(train, tmp_path, line):
+    """The newest run of a store is found whatever another run's first line says."""
+    settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.num_epochs=1"]
+    newest = train(*settings)
+    other = newest.folder.parents[1] / ("a" * 32) / "artifacts"
+    other.mkdir(parents=True)
+    (other / "cfg.yaml").write_text("seed: 1\n")
+    (other / "metrics.jsonl").write_text(f"{line}\n")
+    assert train(*settings, "train.resume_ckpt=auto").folder == newest.folder

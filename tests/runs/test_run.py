@@ -397,5 +397,5 @@ def test_overfit_gives_hooks_a_batch_of_their_own_to_change(tmp_path, monkeypatc
 def test_a_fast_run_saves_nothing_by_a_callback_of_the_user(train, tmp_path):
     """A ModelCheckpoint of `train.callbacks` saves nothing, as under Lightning's `fast_dev_run`."""
     kept = f"{{type: ModelCheckpoint, params: {{dirpath: '{tmp_path / 'kept'}', save_last: true}}}}"
-    train("train.fast=true", f"train.callbacks=[{kept}]")
+    assert train("train.fast=true", f"train.callbacks=[{kept}]")
     assert [*tmp_path.rglob("*.ckpt")] == []

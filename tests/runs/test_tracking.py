@@ -1133,3 +1133,22 @@ def test_a_copied_store_is_used_in_its_own_place(store, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(store)
     assert artifacts_of(locate(link), find_run(locate(link), first.run_id)) == first.artifact_folder
+
+
+def test_a_store_that_is_named_by_its_database_stays_where_it_is(store, tmp_path):
+    """`sqlite:///mlruns/mlflow.db` is the store `mlruns`; its runs stay in their folders, present or removed."""
+    first = finished(store)
+    named = f"sqlite:///{locate(store).database}"
+    assert finished(named).artifact_folder.parents[2] == first.artifact_folder.parents[2]
+    assert artifacts_of(locate(named), find_run(locate(named), first.run_id)) == first.artifact_folder
+    shutil.rmtree(first.artifact_folder)
+    assert artifacts_of(locate(named), find_run(locate(named), first.run_id)) == first.artifact_folder
+
+
+def test_a_copy_of_the_layout_of_mlflow_is_used_in_its_own_place(tmp_path):
+    """A database may lie beside its `mlruns`."""
+    for name in ("original", "copy"):
+        first = finished(f"sqlite:///{tmp_path / name / 'mlflow.db'}")
+        assert first.artifact_folder.is_relative_to(tmp_path / name / "mlruns")
+        if name == "original":
+            shutil.copytree(tmp_path / "original", tmp_path / "copy")

@@ -703,3 +703,13 @@ def test_an_upload_may_take_long(folder, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "33")  # the user's own
     tracked.upload("a run", folder / "mlflow.db", None)
     assert (seen, os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == (["600", "33"], "33")
+
+
+def test_the_claim_of_a_copied_store_is_settled_in_the_copy(folder, tmp_path):
+    """The original's metrics stay unread and its position unwritten; each store gets the points."""
+    run_id = killed(folder, *POINTS)
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert list(sync(copy)) == [f"{run_id}  400 points sent{KILLED}"]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert list(sync(folder)) == [f"{run_id}  400 points sent{KILLED}"]

@@ -162,7 +162,7 @@ def runs_in(folder: Path) -> tuple[list[PastRun], list[str]] | None:
     finished = [row for row in rows if row["state"] == "finished"]
     found = []
     for row in finished:
-        near = RunFolder(Path(folder, "../../..", *Path(row["folder"]).parts[-3:]).resolve())  # a moved store
+        near = RunFolder(Path(folder, "../../..", *Path(row["folder"] or "").parts[-3:]).resolve())  # a moved store
         place = str(near.path) if row["folder"] and near.config.is_file() else row["folder"]
         is_local = bool(place) and Path(place).is_dir()
         found.append(past_run(place if is_local or not row.get("id") else f"runs:/{row['id']}", remote=False))
