@@ -24,8 +24,8 @@ OUTPUTS = {
     "multilabel": ("probabilities", "labels"),
     "segmentation": ("probabilities", "classes"),
 }
-"""Kinds of output, with the name of the graph's output, and what its labels name, or "". Their classes are in
-`serve.outputs`."""
+"""Kinds of output. Each has the name of the graph's output, and the plural noun of its labels, "" if it has none. Their
+answers are defined in `serve.outputs`."""
 
 CLASS_COLOURS = (
     *((40, 40, 40), (230, 75, 60), (50, 160, 240), (85, 190, 90), (250, 200, 50), (165, 90, 200)),

@@ -167,8 +167,8 @@ class Record(Callback):
         folder, tracked = self._share_run(trainer, folder, tracked)
         self._folder = RunFolder(folder)
         if self.cfg.engine.profiler is not None:
-            of_traces: Any = trainer
-            of_traces.profiler.dirpath = self._folder.path  # it would be the working directory
+            profiled: Any = trainer
+            profiled.profiler.dirpath = self._folder.path  # of traces; else the working directory
         if tracked is not None:
             self._user_calls.begin(tracked, run_maker(self.loggers) if trainer.is_global_zero else None)
         if (group := member.current()) is not None and trainer.is_global_zero:

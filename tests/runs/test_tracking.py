@@ -1146,7 +1146,7 @@ def test_a_store_that_is_named_by_its_database_stays_where_it_is(store, tmp_path
 
 
 def test_a_copy_of_the_layout_of_mlflow_is_used_in_its_own_place(tmp_path):
-    """A database may lie beside its `mlruns`."""
+    """MLflow's own layout has the database next to the folder `mlruns`."""
     for name in ("original", "copy"):
         first = finished(f"sqlite:///{tmp_path / name / 'mlflow.db'}")
         assert first.artifact_folder.is_relative_to(tmp_path / name / "mlruns")

@@ -675,7 +675,7 @@ def test_points_wait_for_a_new_token_and_for_a_rate_limit(folder, monkeypatch, s
 
 @pytest.mark.parametrize(("status", "again"), [(413, False), (403, False), (401, True), (429, True), (503, True)])
 def test_an_upload_is_repeated_only_if_it_may_pass(status, again):
-    """A file that a proxy refuses for good does not block what follows."""
+    """The sender drops a file that a proxy refuses permanently, and sends the data behind it."""
     answer = requests.Response()
     answer.status_code = status
     assert is_transient(requests.HTTPError("refused", response=answer)) is again
