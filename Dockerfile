@@ -32,7 +32,7 @@ RUN hashes=--require-hashes && \
     .uv/bin/uv pip install --system --no-cache --compile-bytecode $hashes --requirement requirements.txt \
         --constraint requirements.lock && \
     rm -rf .uv uv.txt
-COPY deeplightning/__init__.py deeplightning/array_spec.py deeplightning/image_spec.py deeplightning/kinds.py deeplightning/runfolder.py deeplightning/table_spec.py deeplightning/text_spec.py deeplightning/version.py deeplightning/words.py deeplightning/
+COPY deeplightning/__init__.py deeplightning/array_spec.py deeplightning/image_spec.py deeplightning/kinds.py deeplightning/runfolder.py deeplightning/table_format.py deeplightning/table_spec.py deeplightning/text_spec.py deeplightning/version.py deeplightning/words.py deeplightning/
 COPY serve/ serve/
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001

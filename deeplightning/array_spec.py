@@ -198,7 +198,7 @@ def read_signal(path: Path) -> np.ndarray:
 
 
 def _csv(path: Path) -> np.ndarray:
-    from deeplightning.table_spec import decoded  # imported lazily: a server does not need it
+    from deeplightning.table_format import decoded  # imported lazily: a server does not need it
 
     text = [line.strip(" ") for line in decoded(path.read_bytes(), "latin-1").rstrip().splitlines()]
     delimiter = next((sign for sign in "\t;, " if sign in (text or [""])[-1]), ",")

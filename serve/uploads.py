@@ -18,7 +18,7 @@ from serve.limits import Limits, Refusal
 if TYPE_CHECKING:
     import numpy as np
 
-    from deeplightning.table_spec import TableFormat
+    from deeplightning.table_format import TableFormat
 
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
 FORM_USAGE = "send a file as curl -F image=@FILE does"
@@ -190,7 +190,7 @@ def rows_from_csv(body: bytes, limits: Limits, columns: Sequence[str], form: "Ta
     Raises:
         Refusal: the body has another form.
     """
-    from deeplightning.table_spec import TableError, decoded, rows_of_csv  # imported lazily: most servers never need it
+    from deeplightning.table_format import TableError, decoded, rows_of_csv  # most servers never need it
 
     try:
         return rows_of_csv(decoded(body, form.encoding), limits.max_images, form, columns)

@@ -12,7 +12,7 @@ import numpy as np
 from deeplightning.cli.guess import Columns, counted, errors_of_data, some
 from deeplightning.config.target import find
 from deeplightning.faults import ConfigError, Fault, SetupError, count, nearest
-from deeplightning.table_spec import MISSING, NAMED_DAY, TableFormat
+from deeplightning.table_format import MISSING, NAMED_DAY, TableFormat
 
 MAX_ROWS = 200_000
 """Maximum number of rows of a table that are read."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from deeplightning.cli.guess import Columns, Guess, counted, some
 from deeplightning.cli.guess_columns import AMOUNT, DATE, GAPS, MAX_CLASSES, Table, likely_target, table
 from deeplightning.faults import SetupError
-from deeplightning.table_spec import TableFormat
+from deeplightning.table_format import TableFormat
 
 MAX_FEW = 20
 """Maximum number of different whole numbers that are taken for classes."""

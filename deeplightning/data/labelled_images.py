@@ -20,7 +20,7 @@ from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import SPLITS, checked_names, divide_by_set
 from deeplightning.data.splits import SET_NAMES, assign_folds
-from deeplightning.table_spec import decoded
+from deeplightning.table_format import decoded
 from deeplightning.words import did_you_mean
 
 

@@ -16,8 +16,9 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, ExitWithParent, InMemory, OnDemand, move_if_it_fits
-from deeplightning.data.samplers import BatchIndices, replicas, resume_sampler, train_sampler
+from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import assign_folds, keep_classes, shuffled
+from deeplightning.data.train_sampler import replicas, resume_sampler, train_sampler
 from deeplightning.words import InputError, address_shown, is_address
 
 SPLITS: dict[str | None, tuple[str, ...]] = {

@@ -27,7 +27,8 @@ from deeplightning.data.loading import SPLITS, ColumnData, Moments, divide_by_se
 from deeplightning.data.splits import SET_NAMES, assign_folds
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import Rows, Table, encoded, numbers_of, read_table
-from deeplightning.table_spec import DELIMITERS, MISSING, Codes, Column, TableError, TableFormat, TableSpec, Words
+from deeplightning.table_format import DELIMITERS, MISSING, TableError, TableFormat
+from deeplightning.table_spec import Codes, Column, TableSpec, Words
 from deeplightning.words import did_you_mean
 
 log = logging.getLogger("deeplightning.data")

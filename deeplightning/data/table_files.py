@@ -17,17 +17,16 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from deeplightning.data.data_errors import DataError
-from deeplightning.table_spec import (
+from deeplightning.table_format import (
     DELIMITERS,
     TableError,
     TableFormat,
-    Words,
     above_header,
     aligned,
     named_columns,
     records,
-    word_of,
 )
+from deeplightning.table_spec import Words, word_of
 from deeplightning.words import is_number
 
 HEAD_BYTES = 2**20

@@ -156,7 +156,7 @@ def read_table(file: "TableFile", types: Mapping[str, str], bounded: Sequence[st
 
 
 def _read_cached(top: Path, file: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> Table:
-    names = ("table_rows.py", "table_files.py", "../table_spec.py")
+    names = ("table_rows.py", "table_files.py", "../table_format.py", "../table_spec.py")
     code = [(Path(__file__).parent / name).read_bytes() for name in names]
     before = stat_of(file.path.stat())
     folder = top / cache_files.folder_name((sys.byteorder, code, *types.items(), file.form, bounded), before)

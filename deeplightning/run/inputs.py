@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from deeplightning.array_spec import SIGNALS, read_signal
 from deeplightning.image_spec import EXTENSIONS
-from deeplightning.table_spec import TableFormat, TableSpec, decoded
+from deeplightning.table_format import TableFormat, decoded
+from deeplightning.table_spec import TableSpec
 from deeplightning.text_spec import TextSpec
 from serve.limits import Limits, Refusal
 from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json

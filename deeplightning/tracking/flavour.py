@@ -24,7 +24,8 @@ from deeplightning.tracking.store import quiet_mlflow
 from serve.outputs import OUTPUTS
 
 _SERVE = ("answers", "bundle", "cuda", "device", "limits", "model", "outputs", "private", "schemas", "session")
-_OURS = ("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec", "version", "words")
+_SPECS = [f"{kind}_spec" for kind in ("array", "image", "table", "text")]
+_OURS = (*_SPECS, "kinds", "runfolder", "table_format", "version", "words")
 SOURCES = (*(f"serve/{name}.py" for name in _SERVE), *(f"deeplightning/{name}.py" for name in _OURS))
 
 PACKAGES = ("mlflow", "numpy", "onnxruntime", "pillow")

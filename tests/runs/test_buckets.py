@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from deeplightning.config.schema import Target
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.of_datasets import _Batches
-from deeplightning.data.samplers import BucketedDistributedSampler, SampledBatches, sort_values, train_sampler
+from deeplightning.data.samplers import BucketedDistributedSampler, SampledBatches, sort_values
+from deeplightning.data.train_sampler import train_sampler
 
 SAMPLER = "deeplightning.data.samplers.BucketedDistributedSampler"
 BUCKETED = f"data.sampler={{type: {SAMPLER}, params: {{buckets: 2, sort_key: labels, min_samples_per_bucket: 60}}}}"

@@ -605,7 +605,7 @@ def test_a_sample_is_written_with_the_decimal_sign_of_its_table(open_page, servi
 
     from deeplightning.export.bundle import export
     from deeplightning.runfolder import RunFolder
-    from deeplightning.table_spec import TableFormat
+    from deeplightning.table_format import TableFormat
 
     task, _ = task_of("table_regression")
     task.row_spec = dataclasses.replace(task.row_spec, format=TableFormat(";", ","))

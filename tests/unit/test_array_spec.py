@@ -9,7 +9,7 @@ import pytest
 
 from deeplightning.array_spec import ArrayError, ArraySpec, read_npy, read_signal
 from deeplightning.run.inputs import inputs_of
-from deeplightning.table_spec import rows_of_csv
+from deeplightning.table_format import rows_of_csv
 
 SPEC = ArraySpec((2, 3), (1.0, 10.0), (2.0, 5.0))
 

@@ -10,7 +10,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.utils.data import DataLoader, IterableDataset
 
 from deeplightning.data.data_errors import DataConfigError
-from deeplightning.data.samplers import PADDING, BalancedBatches, train_sampler
+from deeplightning.data.samplers import PADDING, BalancedBatches
+from deeplightning.data.train_sampler import train_sampler
 from deeplightning.run.resolve_auto import class_counts, class_weights, label_counts, positive_weights
 
 LABELS = np.array([5] * 90 + [2] * 9 + [0] * 2)  # three classes, not numbered consecutively

@@ -22,7 +22,7 @@ from deeplightning.data.datasets import OnDemand
 from deeplightning.data.loading import Moments
 from deeplightning.data.table import TableData
 from deeplightning.data.table_files import TableFile
-from deeplightning.table_spec import TableFormat
+from deeplightning.table_format import TableFormat
 
 ROWS = 24_000  # of `place`: 1.5 MB, which pyarrow reads in two chunks
 HEADER = ["age", "weight", "city", "new", "customer", "part", "day", "price", "kind"]

@@ -31,7 +31,8 @@ from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.table import TableData
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.run.inputs import ENDINGS, inputs_of
-from deeplightning.table_spec import Column, TableError, TableFormat, TableSpec
+from deeplightning.table_format import TableError, TableFormat
+from deeplightning.table_spec import Column, TableSpec
 from deeplightning.text_spec import TextSpec, vocabulary
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from deeplightning.table_spec import Column, TableError, TableFormat, TableSpec, Words, rows_of_csv
+from deeplightning.table_format import TableError, TableFormat, rows_of_csv
+from deeplightning.table_spec import Column, TableSpec, Words
 
 AGE = Column("age", "number", 40.0, 10.0)
 CITY = Column("city", "category", categories=("Bern", "Genf"))

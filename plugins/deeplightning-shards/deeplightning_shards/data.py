@@ -17,7 +17,8 @@ import numpy as np
 
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.images import ImageFiles
-from deeplightning.data.samplers import BatchIndices, replicas, resume_sampler
+from deeplightning.data.samplers import BatchIndices
+from deeplightning.data.train_sampler import replicas, resume_sampler
 from deeplightning.image_spec import ImageError, ImageSpec
 from deeplightning.words import is_address, is_whole
 from deeplightning_shards.addresses import without_query

@@ -7,7 +7,7 @@ import numpy as np
 
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.text import TextData, Texts
-from deeplightning.table_spec import decoded, named_columns, records
+from deeplightning.table_format import decoded, named_columns, records
 
 log = logging.getLogger(__name__)
 
