@@ -9,18 +9,16 @@ import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from deeplightning.config import packages
 from deeplightning.config.interpolation import resolve
-from deeplightning.config.schema import Logger
+from deeplightning.config.merge import OVERRIDE, apply_override, merge_file
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.section_kinds import role_of
-from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse, plain
+from deeplightning.config.tree import Entry, KeyPath, kind, nodes, parse, plain, to_yaml
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_disk_failure
 from deeplightning.own_code import frozen
 from deeplightning.words import address_shown, is_address
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1_000_000  # of a file, and of a file with all its bases
 MAX_BASES = 50
-_OVERRIDE = "override "
 _ADDRESS = "a config must be a file, not an address; download it and name the file"
 
 
@@ -78,7 +75,7 @@ class Source:
 
     def is_top(self, place: str) -> bool:
         """Return whether a place is in an override or in a file that the user named, not in a base file."""
-        return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in self.names
+        return place.startswith(OVERRIDE) or place.rsplit(":", 2)[0] in self.names
 
     def resolve(self) -> None:
         """Resolve the references in place.
@@ -143,7 +140,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     faults: list[Fault] = []
     given: dict[Path, str] = {}
     if isinstance(path, Mapping):
-        path = Text(Path.cwd() / GIVEN, _to_yaml(path))
+        path = Text(Path.cwd() / GIVEN, to_yaml(path, GIVEN))
     if isinstance(path, Text):
         given[path.path], path = path.text, path.path
     tops = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
@@ -156,14 +153,13 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     # The last file has priority if several choose from the same option group.
     trees = [reader.tree(file, (number,)) for number, file in reversed([*enumerate(tops)])]
     layers = [layer for tree in reversed(trees) for layer in tree]
-    merge = lambda base, top: _merge(_drop_logger_params(base, top), top)  # noqa: E731
-    root = functools.reduce(merge, layers) if layers else Entry({}, "")
+    root = functools.reduce(merge_file, layers) if layers else Entry({}, "")
     _refuse_foreign_format(root, [short(file) for file in tops])
     for text in words:
         if text.partition("=")[0] in reader.groups and choices([text]):  # it chose an option
             continue
         try:
-            _apply_override(root, text)
+            apply_override(root, text)
         except ConfigError as error:
             faults += error.faults
     files = sorted(reader.files, key=lambda file: (len(file.above), file.order))
@@ -334,24 +330,6 @@ def _base_file(name: str, path: Path, place: str) -> Path:
     return file
 
 
-def _to_yaml(config: Mapping[str, Any]) -> str:
-    """Convert a config that is passed as a value to YAML; references of OmegaConf stay references."""
-    content: Any = config
-    if type(config).__module__.startswith("omegaconf."):
-        from omegaconf import OmegaConf
-
-        content = OmegaConf.to_container(config, resolve=False)
-    try:
-        return dump(dict(content))
-    except RecursionError:
-        raise ConfigError(Fault("a part of this config contains itself", place=GIVEN)) from None
-    except yaml.representer.RepresenterError as error:
-        value = error.args[-1]
-        what = f"not {type(value).__name__} such as {repr(value)[:80]}"
-        message = f"a config may contain texts, numbers, booleans, null, lists and mappings, {what}"
-        raise ConfigError(Fault(message, place=GIVEN)) from None
-
-
 def text_of(path: Path) -> str:
     """Return the text of a config file.
 
@@ -392,35 +370,6 @@ def short(path: Path) -> str:
     return absolute.removeprefix(here) if absolute.startswith(here) else str(path)  # relative_to can take minutes
 
 
-def _merge(base: Entry, top: Entry) -> Entry:
-    """Merge `top` over `base`: mappings at any depth are merged, anything else is replaced, `~name` removes `name`."""
-    if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
-        return top
-    merged = dict(base.value)
-    for name, entry in sorted(top.value.items(), key=lambda item: not str(item[0]).startswith("~")):  # removals first
-        if isinstance(name, str) and name.startswith("~") and (key := key_named(name[1:], base.value)) in base.value:
-            merged.pop(key, None)
-        else:
-            merged[name] = _merge(merged[name], entry) if name in merged else entry
-    return Entry(merged, top.place)
-
-
-def _drop_logger_params(base: Entry, top: Entry) -> Entry:
-    """Drop the logger params that files set in `base`, if `top` names a logger of another class."""
-    below, above = (tree.value.get("logger") for tree in (base, top))
-    if below is None or above is None or not (isinstance(below.value, dict) and isinstance(above.value, dict)):
-        return base
-    names = [section.value.get("type", Entry(Logger.type, "")).value for section in (below, above)]
-    params = below.value.get("params")
-    if "type" not in above.value or params is None or not isinstance(params.value, dict):
-        return base
-    if len({str(name).rpartition(".")[2].lower() for name in names}) == 1:  # Lightning's own MLFlowLogger too
-        return base
-    kept = {name: item for name, item in params.value.items() if item.place.startswith(_OVERRIDE)}
-    section = replace(below, value=below.value | {"params": replace(params, value=kept)})
-    return replace(base, value=base.value | {"logger": section})
-
-
 def _refuse_foreign_format(root: Entry, files: list[str]) -> None:
     """Refuse a whole config of LightningCLI or Hydra with one fault instead of one per key.
 
@@ -442,84 +391,3 @@ def _refuse_foreign_format(root: Entry, files: list[str]) -> None:
     command = f"deeplightning migrate --from {system} {' '.join(files)} --write"
     message = f"this is a config of another system. `{command}` converts it"
     raise ConfigError(Fault(message, sign, root.value[sign].place))
-
-
-# ---- overrides
-
-
-def _apply_override(root: Entry, text: str) -> None:
-    """Apply one override to the tree: `key=value`, `~key`, or `+list=[x]`."""
-    place = f"{_OVERRIDE}{text}"
-    sign = text[:1] if text[:1] in ("~", "+") else ""
-    name, equals, value = text.removeprefix(sign).partition("=")
-    name = name.strip()
-    parts = name.split(".")
-    if name == "_base_":
-        message = "`_base_` cannot be set by an override; write a file that has both, or name another config"
-        raise ConfigError(Fault(message, name, place))
-    is_hydras = name.startswith("+") or (sign == "+" and not value.lstrip().startswith("["))
-    if not all(parts) or (equals == "") != (sign == "~") or name.startswith("-") or is_hydras:
-        what = "unknown option, see --help; " if text.startswith("-") else ""
-        raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
-    new = None if sign == "~" else _override_value(value, name, place)
-    if name == "logger.type" and new is not None:
-        root.value = _drop_logger_params(root, Entry({"logger": Entry({"type": new}, place)}, place)).value
-    above, last = _container_of(root, parts, place, make=sign != "~")
-    items = above.value
-    old = items[last] if isinstance(items, list) else items.get(last)
-    if new is None:
-        if old is None:
-            raise ConfigError(Fault("there is no such key to remove", name, place))
-        del items[last]
-    elif sign == "+":
-        before = [] if old is None or old.value is None else old.value
-        if old is not None and not isinstance(before, list):
-            raise ConfigError(Fault(f"`+` appends a list to a list; this is {kind(old)}", name, place))
-        items[last] = Entry([*before, *new.value], place)
-    else:
-        items[last] = new
-
-
-def _override_value(text: str, name: str, place: str) -> Entry:
-    """Parse the value of an override, and set the place of everything in it."""
-    problems: list[Fault] = []
-    try:
-        value = parse(text, place, problems, name.split("."), is_override=True)
-    except ConfigError as error:
-        problems = error.faults
-    if problems:
-        raise ConfigError([Fault(fault.message, name, place) for fault in problems])
-    for _, entry in nodes(value):
-        entry.place = place
-    return value
-
-
-def _container_of(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entry, Any]:
-    """Return the mapping or list that contains the last of `parts`, and its key or index there. `make` creates missing
-    mappings on the way."""
-    end = 0
-    while True:
-        depth, part, end = end, parts[end], end + 1
-        above = ".".join(parts[:depth])
-        if entry.value is None and make:
-            entry.value = {}
-        if isinstance(entry.value, list):
-            length = len(entry.value)
-            if not re.fullmatch("-?[0-9]{1,9}", part) or not -length <= int(part) < length:
-                message = f"`{above}` is a list of {length}; `{part}` is not an index from 0 to {length - 1}"
-                raise ConfigError(Fault(message, place=place))
-            index: Any = int(part)
-        elif isinstance(entry.value, dict):
-            # A key may contain dots, as in `tune.space`: the longest one counts.
-            end = next((n for n in range(len(parts), depth, -1) if ".".join(parts[depth:n]) in entry.value), end)
-            index = key_named(".".join(parts[depth:end]), entry.value, parts[:depth])
-        else:
-            raise ConfigError(Fault(f"`{above}` is {kind(entry)}; `{part}` cannot be inside it", place=place))
-        if end == len(parts):
-            break
-        if isinstance(entry.value, dict) and index not in entry.value:
-            if not make:
-                raise ConfigError(Fault("there is no such key to remove", ".".join(parts), place))
-            entry.value[index] = Entry({}, place)
-        entry = entry.value[index]
-    return entry, index

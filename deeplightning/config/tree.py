@@ -4,7 +4,7 @@ Scalars follow YAML 1.2 (`off` is a string, `1e-3` a number), with `_` allowed b
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -305,3 +305,21 @@ class _Builder:
                 items[name] = value
             self.above.pop()
         return {**merged, **items}
+
+
+def to_yaml(config: Mapping[str, Any], place: str) -> str:
+    """Convert a config that is passed as a value to YAML; references of OmegaConf stay references."""
+    content: Any = config
+    if type(config).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf
+
+        content = OmegaConf.to_container(config, resolve=False)
+    try:
+        return dump(dict(content))
+    except RecursionError:
+        raise ConfigError(Fault("a part of this config contains itself", place=place)) from None
+    except yaml.representer.RepresenterError as error:
+        value = error.args[-1]
+        what = f"not {type(value).__name__} such as {repr(value)[:80]}"
+        message = f"a config may contain texts, numbers, booleans, null, lists and mappings, {what}"
+        raise ConfigError(Fault(message, place=place)) from None
