@@ -12,10 +12,22 @@ from weakref import proxy
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
-from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
+from deeplightning.callbacks.loop_position import (
+    between_steps,
+    call_early,
+    convert_counters,
+    correct_skipped,
+    due_plateaus,
+    epoch_is_over,
+    followed,
+    is_validated,
+    pending_plateaus,
+    resume_early_stopping,
+)
 from deeplightning.callbacks.random_state import knows_position
-from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
+from deeplightning.callbacks.record import Record
 from deeplightning.callbacks.steps import AccumulateFrom, ends_of_parts
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.checkpoint_io import copy_checkpoint, remove_checkpoint
@@ -26,8 +38,6 @@ from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.words import stage_of
 
 log = logging.getLogger("deeplightning")
-
-PAST_LAST_BATCH = 2**31  # more batches than an epoch has
 
 
 class Checkpoints(LightningCheckpoint):
@@ -151,7 +161,7 @@ class Checkpoints(LightningCheckpoint):
         if not self._is_step_metric:
             return
         self._previous_value = trainer.callback_metrics.get(self.settings.monitor)
-        if batch_idx + 1 in {*self._part_ends, trainer.num_training_batches} or _is_validated(trainer):
+        if batch_idx + 1 in {*self._part_ends, trainer.num_training_batches} or is_validated(trainer):
             trainer.log_every_n_steps = 1
 
     def on_train_batch_end(
@@ -161,13 +171,16 @@ class Checkpoints(LightningCheckpoint):
         if callable(hook) and getattr(hook, "__func__", hook) is not LightningModule.on_train_batch_end:
             call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)  # it may stop, or change weights
         stops = trainer.should_stop or self._stop_is_due
-        trainer.should_stop, self._stop_is_due = stops and between_steps(trainer), stops and not between_steps(trainer)
+        trainer.should_stop, self._stop_is_due = (
+            stops and between_steps(trainer),
+            stops and not between_steps(trainer),
+        )
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self.resumed_at, self._saved_step)
         is_last = trainer.should_stop or 0 < trainer.max_steps <= step  # two optimizers may pass it in a batch
         self._last_is_due |= due or batch_idx + 1 in self._part_ends or is_last
         # If a validation follows this batch, save after it: Lightning 2.6 would skip it when resuming from here.
-        if self._last_is_due and between_steps(trainer) and not (epoch_is_over(trainer) or _is_validated(trainer)):
+        if self._last_is_due and between_steps(trainer) and not (epoch_is_over(trainer) or is_validated(trainer)):
             value = trainer.callback_metrics.get(self.settings.monitor or "")
             if self._is_step_metric and batch_idx + 1 in self._part_ends and value is not self._previous_value:
                 self._keep_if_best(trainer)
@@ -187,7 +200,7 @@ class Checkpoints(LightningCheckpoint):
                 trainer.should_stop, self._stop_is_due = False, True
             if self._is_step_metric or not self._is_train_metric:  # the mean over an epoch is known at its end
                 self._keep_if_best(trainer)
-            if (self._last_is_due or (trainer.should_stop and _is_validated(trainer))) and between_steps(trainer):
+            if (self._last_is_due or (trainer.should_stop and is_validated(trainer))) and between_steps(trainer):
                 self._save_last(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -196,7 +209,7 @@ class Checkpoints(LightningCheckpoint):
             return  # stopped inside the epoch: a checkpoint would count it as complete
         if trainer.fit_loop.restarting:
             # Lightning 2.6 skips these if it resumed inside the epoch.
-            for _, scheduler, value in _due_plateaus(trainer, "epoch"):
+            for _, scheduler, value in due_plateaus(trainer, "epoch"):
                 scheduler.step(value)
         every = self.settings.every_n_epochs
         if self._last_is_due or (every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0):
@@ -226,21 +239,8 @@ class Checkpoints(LightningCheckpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Save what Lightning 2.6 does not: the pending step of schedulers that follow a metric, the last value of each
         metric that a scheduler or callback follows, and whether a validation is in progress."""
-        epoch: Any = trainer.fit_loop.epoch_progress.current
-        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        ends_epoch = epoch.completed < epoch.processed == epoch.ready
-        if (ends_epoch and not trainer.fit_loop.restarting) or batch.completed < batch.processed == batch.ready:
-            due = _due_plateaus(trainer, "epoch" if ends_epoch else "step")
-            checkpoint["plateaus"] = {str(number): value for number, _, value in due}
-        checkpoint["validating"] = self._validating
-        followers: list[Any] = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
-        # A validation in each epoch logs its metrics again before they are read, except by schedules of steps.
-        is_rare = trainer.check_val_every_n_epoch != 1
-        found = [(str(getattr(each, "monitor", "")), getattr(each, "interval", "")) for each in followers]
-        names = [name for name, interval in found if interval == "step" or is_rare or name[:3] != "val"]
-        metrics = trainer.callback_metrics
-        checkpoint["monitored"] = {n: torch.as_tensor(metrics[n]).detach().cpu() for n in names if n in metrics}
-        ours = {key: checkpoint[key] for key in ("plateaus", "validating", "monitored") if key in checkpoint}
+        ours = {"validating": self._validating, "plateaus": pending_plateaus(trainer), "monitored": followed(trainer)}
+        checkpoint |= ours
         vars(trainer).setdefault("own_entries", {}).update(ours)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -250,25 +250,19 @@ class Checkpoints(LightningCheckpoint):
 
             require_averaging_callback(trainer.callbacks, checkpoint, trainer.ckpt_path)  # type: ignore[attr-defined]
             check_counters(trainer, checkpoint)
-            _correct_skipped(checkpoint)
+            correct_skipped(checkpoint)
             resume_by_epochs(trainer)
             if not trainer.strategy.restore_checkpoint_after_setup:  # else the states are in the strategy's own format
                 self._unchecked = checkpoint
         kinds = AccumulateFrom | GradientAccumulationScheduler
         later: Any = next((each for each in trainer.callbacks if isinstance(each, kinds)), None)  # type: ignore[attr-defined]
         factor = later.get_accumulate_grad_batches(checkpoint["epoch"]) if later else trainer.accumulate_grad_batches
-        _convert_counters(checkpoint, trainer.world_size, factor)
+        convert_counters(checkpoint, trainer.world_size, factor)
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
         monitored = checkpoint.get("monitored") or {}
         self._monitored = {n: torch.as_tensor(v) for n, v in monitored.items() if isinstance(v, float | torch.Tensor)}
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            state = checkpoint.get("callbacks", {}).get(callback.state_key)
-            if isinstance(callback, EarlyStopping) and state and trainer.state.fn == "fit":
-                by_patience = state["wait_count"] >= max(1, state["patience"])
-                state["patience"] = callback.patience  # the config's, which may have changed
-                reason = state.get("stopping_reason", int(state["stopped_epoch"] > 0))  # it stays 3, for patience
-                by_more = reason not in (0, 3) and not by_patience
-                trainer.should_stop |= by_more or state["wait_count"] >= max(1, callback.patience)
+        if trainer.state.fn == "fit":
+            resume_early_stopping(trainer, checkpoint)
 
     def save_now(self, trainer: Trainer) -> None:
         """Save `last.ckpt` at the end of an epoch, unless it is already saved."""
@@ -403,59 +397,3 @@ class Checkpoints(LightningCheckpoint):
         named = [{**e, "file": former.checkpoint(e["epoch"], e["step"]).name} for e in others]
         existing = [entry for entry in named if (former.path / entry["file"]).is_file()]
         return [best, *existing][: self.settings.save_top_k]
-
-
-def _convert_counters(checkpoint: dict[str, Any], world: int, factor: int) -> None:
-    """Convert the batch counters of a checkpoint, in place, to another number of processes: the number of processed
-    samples stays, rounded down to steps of `factor` batches, and a complete epoch stays complete. A global batch
-    contains the same samples in both cases (see `deeplightning.data.samplers`)."""
-    was = (checkpoint.get("engine") or {}).get("processes", world)
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-    if was == world or progress is None:
-        return
-    counts, before = progress["current"], progress["current"]["ready"]
-    ready = PAST_LAST_BATCH if progress["is_last_batch"] else counts["ready"] * was // world // factor * factor
-    for name, count in counts.items():  # the current batch may not be completed yet
-        counts[name] = ready - (before - count)
-
-
-def _correct_skipped(checkpoint: dict[str, Any]) -> None:
-    """Correct the batch counters of a checkpoint, in place, if a hook skipped the rest of an epoch: Lightning 2.6 would
-    repeat the batch of the checkpoint. There is at most one skipped batch per epoch; other differences are errors."""
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-    if progress is None:
-        return
-    counts, total = progress["current"], progress["total"]
-    skipped = total["ready"] - total["completed"] - (counts["ready"] - counts["completed"])
-    if counts["ready"] <= total["ready"] and 0 < skipped <= checkpoint.get("epoch", 0) + 1:
-        total |= {name: total["ready"] - counts["ready"] + count for name, count in counts.items()}
-
-
-def call_early(task: LightningModule, hook: str, *arguments: object) -> None:
-    """Call a hook of the task now instead of after the callbacks' hooks, so that a checkpoint saved here contains what
-    the hook changes, such as an average of the weights."""
-    getattr(task, hook)(*arguments)
-    own = vars(task).get(hook)
-
-    def skip(*_: object) -> None:
-        delattr(task, hook) if own is None else setattr(task, hook, own)
-
-    setattr(task, hook, skip)
-
-
-def _is_validated(trainer: Trainer) -> bool:
-    """Return whether a validation follows the current batch."""
-    epochs, batches = cast(int, trainer.check_val_every_n_epoch), cast(float, trainer.val_check_batch)
-    in_epoch = sum(trainer.num_val_batches) > 0 and (trainer.current_epoch + 1) % epochs == 0
-    return in_epoch and trainer.fit_loop.epoch_loop.batch_progress.current.ready % batches == 0
-
-
-def _due_plateaus(trainer: Trainer, interval: str) -> list[tuple[int, Any, float]]:
-    """Return the schedulers that follow a metric and are due after this epoch or step: number, scheduler, value."""
-    if not trainer.lightning_module.automatic_optimization:
-        return []
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    done = trainer.current_epoch + 1 if interval == "epoch" else batches
-    configs, values = enumerate(trainer.lr_scheduler_configs), trainer.callback_metrics
-    due = [(n, c) for n, c in configs if c.reduce_on_plateau and c.interval == interval and done % c.frequency == 0]
-    return [(n, c.scheduler, float(values[c.monitor])) for n, c in due if c.monitor in values]

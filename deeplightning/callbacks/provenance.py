@@ -8,14 +8,19 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
 
 from deeplightning.callbacks.describe import data_name
+from deeplightning.config.machine import world_size
 from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import REDACTED
@@ -25,10 +30,8 @@ from deeplightning.tracking.code import Code, collect, describe_program, version
 from deeplightning.tracking.datafiles import describe_files, paths_of
 from deeplightning.tracking.entities import Dataset
 from deeplightning.tracking.store import locate
+from deeplightning.version import __version__
 from deeplightning.words import is_address
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
 
 log = logging.getLogger("deeplightning")
 
@@ -61,7 +64,7 @@ class Provenance:
         self._stored = b""
         self._has_ended = False
 
-    def begin(self, data: "pl.LightningDataModule | None", began_from: Path | None) -> None:
+    def begin(self, data: pl.LightningDataModule | None, began_from: Path | None) -> None:
         """Store the code as it is now, and start hashing the data.
 
         Args:
@@ -120,7 +123,7 @@ class Provenance:
         note_own(path)
         self._stored = packed
 
-    def _hash_data(self, data: "pl.LightningDataModule | None", paths: list[Path]) -> None:
+    def _hash_data(self, data: pl.LightningDataModule | None, paths: list[Path]) -> None:
         try:
             if hasattr(os, "setpriority"):  # affects only this thread, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # 19 might starve it
@@ -173,3 +176,24 @@ def redact_code_secrets(cfg: Config, code: Code | None = None) -> None:
     if cfg.secrets:
         code = collect() if code is None else code
         cfg.secrets.values = dict.fromkeys(code.secrets, REDACTED) | cfg.secrets.values
+
+
+def engine_of(cfg: Config) -> dict[str, object]:
+    """Return the engine settings that determine the order of summation and the rounding."""
+    engine = cfg.engine
+    return {
+        "backend": engine.backend,
+        "processes": world_size(engine),
+        "precision": str(engine.precision),
+        "device": "CPU" if engine.gpus is None else "GPU",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the software that computes."""
+    return {
+        "deeplightning": __version__,
+        "torch": str(torch.__version__),  # otherwise a subclass of str
+        "pytorch_lightning": pl.__version__,
+        "python": platform.python_version(),
+    }

@@ -5,29 +5,30 @@ import contextlib
 import json
 import logging
 import os
-import platform
 import shutil
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch import nn
-from torchmetrics import Metric
 
 from deeplightning.callbacks.describe import data_name, engine_summary, network_name, note
-from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
 from deeplightning.callbacks.log_lines import log_to_file, print_once
-from deeplightning.callbacks.provenance import Provenance, redact_code_secrets
+from deeplightning.callbacks.loop_position import between_steps, pending_points
+from deeplightning.callbacks.provenance import Provenance, engine_of, redact_code_secrets, versions
 from deeplightning.callbacks.resumption import Resumption, check_schedules
-from deeplightning.config.machine import world_size
+from deeplightning.callbacks.task_state import (
+    frozen_names,
+    log_plain_values,
+    restore_frozen,
+    save_plain_values,
+    unsaved_tensors,
+)
 from deeplightning.config.own_runs import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.section_kinds import misfit
@@ -35,9 +36,8 @@ from deeplightning.config.source import values_of
 from deeplightning.config.tree import dump
 from deeplightning.faults import CheckpointError, ConfigError, Fault, SetupError
 from deeplightning.launch import hooks_here
-from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
+from deeplightning.private.lightning import add_logged_steps
 from deeplightning.private.mlflow import autologs
-from deeplightning.private.torch import in_place_version, non_persistent_buffers
 from deeplightning.process import member
 from deeplightning.process.identity import restarts
 from deeplightning.process.streams import Interrupted
@@ -47,7 +47,6 @@ from deeplightning.tracking.build import end, open_runs, publish, run_folder
 from deeplightning.tracking.entities import DATA, ENGINE, NETWORK
 from deeplightning.tracking.environment import REPRODUCES, describe
 from deeplightning.tracking.user_calls import TrackedRun, UserCalls, run_maker, run_of
-from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
 
@@ -76,7 +75,7 @@ class Record(Callback):
         self._lock: FolderLock | None = None
         self._failed = self._stopped = self._is_checkpoint_loaded = False
         self._provenance: Provenance | None = None  # on rank 0
-        self._frozen: list[str] | None = None  # from the checkpoint
+        self.frozen_names: list[str] | None = None  # from the checkpoint
         self._unsaved_tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the start or the last save
         self._lost: set[str] = set()
 
@@ -113,17 +112,17 @@ class Record(Callback):
             self._expect_user_calls(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._is_checkpoint_loaded, self._frozen = True, checkpoint.get("frozen")
+        self._is_checkpoint_loaded, self.frozen_names = True, checkpoint.get("frozen")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None and not self._is_checkpoint_loaded:  # Lightning 2.6 then calls no callback
             message = f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
             raise CheckpointError(message)
         check_schedules(trainer)
-        if self._frozen is not None:
-            _restore_frozen(pl_module, self._frozen)
-            self._frozen = None
-        self._unsaved_tensors = {name: seen for name, seen, _ in _unsaved_tensors(pl_module)}
+        if self.frozen_names is not None:
+            restore_frozen(pl_module, self.frozen_names)
+            self.frozen_names = None
+        self._unsaved_tensors = {name: seen for name, seen, _ in unsaved_tensors(pl_module)}
         self.open(trainer)
         self.has_learned = True
         if trainer.is_global_zero and not self.cfg.train.fast:  # the bundle has earlier weights
@@ -359,13 +358,13 @@ class Record(Callback):
         run_id, name = (getattr(trainer.logger, key, None) for key in ("run_id", "run_name"))
         checkpoint["run"] = {"folder": str(self.folder.path), "id": run_id, "name": name}
         # If the run ends now, these are never logged.
-        checkpoint["points"] = _pending_points(trainer)
+        checkpoint["points"] = pending_points(trainer)
         getattr(trainer.logger, "sync", lambda: None)()  # earlier points must be as durable as the checkpoint
         checkpoint["engine"] = engine_of(self.cfg)
         checkpoint["versions"] = versions()
         checkpoint["threads"] = torch.get_num_threads()
         checkpoint["accumulating"] = not between_steps(trainer)
-        checkpoint["frozen"] = _frozen(pl_module)
+        checkpoint["frozen"] = frozen_names(pl_module)
         checkpoint["lost"] = self._find_lost(pl_module)
         own = ("config", "run", "engine", "versions", "threads", "points", "accumulating", "frozen", "lost")
         vars(trainer)["own_entries"] = {key: checkpoint[key] for key in own}
@@ -374,7 +373,7 @@ class Record(Callback):
         """Return the tensors outside the task's `state_dict` that training has changed, which checkpoints lack; [] for
         a task with its own `on_save_checkpoint`."""
         before, self._unsaved_tensors = self._unsaved_tensors, {}
-        for name, seen, is_buffer in _unsaved_tensors(task):
+        for name, seen, is_buffer in unsaved_tensors(task):
             tensor, version = before.get(name, (lambda: None, -1))
             is_same = tensor() is seen[0]()
             # A replaced tensor may be just the module's last output, unless it is a buffer.
@@ -384,89 +383,7 @@ class Record(Callback):
         return [] if is_overridden("on_save_checkpoint", task) else sorted(self._lost)
 
 
-def _frozen(task: LightningModule) -> list[str]:
-    """Return the names of frozen parameters, and of batch norms whose statistics a fine-tuning callback has frozen."""
-    untracked = [n for n, m in task.named_modules() if getattr(m, "track_running_stats", None) is False]
-    return [name for name, parameter in task.named_parameters() if not parameter.requires_grad] + untracked
-
-
-def _unsaved_tensors(task: LightningModule) -> Iterator[tuple[str, tuple[weakref.ref[torch.Tensor], int], bool]]:
-    """Yield the tensors that a task's `state_dict` lacks, except metrics (see `deeplightning.callbacks.gathered`), as
-    name, (reference, version, which grows with each in-place change), and whether it is a buffer."""
-    for name, module in task.named_modules():
-        if isinstance(module, Metric) or type(module).get_extra_state is not nn.Module.get_extra_state:
-            continue
-        buffers = non_persistent_buffers(module)
-        for key, value in {**vars(module), **buffers}.items():
-            if isinstance(value, torch.Tensor) and not (value.requires_grad or value.is_inference()):
-                yield f"{name}.{key}".lstrip("."), (weakref.ref(value), in_place_version(value)), key in buffers
-
-
-def _restore_frozen(task: LightningModule, frozen: Iterable[object]) -> None:
-    """Restore what `_frozen` returned, since fine-tuning callbacks have frozen parameters again in `setup`."""
-    frozen = {name for name in frozen if isinstance(name, str)}
-    for name, parameter in task.named_parameters():
-        if parameter.requires_grad == (name in frozen):
-            parameter.requires_grad_(name not in frozen)
-    for name, module in task.named_modules():
-        if hasattr(module, "track_running_stats"):
-            module.track_running_stats = name not in frozen
-
-
 def _log_pending(task: LightningModule) -> None:
     """Make a task log its pending points: on a GPU those of the last logged step."""
     if callable(log_pending := getattr(task, "log_pending", None)):
         log_pending()
-
-
-def engine_of(cfg: Config) -> dict[str, object]:
-    """Return the engine settings that determine the order of summation and the rounding."""
-    engine = cfg.engine
-    return {
-        "backend": engine.backend,
-        "processes": world_size(engine),
-        "precision": str(engine.precision),
-        "device": "CPU" if engine.gpus is None else "GPU",
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the software that computes."""
-    return {
-        "deeplightning": __version__,
-        "torch": str(torch.__version__),  # otherwise a subclass of str
-        "pytorch_lightning": pl.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def between_steps(trainer: Trainer) -> bool:
-    """Return whether no accumulated gradients are pending, at or after the end of a batch."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return epoch_is_over(trainer) or progress.current.ready % trainer.accumulate_grad_batches == 0
-
-
-def epoch_is_over(trainer: Trainer) -> bool:
-    """Return whether the current or latest batch is the last of its epoch."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
-
-
-def _pending_points(trainer: Any) -> list[tuple[str, float, int, int]]:
-    """Return the points that Lightning 2.6 is about to log: it does so only after the hooks that save checkpoints.
-
-    To be called on every rank: means over an epoch are reduced over all ranks.
-    """
-    if trainer.state.fn != "fit" or trainer.validating:
-        return []
-    loop, step = trainer.fit_loop, logged_steps(trainer)
-    epoch, batch = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
-    ends_epoch = epoch.processed > epoch.completed
-    if not ends_epoch and (batch.processed == batch.completed or not between_steps(trainer)):
-        return []
-    if (values := values_to_log(trainer, now=ends_epoch)) is None:
-        return []
-    step -= ends_epoch
-    metrics = {"epoch": float(trainer.current_epoch)} | {name: float(value) for name, value in values.items()}
-    now, step = time.time_ns() // 1_000_000, int(metrics.pop("step", step))
-    return [(name, value, now, step) for name, value in metrics.items()] if len(metrics) > 1 else []

@@ -17,7 +17,7 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from torch import distributed
 
-from deeplightning.callbacks.record import between_steps
+from deeplightning.callbacks.loop_position import between_steps
 from deeplightning.launch import ProcessHooks
 from deeplightning.private.lightning import keep_signals
 from deeplightning.process import streams

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
-from deeplightning.callbacks.checkpoints import call_early
+from deeplightning.callbacks.loop_position import call_early
 from deeplightning.callbacks.record import Record
 from deeplightning.process.streams import Interrupted
 from deeplightning.words import stage_of

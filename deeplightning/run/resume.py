@@ -309,7 +309,7 @@ def _is_same(cfg: Config, folder: RunFolder) -> bool:
 
 def _reason_inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
     """Return why a resumed run will not end bit-identical to an uninterrupted one; "" if it will."""
-    from deeplightning.callbacks.record import engine_of, versions
+    from deeplightning.callbacks.provenance import engine_of, versions
 
     reasons = []
     for section, ours, why in (
@@ -365,7 +365,7 @@ def _step_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 def agreement(cfg: Config, resumed: Resumption | None) -> dict[str, str]:
     """Return, by key, the values that must be equal on all machines of a run: settings that determine each step, the
     engine, and the checkpoint that training resumes from."""
-    from deeplightning.callbacks.record import engine_of
+    from deeplightning.callbacks.provenance import engine_of
 
     settings = dict(_step_settings(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}
     settings |= {"stages": cfg.stages, "the checkpoint to resume from": resumed and resumed.fingerprint}

@@ -19,8 +19,8 @@ import yaml
 from conftest import digest, weights
 from torchmetrics.classification import MulticlassAUROC
 
-from deeplightning.callbacks.checkpoints import _convert_counters
 from deeplightning.callbacks.gathered import Gathered
+from deeplightning.callbacks.loop_position import convert_counters
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 from deeplightning.run.resume import resumption
 from deeplightning.runfolder import RunFolder
@@ -564,7 +564,7 @@ def test_another_number_of_processes_resumes_between_two_steps():
     counts = {"ready": 12, "started": 12, "processed": 12, "completed": 11}
     progress = {"current": counts, "total": {**counts}, "is_last_batch": False}
     loops = {"fit_loop": {"epoch_loop.batch_progress": progress}}
-    _convert_counters({"engine": {"processes": 1}, "loops": loops}, 2, 4)
+    convert_counters({"engine": {"processes": 1}, "loops": loops}, 2, 4)
     assert counts == {"ready": 4, "started": 4, "processed": 4, "completed": 3}
 
 

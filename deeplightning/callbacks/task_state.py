@@ -1,18 +1,23 @@
-"""Reduce what `self.save_hyperparameters()` of a user's modules stores in checkpoints and loggers to plain values.
+"""What a checkpoint keeps of a task besides its `state_dict`.
 
-A checkpoint then loads with `weights_only`, and `load_from_checkpoint` needs only the other values as arguments.
+`self.save_hyperparameters()` of a user's modules stores plain values only: a checkpoint then loads with `weights_only`,
+and `load_from_checkpoint` needs only the other values as arguments.
 """
 
+import weakref
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule, Trainer
+from torch import nn
+from torchmetrics import Metric
 
 from deeplightning.private.lightning import set_logged_hyperparameters
+from deeplightning.private.torch import in_place_version, non_persistent_buffers
 
 _NOT_PLAIN: Any = object()
 
@@ -63,3 +68,32 @@ def _plain(value: Any, redact: Callable[[str], str]) -> Any:
 
         return _plain(OmegaConf.to_container(value, resolve=True), redact)
     return _NOT_PLAIN
+
+
+def frozen_names(task: LightningModule) -> list[str]:
+    """Return the names of frozen parameters, and of batch norms whose statistics a fine-tuning callback has frozen."""
+    untracked = [n for n, m in task.named_modules() if getattr(m, "track_running_stats", None) is False]
+    return [name for name, parameter in task.named_parameters() if not parameter.requires_grad] + untracked
+
+
+def unsaved_tensors(task: LightningModule) -> Iterator[tuple[str, tuple[weakref.ref[torch.Tensor], int], bool]]:
+    """Yield the tensors that a task's `state_dict` lacks, except metrics (see `deeplightning.callbacks.gathered`), as
+    name, (reference, version, which grows with each in-place change), and whether it is a buffer."""
+    for name, module in task.named_modules():
+        if isinstance(module, Metric) or type(module).get_extra_state is not nn.Module.get_extra_state:
+            continue
+        buffers = non_persistent_buffers(module)
+        for key, value in {**vars(module), **buffers}.items():
+            if isinstance(value, torch.Tensor) and not (value.requires_grad or value.is_inference()):
+                yield f"{name}.{key}".lstrip("."), (weakref.ref(value), in_place_version(value)), key in buffers
+
+
+def restore_frozen(task: LightningModule, frozen: Iterable[object]) -> None:
+    """Restore what `frozen_names` returned, since fine-tuning callbacks have frozen parameters again in `setup`."""
+    frozen = {name for name in frozen if isinstance(name, str)}
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, module in task.named_modules():
+        if hasattr(module, "track_running_stats"):
+            module.track_running_stats = name not in frozen
