@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import StochasticWeightAveraging
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from deeplightning.batches import samples_in
 from deeplightning.engine.process_group import scale_gradients
-from deeplightning.engine.restored import averages_at_end
 from deeplightning.faults import ConfigError, Fault
 
 
@@ -39,9 +39,9 @@ class SampleWeights(Callback):
         self._batches = 0
         self._find_sampler(trainer, pl_module)  # Lightning skips the next hook if a run resumes inside an epoch
 
-    def _find_sampler(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._samples_of = _samples_of(trainer.train_dataloader)
-        if pl_module.automatic_optimization and averages_at_end(trainer):
+    def _find_sampler(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._samples_of, callbacks = _samples_of(trainer.train_dataloader), trainer.callbacks
+        if pl_module.automatic_optimization and any(isinstance(c, StochasticWeightAveraging) for c in callbacks):
             pl_module.zero_grad()  # StochasticWeightAveraging's own epoch steps without a backward pass
 
     on_train_epoch_start = _find_sampler

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.data.data_errors import DataError
+from deeplightning.data.samplers import BatchIndices
 from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
 from deeplightning.transfer import to_device
 
@@ -325,3 +326,24 @@ class Pictures:
 
 Prepare = Callable[[Any, np.ndarray], Batch]
 """Makes columns of a batch from samples and positions."""
+
+
+class InMemoryLoader(DataLoader):
+    """Loads batches of an `InMemory` set in the order of a `BatchIndices`; for anything else it is torch's DataLoader.
+
+    torch's overhead per batch is 30 µs: a list of positions, checks of each tensor, a record for the profiler.
+
+    Attributes:
+        device: the GPU to put batches on; None: the CPU. It is not an argument, since Lightning recreates some loaders
+            with the arguments of torch's DataLoader.
+    """
+
+    device: torch.device | None = None
+
+    def __iter__(self) -> Any:
+        dataset, sampler = self.dataset, self.sampler
+        if not isinstance(dataset, InMemory) or not isinstance(sampler, BatchIndices) or self.num_workers:
+            return super().__iter__()
+        if self.device is not None:
+            return dataset.batches(sampler.arrays(), self.device)
+        return map(dataset.__getitem__, sampler.arrays())

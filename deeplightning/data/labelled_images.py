@@ -18,8 +18,8 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
-from deeplightning.data.loading import SPLITS, checked_names, divide_by_set
-from deeplightning.data.splits import SET_NAMES, assign_folds
+from deeplightning.data.loading import checked_names
+from deeplightning.data.splits import SET_NAMES, SPLITS, assign_folds, divide_by_set
 from deeplightning.table_format import decoded
 from deeplightning.words import did_you_mean
 

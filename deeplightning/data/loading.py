@@ -15,20 +15,11 @@ from torch.utils.data import DataLoader
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
-from deeplightning.data.datasets import Batch, ExitWithParent, InMemory, OnDemand, move_if_it_fits
+from deeplightning.data.datasets import Batch, ExitWithParent, InMemory, InMemoryLoader, OnDemand, move_if_it_fits
 from deeplightning.data.samplers import BatchIndices
-from deeplightning.data.splits import assign_folds, keep_classes, shuffled
+from deeplightning.data.splits import SPLITS, assign_folds, keep_classes, shuffled
 from deeplightning.data.train_sampler import replicas, resume_sampler, train_sampler
 from deeplightning.words import InputError, address_shown, is_address
-
-SPLITS: dict[str | None, tuple[str, ...]] = {
-    "fit": ("train", "val"),
-    "validate": ("val",),
-    "test": ("test",),
-    "predict": ("test",),
-    None: ("train", "val", "test"),
-}
-"""The sets that a stage needs; None: all stages."""
 
 MAX_CLASSES = 1_000_000
 """Labels above it are rejected: they are numbers, such as customer ids, not classes."""
@@ -392,39 +383,6 @@ class ColumnData(SplitData):
         self.setup("fit")
         found = self.dataset("train")
         return found[np.arange(size) % len(found)]
-
-
-class InMemoryLoader(DataLoader):
-    """Loads batches of an `InMemory` set in the order of a `BatchIndices`; for anything else it is torch's DataLoader.
-
-    torch's overhead per batch is 30 µs: a list of positions, checks of each tensor, a record for the profiler.
-
-    Attributes:
-        device: the GPU to put batches on; None: the CPU. It is not an argument, since Lightning recreates some loaders
-            with the arguments of torch's DataLoader.
-    """
-
-    device: torch.device | None = None
-
-    def __iter__(self) -> Any:
-        dataset, sampler = self.dataset, self.sampler
-        if not isinstance(dataset, InMemory) or not isinstance(sampler, BatchIndices) or self.num_workers:
-            return super().__iter__()
-        if self.device is not None:
-            return dataset.batches(sampler.arrays(), self.device)
-        return map(dataset.__getitem__, sampler.arrays())
-
-
-def divide_by_set(samples: Any, sets: np.ndarray, source: str) -> dict[str, Any]:
-    """Divide samples by `sets`, the index of each sample's set in `SPLITS[None]`, (N,).
-
-    Raises:
-        DataError: the training set is empty; the message names the source.
-    """
-    found = {name: samples.take(np.flatnonzero(sets == index)) for index, name in enumerate(SPLITS[None])}
-    if not len(found["train"]):
-        raise DataError(f"{source}: none of the {len(samples)} samples is in the set train.")
-    return {name: part for name, part in found.items() if len(part)}
 
 
 def checked_names(names: Sequence[object] | None, most: int | None = None) -> list[str]:

@@ -1,8 +1,20 @@
 """Split samples: labels and a seed go in, positions come out, the same on every process and machine."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from deeplightning.data.data_errors import DataError
+
+SPLITS: dict[str | None, tuple[str, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("test",),
+    None: ("train", "val", "test"),
+}
+"""The sets that a stage needs; None: all stages."""
 
 SET_NAMES = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SET_NAMES |= dict.fromkeys(("val", "valid", "validation"), "val")
@@ -72,3 +84,15 @@ def random_state(*seeds: int, purpose: int | None = None) -> np.random.RandomSta
     streams (NEP 19); those of `default_rng` and of torch may change between versions."""
     key = () if purpose is None else (purpose,)
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds, spawn_key=key)))
+
+
+def divide_by_set(samples: Any, sets: np.ndarray, source: str) -> dict[str, Any]:
+    """Divide samples by `sets`, the index of each sample's set in `SPLITS[None]`, (N,).
+
+    Raises:
+        DataError: the training set is empty; the message names the source.
+    """
+    found = {name: samples.take(np.flatnonzero(sets == index)) for index, name in enumerate(SPLITS[None])}
+    if not len(found["train"]):
+        raise DataError(f"{source}: none of the {len(samples)} samples is in the set train.")
+    return {name: part for name, part in found.items() if len(part)}

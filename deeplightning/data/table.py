@@ -23,8 +23,8 @@ import torch
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand
-from deeplightning.data.loading import SPLITS, ColumnData, Moments, divide_by_set
-from deeplightning.data.splits import SET_NAMES, assign_folds
+from deeplightning.data.loading import ColumnData, Moments
+from deeplightning.data.splits import SET_NAMES, SPLITS, assign_folds, divide_by_set
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import Rows, Table, encoded, numbers_of, read_table
 from deeplightning.table_format import DELIMITERS, MISSING, TableError, TableFormat

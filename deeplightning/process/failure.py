@@ -107,6 +107,8 @@ def exit_code_of(error: BaseException) -> int:
     if str(error).startswith("DataLoader worker (pid"):
         return 5
     frames = [name for name, _ in _frames_of(error)]
+    if isinstance(error, AttributeError) and frames and frames[-1].endswith("mlflow_store.py"):
+        frames.pop()  # a member that MLflow's client does not have
     is_from_lightning = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
     if is_from_lightning and frames and _LIGHTNING.search(frames[-1]):
         return 5

@@ -26,9 +26,10 @@ def is_supervised() -> bool:
     return _current is not None and _current.parent_reports and "TORCHELASTIC_RESTART_COUNT" in os.environ
 
 
-def prepare(redact: Callable[[str], str], end_run: Callable[[BaseException], None]) -> None:
-    """Set the functions that remove secrets from messages and that end the run while its main thread is blocked."""
-    _run.update(redact=redact, end_run=end_run)
+def prepare(redact: Callable[[str], str], end_run: Callable[[BaseException], None], timeout: float | None) -> None:
+    """Set the functions that remove secrets from messages and that end the run while its main thread is blocked, and
+    the time limit of collective operations in seconds."""
+    _run.update(redact=redact, end_run=end_run, timeout=timeout)
     if _current is not None:
         vars(_current).update(_run)
 

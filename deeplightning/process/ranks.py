@@ -52,6 +52,7 @@ class Ranks:
         children: processes that this one started, in order of rank; the first has the next rank.
         redact: removes secrets from messages.
         end_run: ends a run whose main thread is blocked.
+        timeout: the time limit of collective operations in seconds; None: torch's.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Ranks:
         self.children: list[subprocess.Popen[bytes]] = []
         self.redact: Callable[[str], str] = str
         self.end_run: Callable[[BaseException], None] | None = None
+        self.timeout: float | None = None
         self._main = threading.main_thread().ident
         self._deadline: float | None = None  # when to end this process, if its main thread has not done so
         self._is_ending = False  # whether the main thread is ending the process
@@ -172,7 +174,8 @@ class Ranks:
             reason = f"a worker was lost: the connection to another process is gone ({line})"
             cause = self._wait_for_first() or Cause(self.rank, reason, 5, lost=True)
             return cause if self.record_cause(cause) else self.first() or cause
-        after = f" after {int(limit[1]) / 1000:g} s" if limit else ""
+        seconds = int(limit[1]) / 1000 if limit else self.timeout  # pair closure may be reported first
+        after = f" after {seconds:g} s" if seconds else ""
         cause = Cause(self.rank, f"timed out{after} (engine.params.timeout)", 5, lost=True, hangs=True)
         return cause if self.record_cause(cause) else self.first() or cause
 

@@ -94,7 +94,8 @@ def launch(cfg: Config, folder: Path | None = None) -> RunFolder:
     record = callback_of(trainer, Record)
     record.resumption = resumed
     record.fallback = folder or record.fallback
-    member.prepare(cfg.redact_message, lambda error: _end(record, trainer, error))
+    timeout = cfg.engine.params.get("timeout")
+    member.prepare(cfg.redact_message, lambda error: _end(record, trainer, error), timeout)
     if world_size(cfg.engine) > 1:
         from deeplightning.process.rendezvous import connect
         from deeplightning.run.resume import agreement

@@ -94,7 +94,11 @@ class Lazy:
         self._made: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.instance(), name)
+        try:
+            return getattr(self.instance(), name)
+        except AttributeError as error:  # `self.logger.experiment.add_image` of code for TensorBoard
+            message = f"{error}; another `logger.type` of the config, such as TensorBoardLogger, may have it"
+            raise AttributeError(message) from None
 
     def instance(self) -> Any:
         """Return the object; create it on the first call."""

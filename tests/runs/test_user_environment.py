@@ -12,6 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from deeplightning import own_code
 from deeplightning.process import failure
+from deeplightning.tracking.mlflow_store import Lazy
 from deeplightning.tracking.user_calls import TrackedRun, UserCalls
 
 CODE = """\
@@ -174,6 +175,8 @@ def test_an_exception_is_attributed_to_the_caller_of_the_library(tmp_path, monke
         int("x")
 
     assert failure.exit_code_of(raised(fail)) == 5
+    missing = raised(lambda: Lazy(object).add_image)  # as `self.logger.experiment.add_image` of code for TensorBoard
+    assert (failure.exit_code_of(missing), "another `logger.type`" in str(missing)) == (5, True)
     monkeypatch.setattr(failure, "OURS", (os.path.dirname(__file__),))  # noqa: PTH120
     monkeypatch.setattr(failure, "is_user_file", lambda file: False)
     assert failure.exit_code_of(raised(fail)) == 1

@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from deeplightning.data import datasets as datasets_module
-from deeplightning.data.datasets import InMemory
-from deeplightning.data.loading import InMemoryLoader
+from deeplightning.data.datasets import InMemory, InMemoryLoader
 from deeplightning.data.samplers import BatchIndices
 
 SIZE = 21

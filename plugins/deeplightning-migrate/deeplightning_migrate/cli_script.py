@@ -169,7 +169,7 @@ class CliScript:
         for source, target, place in self._links:
             value = self._link_value(tree, source)
             if value is None:
-                message = f"`{source}` has no value that can be read; set `{target}` in the config"
+                message = f"`{source}` has no value that can be read; set it in the config"
                 self.faults.append(Fault(message, place=place))
                 continue
             section, *inner = _key_path(tree, target)

@@ -47,6 +47,8 @@ def read_mapping(path: Path) -> Entry:
     tree = parse(text, short(path), faults, ["params", "theirs"])  # keys keep their YAML types
     if faults:
         raise ConfigError(faults)
+    if tree.value is None:  # an empty option file, such as `callbacks/none.yaml`
+        tree.value = {}
     if not isinstance(tree.value, dict):
         raise ConfigError(Fault("this file has no mapping of settings; is this the right file?", place=short(path)))
     _convert_to_yaml_1_1(tree, yaml.safe_load(text))

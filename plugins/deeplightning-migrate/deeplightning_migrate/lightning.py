@@ -20,6 +20,7 @@ from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, dump, entry_at, line, plain
 from deeplightning.faults import ConfigError, Fault, upwards
+from deeplightning.own_code import add_import_roots
 from deeplightning.signatures import definition
 from deeplightning.signatures.signature import Undecided, factory_of
 from deeplightning_migrate import foreign_words
@@ -38,7 +39,8 @@ SAME_ARGUMENTS = {
 }
 """Arguments of the Trainer whose key here, as in `words.tsv`, takes the same value."""
 NO_EFFECT = {
-    **dict.fromkeys(("num_sanity_val_steps", "enable_model_summary", "benchmark", "detect_anomaly"), "trains the same"),
+    **dict.fromkeys(("enable_model_summary", "benchmark", "detect_anomaly"), "trains the same"),
+    "num_sanity_val_steps": "there is no sanity check; it changes a run only if validation changes the module",
     **dict.fromkeys(("enable_checkpointing", "default_root_dir"), "a run saves its checkpoints in its own folder"),
 }
 """Arguments of the Trainer that do not change what is trained."""
@@ -458,6 +460,7 @@ def convert(files: Sequence[Path], system: str) -> str:
     scripts = [file for file in files if file.suffix == ".py" and system == "lightning-cli"]
     configs = [file for file in files if file not in scripts]
     folders = [*(file.parent for file in files), Path.cwd()] if system == "lightning-cli" else []
+    add_import_roots(*folders)  # the defaults of linked arguments are read from there
     result = Conversion(read(configs, system), system, CliScript(folders, scripts))
     result.convert()
     if not result.faults:

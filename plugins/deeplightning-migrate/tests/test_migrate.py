@@ -385,3 +385,28 @@ def test_an_override_of_hydra_may_list_several_options(here):
     Path("base.yaml").write_text(base)
     made = convert("defaults: [base, {override /data: [a, b]}]\n", system="hydra")
     assert at(made, "data.module") == {"type": "parts.Data", "params": {"size": 2}}
+
+
+def test_an_empty_option_file_of_hydra_has_no_settings(here):
+    """An option such as `callbacks/none.yaml` may be an empty file."""
+    Path("callbacks").mkdir()
+    Path("callbacks/none.yaml").touch()
+    parts = "trainer: {accelerator: cpu}\nmodel: {_target_: parts.Model}\ndata: {_target_: parts.Data}\n"
+    made = convert(f"defaults: [{{callbacks: none}}, _self_]\n{parts}", system="hydra")
+    assert at(made, "model.module.type") == "parts.Model"
+    assert "callbacks" not in made
+
+
+def test_the_default_behind_a_link_is_read_from_the_folder_of_the_project(here):
+    """The class of a linked argument is found beside its config, wherever the command runs."""
+    inside = "parser.add_lightning_class_args(apart.Freezing, 'freezing')\n        "
+    inside += "parser.link_arguments('freezing.size', 'model.loss')"
+    script = "import apart\n" + SCRIPT.format(inside=inside, given="")
+    project = here / "apart"
+    project.mkdir()
+    (project / "main.py").write_text(script)
+    head = "from pytorch_lightning import Callback\n\n\nclass Freezing(Callback):\n"
+    (project / "apart.py").write_text(f"{head}    def __init__(self, size: int = 7):\n        self.size = size\n")
+    (project / "c.yaml").write_text("trainer: {accelerator: cpu}\nfreezing: {}\n")
+    made = text_of_lightning([project / "c.yaml", project / "main.py"], "lightning-cli")
+    assert at(made, "model.module.params.loss") == 7
