@@ -142,8 +142,7 @@ class Run:
         import pandas as pd
 
         self._past.__dict__.pop("series", None)
-        series = self._past.series or {}
-        columns = {name: pd.Series(dict(points), dtype="float64") for name, points in series.items()}
+        columns = {name: pd.Series(dict(points), dtype="float64") for name, points in (self._past.series or {}).items()}
         return pd.DataFrame(columns).sort_index().rename_axis("step")
 
     @property

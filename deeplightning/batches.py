@@ -67,8 +67,7 @@ def batch_loss(trainer: Any, outputs: Any) -> Tensor:
     if not has_loss(outputs):
         return tensor(float("nan"))
     loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs
-    divided_by = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
-    return loss.detach() * divided_by
+    return loss.detach() * (trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1)
 
 
 def samples_in(batch: object) -> int:

@@ -118,7 +118,6 @@ PROJECTS |= {"skimage": "scikit-image"}
 _PACKAGES = {"timm": "timm", "transformers": "'deeplightning[text]'", "deepspeed": "'deeplightning[deepspeed]'"}
 """How to install the packages whose classes configs name, by module."""
 
-
 PLUGINS = {
     "hub": ("push", "encoder.Encoder"),
     "lab": ("bisect", "compare"),
@@ -248,10 +247,8 @@ class UserError(Exception):
     exit_code = 1
 
     def __init__(self, faults: str | Fault | Iterable[Fault]):
-        if isinstance(faults, str):
-            faults = Fault(faults)
-        faults = [faults] if isinstance(faults, Fault) else faults
-        self.faults = [replace(fault, exit_code=max(fault.exit_code, self.exit_code)) for fault in faults]
+        given = [Fault(faults)] if isinstance(faults, str) else [faults] if isinstance(faults, Fault) else faults
+        self.faults = [replace(fault, exit_code=max(fault.exit_code, self.exit_code)) for fault in given]
         super().__init__("\n".join(map(str, self.faults)))
 
 

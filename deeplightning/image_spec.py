@@ -57,7 +57,6 @@ _SWAPS_SIDES = {Image.Transpose[name] for name in ("TRANSPOSE", "ROTATE_270", "T
 _EXIF_ORIENTATION = 0x0112
 _PILLOW_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
-
 Extent = tuple[float, float]
 """Width and height, in pixels."""
 
@@ -240,8 +239,7 @@ class ImageSpec:
             canvas = Image.new(image.mode, (self.width, self.height))
             canvas.paste(image, ((self.width - image.width) // 2, (self.height - image.height) // 2))
             image = canvas
-        pixels = np.frombuffer(image.tobytes(), dtype=np.uint8).copy()
-        return pixels.reshape(self.height, self.width, self.channels)
+        return np.frombuffer(image.tobytes(), dtype=np.uint8).copy().reshape(self.height, self.width, self.channels)
 
     def fit(
         self, image: Image.Image, extent: Extent, goal: tuple[int, int], resample: Image.Resampling = FILTER

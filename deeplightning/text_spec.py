@@ -158,8 +158,7 @@ class TextSpec:
             ValueError: a key is missing or unknown, or a value is out of range or does not match this content.
         """
         require_keys("a text spec", values, _KEYS, ["column", "encoding"])  # older bundles lack them
-        given = {name: value for name, value in values.items() if name not in ("file", "size")}
-        spec = cls(content=content, **given)
+        spec = cls(content=content, **{name: value for name, value in values.items() if name not in ("file", "size")})
         for name in ("file", "size"):
             if getattr(spec, name) != values[name]:
                 raise ValueError(f"{name} is {getattr(spec, name)!r}, not {values[name]!r}")

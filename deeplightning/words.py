@@ -41,9 +41,7 @@ _UNSUPPORTED = "could not create a primitive descriptor"
 
 def first_line(error: BaseException) -> str:
     """Return the first non-empty line of an exception's text, or the exception's name if the text is empty."""
-    return next(
-        (line.strip()[:MAX_LINE_CHARACTERS] for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()[:MAX_LINE_CHARACTERS]
 
 
 def stage_of(metric: str) -> tuple[str, str]:

@@ -17,17 +17,10 @@ from typing import TypeVar
 
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
+from serve import device
 from serve.admission import Admission, Hosts
 from serve.bundle import Bundle, bundle_folders
-from serve.device import (
-    Device,
-    DeviceError,
-    OptionError,
-    choose_devices,
-    device_for_precision,
-    is_device_word,
-    onnxruntime_lacks,
-)
+from serve.device import Device, DeviceError, OptionError, choose_devices, device_for_precision, onnxruntime_lacks
 from serve.limits import BOUNDS, Limits
 from serve.log import log_event, open_streams
 from serve.pool import OpenModel, Setup
@@ -134,8 +127,7 @@ def serve(
                 os.write(1, f"Serving {printable(model)} on {_url(first)}: {layout}\n".encode())
 
         _return_memory()
-        admission = Admission(key, Hosts(host, options.allowed_hosts))
-        setup = Setup(open_model, folder, listeners, limits, admission)
+        setup = Setup(open_model, folder, listeners, limits, Admission(key, Hosts(host, options.allowed_hosts)))
         return Supervisor(setup, lambda: _files_signature(files), announce, choice).run()
     except (AddressError, DeviceError, ModelError, OptionError) as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)
@@ -164,7 +156,7 @@ def _number_parser(kind: Callable[[str], Number], low: float, high: float) -> Ca
 
 
 def _device(text: str) -> str:
-    if not is_device_word(text):
+    if not device.is_device_word(text):
         raise argparse.ArgumentTypeError(f"{text} is not auto, cpu, cuda or cuda:N, such as cuda:0")
     return text
 

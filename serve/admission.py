@@ -56,8 +56,7 @@ class Hosts:
         """
         if self._allows_all or host is None or host in self._accepted:
             return
-        text = host.decode("latin-1").strip()
-        match = _AUTHORITY.fullmatch(text)
+        match = _AUTHORITY.fullmatch(host.decode("latin-1").strip())
         if match is None or int(match[2] or 0) > 65_535:
             raise Refusal(400, "The Host header is not a host name or an address; send that of the server.")
         name = match[1].strip("[]").lower().removesuffix(".")

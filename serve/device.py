@@ -122,8 +122,7 @@ def choose_devices(word: str, lacks: Callable[[], str | None]) -> Choice:
             return Choice(tuple(usable), may_fall_back=word == "auto")
         faults = [f", unusable: {gpu['fault']}" if "fault" in gpu else "" for gpu in gpus]
         listed = [f"{one} ({one.name}{fault})" for one, fault in zip(devices, faults, strict=True)]
-        shown = ", ".join(listed) or "none"
-        reason = f"the visible GPUs are {shown}; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        reason = f"the visible GPUs are {', '.join(listed) or 'none'}; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     if word == "auto":
         return Choice((CPU,), reason)
     raise DeviceError(f"serve.device is {word}: {reason}.")

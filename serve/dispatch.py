@@ -131,8 +131,7 @@ class Dispatcher:
         self._log.flush()
 
     def _finish(self, request: Request, reply: Reply, answer: Answer, job: Job | None = None) -> None:
-        written = reply(request, answer)
-        self.record(request, answer.status if written else 499, job)
+        self.record(request, answer.status if reply(request, answer) else 499, job)
 
     def _predict(self, request: Request, reply: Reply) -> None:
         """Submit a prediction to the batcher; raise Refusal if the request is invalid, or the queue is full."""

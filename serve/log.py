@@ -69,8 +69,7 @@ class Log:
 
 def log_event(event: str, error: BaseException | None = None, **fields: object) -> None:
     """Write one line of JSON to standard error, with the traceback of `error` if it is given."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    record = {"time": stamp, "event": event, **fields}
+    record = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": event, **fields}
     if error is not None:
         record["error"] = "".join(traceback.format_exception(error))[-3000:]  # a line that fits into a pipe at once
     with contextlib.suppress(OSError, ValueError):

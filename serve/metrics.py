@@ -120,5 +120,4 @@ class Metrics:
 
 def _histogram(cell: Sequence[float], bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
     """Return the cumulative buckets and the sum."""
-    totals = itertools.accumulate(cell[:-1])
-    return [*zip((*map(str, bounds), "+Inf"), totals, strict=True)], cell[-1]
+    return [*zip((*map(str, bounds), "+Inf"), itertools.accumulate(cell[:-1]), strict=True)], cell[-1]

@@ -57,8 +57,7 @@ class Model:
     @property
     def example(self) -> Any:
         """An input as a client sends it; None unless the model takes rows or arrays."""
-        takes_numbers = self.task.startswith(("table", "array"))
-        return self.examples[0] if takes_numbers and self.examples else None
+        return self.examples[0] if self.task.startswith(("table", "array")) and self.examples else None
 
     def predict(self, inputs: np.ndarray) -> np.ndarray:
         """Return the answers to prepared inputs (N, …): probabilities or numbers, float32 (N, K); for each pixel,

@@ -47,14 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts, for a server that takes texts")
     parser.add_argument("--url", default=os.environ.get("PREDICT_URL") or DEFAULT_URL, help="the server's address")
     options = parser.parse_args(arguments)
-    url = options.url
     try:
         for text in options.text:
-            answer = ask(url, text.encode(errors="surrogateescape"), "The text", "text/plain; charset=utf-8")
+            answer = ask(options.url, text.encode(errors="surrogateescape"), "The text", "text/plain; charset=utf-8")
             print(printable(json.dumps({"text": text, **answer})), flush=True)
         for path in options.files or (_samples() if not options.text else []):
             kind = KINDS.get(path.suffix.lower())
-            answer = ask(url, _read(path), str(path), kind or "application/octet-stream")
+            answer = ask(options.url, _read(path), str(path), kind or "application/octet-stream")
             name = "file" if kind or "image" in answer else "image"
             print(printable(json.dumps({name: str(path), **answer})), flush=True)
     except PredictError as error:

@@ -31,8 +31,7 @@ class Predictions:
     """Reads and answers the predictions of a model."""
 
     def __init__(self, model: Model, limits: Limits):
-        self._limits = limits
-        self._spec = model.spec
+        self._limits, self._spec = limits, model.spec
         self._shape: tuple[int, ...] = getattr(self._spec, "shape", ())
         readers = {"image": self._pictures, "text": self._texts, "table": self._rows, "array": self._arrays}
         self._takes = KINDS[model.task].takes

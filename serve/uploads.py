@@ -114,8 +114,7 @@ def from_unusual_form(content_type: bytes, body: bytes, limits: Limits) -> list[
     except ValueError:
         message = "The form is malformed or cut off, or its Content-Type does not name its boundary"
         raise Refusal(400, f"{message}; {FORM_USAGE}.") from None
-    pictures = files.getlist("image")
-    if not pictures:
+    if not (pictures := files.getlist("image")):
         message = "The form has no file in the field image (a part without a filename is a text)"
         raise Refusal(400, f"{message}; {FORM_USAGE}.")
     return [picture.read() for picture in pictures]

@@ -77,9 +77,7 @@ class Column:
     def classes(self) -> dict[str, int]:
         """Return the values that may be classes, in order, each with its number of rows."""
         form = TableFormat()
-        return dict(
-            sorted(self.values.items(), key=lambda pair: ((n := _number(pair[0], form)) is None, n or 0, pair[0]))
-        )
+        return dict(sorted(self.values.items(), key=lambda at: ((n := _number(at[0], form)) is None, n or 0, at[0])))
 
 
 @dataclass(frozen=True)

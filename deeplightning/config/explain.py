@@ -140,9 +140,8 @@ def _documentation_rows(report: Report, path: KeyPath) -> list[tuple[str, str]]:
         names = strategy.classes_of(schema.backend_of(owner)) if is_engine else [getattr(owner, "type", "")]
         return _param_rows(names, path[at + 1 :])
     section = schema.value_at(report.config, path[:-1])
-    cls: Any = dict(sections(schema.Config)).get(dotted(path[:-1])) or (
-        type(section) if is_dataclass(section) else None
-    )
+    own = type(section) if is_dataclass(section) else None
+    cls: Any = dict(sections(schema.Config)).get(dotted(path[:-1])) or own
     field = next((f for f in schema.keys(cls) if f.name == path[-1]), None) if cls is not None else None
     return _field_rows(field, typing.get_type_hints(cls)[field.name]) if field is not None else []
 
@@ -197,7 +196,5 @@ def _split_key(key: str, shown: Any) -> KeyPath:
             hint = (hint.replace("mean ", f"mean {above}.", 1) if above else hint) or other_section_hint(rest)
             known = f" Known here: {', '.join(names)}" if names else ""
             raise ConfigError(Fault(f"{where} no key `{word}`.{hint}{known}", key, found=word))
-        path = (*path, names[name])
-        value = value[path[-1]]
-        rest = rest[len(name) + 1 :]
+        path, value, rest = (*path, names[name]), value[names[name]], rest[len(name) + 1 :]
     return path

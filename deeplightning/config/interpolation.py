@@ -107,11 +107,9 @@ class Resolver:
 
     def __init__(self, root: Entry):
         self.root, self.secrets = root, Secrets()
-        self.texts: dict[KeyPath, str] = {}
-        self.trees: dict[KeyPath, object] = {}
+        self.texts, self.trees, self.active = dict[KeyPath, str](), dict[KeyPath, object](), set[KeyPath]()
         self.variables: dict[str, str | None] = {}
         self.results: dict[KeyPath, tuple[_Unresolved | None, dict[str, str | None]]] = {}
-        self.active: set[KeyPath] = set()
         self.parts = self.values = self.characters = 0
 
     def run(self, pending: list[tuple[KeyPath, Entry]], faults: list[Fault]) -> None:

@@ -65,5 +65,4 @@ def is_registered(digest: str) -> bool:
 
 
 def _register() -> Path:
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
-    return state / "deeplightning" / "own"
+    return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "deeplightning" / "own"

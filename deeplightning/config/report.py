@@ -42,8 +42,7 @@ class Report:
         self.unread = {fault.key for fault in self.faults if fault.message.startswith(TAG)}
         self.faulty_keys = {fault.key for fault in self.faults} - self.unread
         self.meanings = Meanings()
-        self.targets: list[Callable[[], None]] = []
-        self.meant_keys: set[str | None] = set()
+        self.targets, self.meant_keys = list[Callable[[], None]](), set[str | None]()
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
         if message.startswith(("missing: ", "must be ")) and not self.unread.isdisjoint(upwards(key)):
@@ -184,7 +183,6 @@ def sort_faults(faults: Iterable[Fault], source: Source) -> list[Fault]:
         name = absent[1] if absent else f"fault {len(found)}"
         if name in found:
             message = _NO_MODULE.sub(rf"\g<0>, {fault.key}", found[name].message, count=1)
-            found[name] = replace(found[name], message=message)
-        else:
-            found[name] = fault
+            fault = replace(found[name], message=message)
+        found[name] = fault
     return [*found.values()]

@@ -266,8 +266,7 @@ class Engine(Section):
 
 def options_of(hint: object) -> list[object]:
     """Return the types in a hint: those of a union, else the hint itself."""
-    union = get_origin(hint) in (UnionType, Union)
-    return list(get_args(hint)) if union else [hint]
+    return list(get_args(hint)) if get_origin(hint) in (UnionType, Union) else [hint]
 
 
 def default_of(field: Field[object]) -> Any:

@@ -108,10 +108,8 @@ def _value(
     return _BAD
 
 
-def _in_range(
-    report: Report, value: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, Any]
-) -> bool:
-    low, high = metadata.get("low"), metadata.get("high")
+def _in_range(report: Report, value: object, entry: Entry, key: str, path: KeyPath, bounds: Mapping[str, Any]) -> bool:
+    low, high = bounds.get("low"), bounds.get("high")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return True
     written = report.source.secrets.text_of(path)

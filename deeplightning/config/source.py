@@ -137,8 +137,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     Raises:
         ConfigError: no tree can be built.
     """
-    faults: list[Fault] = []
-    given: dict[Path, str] = {}
+    faults, given = list[Fault](), dict[Path, str]()
     if isinstance(path, Mapping):
         path = Text(Path.cwd() / GIVEN, to_yaml(path, GIVEN))
     if isinstance(path, Text):
@@ -306,8 +305,7 @@ class _Reader:
         for name, group in groups:
             for number, option in enumerate(group.chosen):
                 root, path = group.find(option)
-                order = (*file.order, at, number)
-                trees = self.tree(path, order, (*file.above, file), group.place, group.name, root)
+                trees = self.tree(path, (*file.order, at, number), (*file.above, file), group.place, group.name, root)
                 for part in reversed(name.split("/")):
                     trees = [Entry({part: tree}, tree.place) for tree in trees]
                 found += trees

@@ -192,9 +192,7 @@ def parse(text: str, name: str, faults: list[Fault], above: Sequence[str] = (), 
         raise ConfigError(Fault(f"not text in UTF-8 (character {error.start})", place=name)) from None
     except yaml.YAMLError as error:
         raise ConfigError(Fault(f"not YAML: {first_line(error)}", place=name)) from None
-    if node is None:
-        return Entry(None, f"{name}:1:1")
-    return _Builder(name, faults, above).build(node)
+    return Entry(None, f"{name}:1:1") if node is None else _Builder(name, faults, above).build(node)
 
 
 def _restore_comment(node: Node | None, text: str, name: str) -> Node | None:
@@ -276,8 +274,7 @@ class _Builder:
         return node.value if node.style else scalar(node.value)
 
     def mapping(self, node: MappingNode) -> dict[Any, Entry]:
-        items: dict[Any, Entry] = {}
-        merged: dict[Any, Entry] = {}
+        items, merged = dict[Any, Entry](), dict[Any, Entry]()
         is_typed = has_typed_keys(self.above)
         for name_node, value_node in node.value:
             place = _place(self.name, name_node.start_mark)

@@ -38,8 +38,7 @@ class CIFAR10(DownloadedImages):
     )
 
     def __init__(self, cfg: PartConfig, download: bool = False, image_size: int | Sequence[int] = 32, **options: Any):
-        spec = ImageSpec(*height_width(image_size), mode="RGB", mean=MEAN, std=STD)
-        super().__init__(cfg, spec, download, **options)
+        super().__init__(cfg, ImageSpec(*height_width(image_size), mode="RGB", mean=MEAN, std=STD), download, **options)
         self.class_names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
     def read(self) -> dict[str, Samples]:

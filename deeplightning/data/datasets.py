@@ -27,14 +27,12 @@ from deeplightning.transfer import to_device
 Batch = dict[str, torch.Tensor]
 """`image` uint8 (B, C, H, W), `label` int64 (B,), `index` int64 (B,): position in the set; -1: padding, not counted."""
 
-
 _CHUNK_PICTURES = 64  # maximum that one thread prepares at a time
 _COPY_BYTES = 2**26  # copied to a GPU at a time
 _NO_POSITIONS = np.empty(0, np.int64)
 
 SHARE_OF_GPU = 0.5
 """Pictures take at most this fraction of the GPU memory that remains free at the peak of a step."""
-
 
 log = logging.getLogger(__name__)
 

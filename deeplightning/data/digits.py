@@ -26,8 +26,7 @@ class Digits(ImageData):
     """
 
     def __init__(self, cfg: PartConfig, image_size: int | Sequence[int] = 8, **options: Any):
-        spec = ImageSpec(*height_width(image_size), mode="L", mean=(MEAN,), std=(STD,))
-        super().__init__(cfg, spec, **options)
+        super().__init__(cfg, ImageSpec(*height_width(image_size), mode="L", mean=(MEAN,), std=(STD,)), **options)
         self.class_names = [str(digit) for digit in range(10)]
 
     def read(self) -> dict[str, Samples]:

@@ -121,7 +121,6 @@ class ImageData(SplitData):
 
         if (folder := cache_folder(self.cache)) is None:
             return None
-
         paths = [path for samples in sets for path in samples.items]
         if (found := decoded(folder, self.image_spec, self.max_pixels, paths)) is None:
             return None

@@ -257,8 +257,7 @@ class SplitData(pl.LightningDataModule):
                 self._first_step = self.trainer.global_step
             if self.trainer.global_step > self._first_step:
                 self._moves_after_step = False
-                found = [self._datasets.get(name) for name in SPLITS["fit"]]
-                if sets := [one for one in found if isinstance(one, InMemory)]:
+                if sets := [one for name in SPLITS["fit"] if isinstance(one := self._datasets.get(name), InMemory)]:
                     move_if_it_fits(sets, device)
         if isinstance(batch, dict) and all(isinstance(v, torch.Tensor) and v.device == device for v in batch.values()):
             return batch

@@ -307,9 +307,7 @@ class BucketedDistributedSampler(DistributedSampler):
             slices.append(np.concatenate([bucket[:kept], bucket[: max(0, kept - len(bucket))]]))
         slices.append(np.concatenate(left)[: self.mixed_slices * self.slice_size])
         steps = np.concatenate(slices).reshape(-1, self.slice_size)
-        if self.shuffle:
-            steps = random_state(self.seed, self.epoch, purpose=1).permutation(steps)
-        return steps
+        return random_state(self.seed, self.epoch, purpose=1).permutation(steps) if self.shuffle else steps
 
     def _check_order(self) -> None:
         """Check once that all processes have the same order; otherwise samples would be repeated or left out."""

@@ -197,8 +197,7 @@ def _parts(file: "TableFile", types: Mapping[str, str], codes: _Codes, bounded: 
             if own is None:
                 next(numbers)[:] = found
                 continue
-            numbered = [own.setdefault(word, len(own)) for word in found.words]
-            next(coded)[:] = np.array([*numbered, -1])[found.indices]
+            next(coded)[:] = np.array([*(own.setdefault(word, len(own)) for word in found.words), -1])[found.indices]
             if name in bounded and len(own) > MAX_WORDS:
                 raise DataError(
                     f"{file.path}, column {name}: more than {MAX_WORDS:,} different texts. Set "
@@ -210,7 +209,6 @@ def _parts(file: "TableFile", types: Mapping[str, str], codes: _Codes, bounded: 
 def _write(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
     path, data, codes, size = table.path, folder / "rows", _empty_codes(types), 0
     log.info("Reading %s into %s", path, folder)
-
     with cache_files.open_locked(data, "x+b") as file:  # on NFS, a shared lock needs a readable file
         for part in _parts(table, types, codes, bounded):
             file.write(part.tobytes())

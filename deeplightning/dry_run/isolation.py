@@ -93,10 +93,8 @@ class InMemory(CheckpointIO):
         self.kept = checkpoint
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return {
-            name: value if name in _WEIGHTS else move_data_to_device(value, torch.device("cpu"))
-            for name, value in self.kept.items()
-        }
+        cpu = torch.device("cpu")
+        return {n: v if n in _WEIGHTS else move_data_to_device(v, cpu) for n, v in self.kept.items()}
 
     def remove_checkpoint(self, path: Any) -> None:
         self.kept = {}

@@ -165,9 +165,8 @@ class _Reader(CalibrationDataReader):
     """Reads samples for the calibration, in batches."""
 
     def __init__(self, samples: list[np.ndarray], name: str):
-        self._batches = iter(
-            [{name: np.stack(samples[at : at + BATCH_SIZE])} for at in range(0, len(samples), BATCH_SIZE)]
-        )
+        starts = range(0, len(samples), BATCH_SIZE)
+        self._batches = iter([{name: np.stack(samples[at : at + BATCH_SIZE])} for at in starts])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
         return next(self._batches, None)

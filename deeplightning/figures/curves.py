@@ -95,8 +95,7 @@ def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Se
     spread, errors = truth - truth.mean(0), predicted - truth
     with np.errstate(divide="ignore", invalid="ignore"):  # R² of a constant target is NaN
         r2 = np.where((spread**2).sum(0) > 0, 1 - (errors**2).sum(0) / (spread**2).sum(0), np.nan)
-    rmse = np.sqrt((errors**2).mean(0))
-    scores = [f"RMSE {rmse[n]:.4g}, R² {r2[n]:.4g}" for n in range(truth.shape[1])]
+    scores = [f"RMSE {rmse:.4g}, R² {r:.4g}" for rmse, r in zip(np.sqrt((errors**2).mean(0)), r2, strict=True)]
     parts = [f"{style.label(name)}: {score}" for name, score in zip(names, scores, strict=False)]
 
     def draw() -> "Figure":

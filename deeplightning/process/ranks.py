@@ -237,8 +237,7 @@ class Ranks:
         """End this process and its children, whatever the main thread is doing."""
         cause = self.first()
         if cause is None and self._signal is not None:
-            waited = time.monotonic() - self._signalled
-            name = signal.Signals(self._signal).name
+            name, waited = signal.Signals(self._signal).name, time.monotonic() - self._signalled
             reason = f"interrupted by {name}; the batch was not done after {waited:.0f} s, so nothing more is saved"
             cause = Cause(self.rank, reason, INTERRUPTED[signal.Signals(self._signal)])
         cause = cause or Cause(self.rank, "the end of the run took too long", 5)

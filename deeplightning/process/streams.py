@@ -33,8 +33,7 @@ class Interrupted(BaseException):
 
     def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
         super().__init__(f"interrupted by {signal_name}")
-        self.exit_code = exit_code
-        self.at_once = at_once
+        self.exit_code, self.at_once = exit_code, at_once
 
 
 class Terminated(KeyboardInterrupt):

@@ -121,17 +121,14 @@ def _other_pictures(run: Facts, drawn_names: set[str]) -> "tuple[list[Picture], 
         name = of_epoch[1] if of_epoch else stem
         former, number = latest.get(name, (path, 0))
         latest[name] = max(former, path, key=lambda each: (len(each.stem), each.stem)), number + 1  # 10 after 9
-    cards: list[Picture] = []
-    left_out: list[str] = []
-    size = 0
+    cards, left_out, size = list[Picture](), list[str](), 0
     for name, (path, number) in latest.items():
         content = path.read_bytes()
         if len(cards) >= MAX_PICTURES or size + len(content) > MAX_PICTURES_BYTES:
             left_out.append(path.name)
             continue
         size += len(content)
-        caption = f"{path.stem}, the last of {number}" if number > 1 else path.stem
-        cards += picture(name, content, caption=caption)
+        cards += picture(name, content, caption=f"{path.stem}, the last of {number}" if number > 1 else path.stem)
     return cards, left_out
 
 
@@ -229,9 +226,8 @@ def _evaluate_classes(run: Facts, columns: dict[str, Any], prefix: str, found: E
     names |= dict(enumerate(run.classes[:MAX_CLASSES]))
     number = max(number, len(run.classes[:MAX_CLASSES]))
     class_names = [names.get(n, str(n)) for n in range(number)]
-    each = measures.from_counts(
-        *(np.bincount(one, minlength=number) for one in (labels[labels == predicted], predicted, labels))
-    )
+    counted = (labels[labels == predicted], predicted, labels)
+    each = measures.from_counts(*(np.bincount(one, minlength=number) for one in counted))
     found.per_class = list(zip(class_names, *(one.tolist() for one in each), strict=True))
     found.confused = [(class_names[t], class_names[p], n) for t, p, n in measures.most_confused(labels, predicted)]
     if number <= class_plots.MAX_MATRIX_CLASSES:

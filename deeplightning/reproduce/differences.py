@@ -187,9 +187,7 @@ def _weight_differences(one: RunFolder, two: RunFolder, say: Callable[[str], Non
             say(f"the weights are not compared: {apart}")
         return [apart] * is_complete
     a, b = first["state_dict"], second["state_dict"]
-    differ = [
-        n for n in {**a, **b} if n not in a or n not in b or _bytes(a[n]) != _bytes(b[n]) or a[n].dtype != b[n].dtype
-    ]
+    differ = [n for n in a | b if n not in a or n not in b or _bytes(a[n]) != _bytes(b[n]) or a[n].dtype != b[n].dtype]
     if not differ:
         say(f"weights: the same {len(a)} tensors")
         return []

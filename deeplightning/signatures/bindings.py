@@ -78,9 +78,8 @@ class Module:
 
     def may_bind(self, name: str) -> bool:
         """Return whether it can bind a name, judged by a search in its text."""
-        return name.encode() in self.text or any(
-            word in self.text for word in (b"import *", b"globals", b"vars(", b"exec")
-        )
+        words = (name.encode(), b"import *", b"globals", b"vars(", b"exec")
+        return any(word in self.text for word in words)
 
     @cached_property
     def scope(self) -> "Scope":
@@ -265,9 +264,7 @@ class _Reader:
 
     def __init__(self, scope: Scope):
         self.scope, self.names = scope, scope.names
-        self.order = 0
-        self.certain = True
-        self.is_tried = False
+        self.order, self.certain, self.is_tried = 0, True, False
 
     def bind(self, name: str, kind: type[Binding], line: int, *more: object) -> None:
         self.order += 1
@@ -401,8 +398,7 @@ class _Reader:
         """Interpret a `try`. Whether the modules that it imports exist is looked up when a name is resolved."""
         before, was_certain, was_tried = self.names, self.certain, self.is_tried
         self.names, self.certain, self.is_tried = dict(before), False, True
-        reaches = self.run_body(node.body) and self.run_body(node.orelse)
-        outcomes = [self.names] if reaches else []
+        outcomes = [self.names] if self.run_body(node.body) and self.run_body(node.orelse) else []
         self.is_tried = was_tried
         for handler in node.handlers:
             self.names = dict(before)

@@ -129,8 +129,7 @@ class Signatures:
         extra = decorator_keywords(self.names, node, Frame(frame.module))
         with self.names.resolving(("method", symbol.key, tuple(t.path for t in mro[:1]))):
             taken = FunctionReader(self, frame).signature(bound and role != "staticmethod")
-        names = {p.name for p in taken.parameters}
-        more = tuple(Parameter(word, position=False) for word in sorted(extra - names))
+        more = tuple(Parameter(word, position=False) for word in sorted(extra - {p.name for p in taken.parameters}))
         return replace(taken, parameters=taken.parameters + more)
 
 
@@ -149,8 +148,7 @@ class FunctionReader:
         if self.node.args.kwarg is None:
             return Signature(tuple(own))
         uses = uses_of(self.node, self.node.args.kwarg.arg)
-        more: dict[str, Parameter] = {}
-        first: list[Parameter] = []
+        more, first = dict[str, Parameter](), list[Parameter]()
         why = [uses.other and f"{self.node.name} {uses.other}"]  # other keywords cannot be checked
         for call, certain in uses.calls:
             try:
@@ -195,6 +193,7 @@ class FunctionReader:
         positional = [*arguments.posonlyargs, *arguments.args]
         without = [None] * (len(positional) - len(arguments.defaults))
         defaults = [*without, *arguments.defaults, *arguments.kw_defaults]
+        pairs = zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
         return [
             Parameter(
                 argument.arg,
@@ -205,25 +204,19 @@ class FunctionReader:
                 allowed=allowed(self.names, argument.annotation, frame),
                 annotation=None if argument.annotation is None else _annotation_text(argument.annotation),
             )
-            for number, (argument, default) in enumerate(
-                zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
-            )
+            for number, (argument, default) in enumerate(pairs)
         ]
 
     def of_call(self, call: ast.Call, sure: bool) -> tuple[Signature, bool]:
         """Return what a call still takes by `**kwargs`, and whether it also receives our `*args`."""
         taken = self.callee(call.func)
-        arguments = list(call.args)
-        vararg = self.node.args.vararg
-        open_end = False
+        arguments, vararg, open_end = list(call.args), self.node.args.vararg, False
         if arguments and isinstance(arguments[-1], ast.Starred) and vararg and is_name(arguments[-1].value, vararg.arg):
             arguments.pop()
             open_end = True
-        if any(isinstance(argument, ast.Starred) for argument in arguments):
-            sure = False
         given = len([argument for argument in arguments if not isinstance(argument, ast.Starred)])
         words = {word.arg for word in call.keywords if word.arg}
-        sure = sure and sum(word.arg is None for word in call.keywords) == 1
+        sure = sure and given == len(arguments) and sum(word.arg is None for word in call.keywords) == 1
         remaining = [p for p in taken.parameters if p.position][given:]
         remaining += [p for p in taken.parameters if not p.position]
         free = [p for p in remaining if p.name not in words and (p.keyword or (p.position and open_end))]

@@ -55,10 +55,8 @@ class Names:
     def __init__(self) -> None:
         self.modules: dict[str, Module | None] = {}
         self.mros: dict[object, tuple[list[Symbol], bool]] = {}
-        self.scopes: dict[int, Scope] = {}
-        self.found: dict[object, Symbol] = {}
-        self.hints: dict[object, object] = {}
-        self.active: set[object] = set()
+        self.scopes, self.found = dict[int, Scope](), dict[object, Symbol]()
+        self.hints, self.active = dict[object, object](), set[object]()
         self.changes_path = False  # whether own code may change `sys.path`
 
     @contextlib.contextmanager
@@ -343,8 +341,7 @@ class Names:
                     raise
             case ast.Subscript(value=inner):
                 return self.value(inner, frame)
-        words = ast.unparse(node)
-        raise Undecided(f"`{words[:60]}` is known only at run time")
+        raise Undecided(f"`{ast.unparse(node)[:60]}` is known only at run time")
 
     def name_in_frame(self, name: str, frame: Frame) -> Symbol:
         if frame.function is not None:
@@ -382,9 +379,7 @@ class Names:
         return self.mros[key]
 
     def _compute_mro(self, symbol: Symbol) -> tuple[list[Symbol], bool]:
-        complete = True
-        mros: list[list[Symbol]] = []
-        parents: list[Symbol] = []
+        complete, mros, parents = True, list[list[Symbol]](), list[Symbol]()
         for base in symbol.node.bases:
             try:
                 parent = self.value(base, Frame(self.home(symbol), function=None))

@@ -106,8 +106,7 @@ class Signature:
     def config(self) -> Parameter | None:
         """Return the parameter that receives the whole config: the first, if it is named `cfg` or annotated with the
         type of the config."""
-        first = self.parameters[:1]
-        return next((p for p in first if p.name == "cfg" or TheConfig in (p.allowed or ())), None)
+        return next((p for p in self.parameters[:1] if p.name == "cfg" or TheConfig in (p.allowed or ())), None)
 
     def lacking(self, params: Collection[str]) -> list[str]:
         """Return the names of the required parameters that are not in `params`."""
@@ -161,9 +160,8 @@ def of_object(found: Callable[..., object]) -> Signature:
         parameters = [*inspect.signature(found, **_UNEVALUATED).parameters.values()]
     except (ValueError, TypeError):
         raise Undecided("it has no signature") from None
-    unresolved = False
     try:
-        hints = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
+        hints, unresolved = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found), False
     except Exception:  # an annotation cannot be resolved: compare without types
         hints, unresolved = {}, True
     known = tuple(
@@ -181,8 +179,7 @@ def of_object(found: Callable[..., object]) -> Signature:
     )
     called = found.__init__ if inspect.isclass(found) else found
     if isinstance(called, types.FunctionType) and hasattr(called, "__wrapped__"):  # it may take more than it shows
-        more = inspect.signature(called, follow_wrapped=False, **_UNEVALUATED)
-        parameters = [*parameters, *more.parameters.values()]
+        parameters += inspect.signature(called, follow_wrapped=False, **_UNEVALUATED).parameters.values()
     rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
     # a metaclass, or a class before the one that names its parameters, passes the config on
     kinds = {p.kind for p in parameters} - {inspect.Parameter.KEYWORD_ONLY}

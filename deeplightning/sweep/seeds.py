@@ -87,8 +87,7 @@ class Seeds(Grid):
     ):
         tree = without_secrets(read(path, [*overrides, "train.seeds=null"]).root, cfg.secrets)
         tree.pop("seed", None)
-        content = json.dumps([dump(tree), sorted(own_code().items())])
-        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps([dump(tree), sorted(own_code().items())]).encode()).hexdigest()[:8]
         given = cfg.logger.params.get("run_name")
         stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "run"
         parent = Parent(cfg, str(given) if given else f"{stem}-{digest}", "seeds", f"-{digest}" if given else "")

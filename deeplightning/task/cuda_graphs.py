@@ -106,12 +106,10 @@ class _Replay:
         except RuntimeError as error:
             raise MisfitError(f"{_KEY}=graphs: this step cannot be recorded: {_cause(error)}; {_REMEDY}") from error
         torch.cuda.current_stream(device).wait_stream(stream)
-        self.trained_names = set()
         of_parameters = zip(self.parameters.items(), aliases.values(), self.gradients[len(inputs) :], strict=True)
-        for (name, parameter), alias, gradient in of_parameters:
-            # A cuDNN LSTM moves its weights into one block of memory; given an alias, it would train a copy.
-            if gradient is not None and alias.data_ptr() == parameter.data_ptr():
-                self.trained_names.add(name)
+        # A cuDNN LSTM moves its weights into one block of memory; given an alias, it would train a copy.
+        is_own = {n: g is not None and a.data_ptr() == p.data_ptr() for (n, p), a, g in of_parameters}
+        self.trained_names = {name for name, is_so in is_own.items() if is_so}
         self.last = last.detach()
         self.before_last = apply_to_collection(given[:-1], Tensor, Tensor.detach) if isinstance(given, tuple) else None
 

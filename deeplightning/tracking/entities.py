@@ -116,9 +116,7 @@ class Batch:
 
 def as_logged(value: float, is_nan: bool = False) -> float:
     """Return the value that was logged: MLflow stores an infinity in a database as the largest float."""
-    if is_nan:
-        return math.nan
-    return math.copysign(math.inf, value) if abs(value) == sys.float_info.max else value
+    return math.nan if is_nan else math.copysign(math.inf, value) if abs(value) == sys.float_info.max else value
 
 
 def flatten(params: Mapping[str, object]) -> dict[str, str]:

@@ -121,8 +121,7 @@ def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[t
     except FileNotFoundError:
         return
     with file:
-        file.seek(start)
-        position = start
+        position = file.seek(start)
         while end is None or position < end:
             text = file.readline(_MAX_LINE_BYTES)
             if not text.endswith(b"\n") and len(text) < _MAX_LINE_BYTES:

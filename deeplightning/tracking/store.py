@@ -40,7 +40,6 @@ _TRANSIENT_CODES = (
 _OF_BUCKETS = {"ConnectionError", "HTTPClientError", "TransportError", "ServiceRequestError"}
 """Network errors of the libraries of S3, Google and Azure, which are no OSErrors."""
 
-
 _SUPER_JOURNAL = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"  # the end of a journal that names another file
 
 
@@ -374,6 +373,4 @@ def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
 def local_path(uri: str) -> Path | None:
     """Return the local path of a path or `file:` URI, or None for another URI."""
     scheme = urlsplit(uri).scheme
-    if scheme == "file":
-        return Path(unquote(urlsplit(uri).path))
-    return None if scheme else _absolute(uri)
+    return Path(unquote(urlsplit(uri).path)) if scheme == "file" else None if scheme else _absolute(uri)

@@ -9,16 +9,8 @@ from pathlib import Path
 
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.claims import (
-    artifacts_of,
-    claims,
-    is_elsewhere,
-    metrics_of,
-    read_claim,
-    read_header,
-    remove_claim,
-    stale_claims,
-)
+from deeplightning.tracking import claims
+from deeplightning.tracking.claims import artifacts_of, metrics_of, read_claim, read_header, remove_claim, stale_claims
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.delivery import Delivery
 from deeplightning.tracking.entities import Batch, Run, run_of
@@ -51,7 +43,7 @@ def send_leftovers(store: Store, silent: float | None = None) -> Iterator[str]:
                 raise ValueError(f"its name has the run {run_id:.40}, its content {claim['run']:.40}")
             metrics = metrics_of(store, claim)
             last = (metrics if metrics.exists() else path).stat().st_mtime
-            if is_elsewhere(claim) and (silent is None or time.time() - last < silent):
+            if claims.is_elsewhere(claim) and (silent is None or time.time() - last < silent):
                 if silent is not None:
                     yield (
                         f"{run_id}  skipped: its process ran on {claim.get('host')}; run `deeplightning runs` there, "
@@ -121,7 +113,7 @@ def _send(store: Store, client: Client, run_id: str, metrics: Path, ended: int) 
     delivery.params = dict(run.params) if run is not None else {}
     delivery.send(metrics.stat().st_size if metrics.exists() else 0)
     outcome = f"{count(delivery.points, 'point')} sent"
-    if was_killed and len(claims(store, run_id)) < 2:  # otherwise another process has resumed it meanwhile
+    if was_killed and len(claims.claims(store, run_id)) < 2:  # otherwise another process has resumed it meanwhile
         reason = {} if run is not None and "failure" in run.tags else {"failure": KILLED_REASON}
         delivery.deliver([(None, {"tags": reason}), (None, {"status": "FAILED", "time": ended})])
         outcome += f"; FAILED: {KILLED_REASON}"
