@@ -106,7 +106,8 @@ class RunFolder:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 kept[self.best] = -1
                 kept[self.best] = int(json.loads(self.best_score.read_text())["step"])
-        return ([self.last] if self.last.is_file() else []) + sorted(kept, key=kept.__getitem__, reverse=True)
+        last = [self.last] if self.last.is_file() else []
+        return last + sorted(kept, key=kept.__getitem__, reverse=True)
 
     def former(self, path: Path) -> Path:
         """Return the path under which a file of the run is kept when another replaces it.

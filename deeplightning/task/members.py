@@ -43,19 +43,6 @@ class Members(pl.LightningModule):
     loss_arguments: tuple[str, ...] = ("outputs", "truth")
     """The arguments of each loss; read from the source by `deeplightning check`."""
 
-    # Names in `trainer.callback_metrics`, for callbacks that monitor a metric. {stage}: train, val, test; {metric}: the
-    # names under model.metrics; {loss}: the names under model.loss, if there are several. Training steps log train_…,
-    # epochs train_…_epoch; `lr` is logged for every task.
-    logged_metrics = (
-        "{stage}_loss",
-        "{stage}_{loss}",
-        "{stage}_{metric}",
-        "train_loss_epoch",
-        "train_{loss}_epoch",
-        "train_{metric}_epoch",
-        "lr",
-    )
-
     @property
     def batch_names(self) -> tuple[str, ...]:
         """Names of the parts of a batch that is a tuple or list, in order."""

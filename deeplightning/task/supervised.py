@@ -50,6 +50,19 @@ class Supervised(Members):
         ValueError: there are several networks, optimizers or schedulers, or no loss.
     """
 
+    # Names in `trainer.callback_metrics`, for callbacks that monitor a metric. {stage}: train, val, test; {metric}: the
+    # names under model.metrics; {loss}: the names under model.loss, if there are several. Training steps log train_…,
+    # epochs train_…_epoch; `lr` is logged for every task.
+    logged_metrics = (
+        "{stage}_loss",
+        "{stage}_{loss}",
+        "{stage}_{metric}",
+        "train_loss_epoch",
+        "train_{loss}_epoch",
+        "train_{metric}_epoch",
+        "lr",
+    )
+
     def __init__(self, cfg: PartConfig):
         super().__init__()
         model = cfg.model
