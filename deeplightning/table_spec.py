@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+# Projects of `init --kind text` import `decoded`, `named_columns` and `records` from here.
 from deeplightning.table_format import TableError, TableFormat, decoded, named_columns, records, shown  # noqa: F401
 from deeplightning.words import are_numbers, require_keys
 

@@ -171,10 +171,7 @@ class Checkpoints(LightningCheckpoint):
         if callable(hook) and getattr(hook, "__func__", hook) is not LightningModule.on_train_batch_end:
             call_early(pl_module, "on_train_batch_end", outputs, batch, batch_idx)  # it may stop, or change weights
         stops = trainer.should_stop or self._stop_is_due
-        trainer.should_stop, self._stop_is_due = (
-            stops and between_steps(trainer),
-            stops and not between_steps(trainer),
-        )
+        trainer.should_stop, self._stop_is_due = stops and between_steps(trainer), stops and not between_steps(trainer)
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self.resumed_at, self._saved_step)
         is_last = trainer.should_stop or 0 < trainer.max_steps <= step  # two optimizers may pass it in a batch

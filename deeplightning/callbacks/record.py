@@ -75,7 +75,7 @@ class Record(Callback):
         self._lock: FolderLock | None = None
         self._failed = self._stopped = self._is_checkpoint_loaded = False
         self._provenance: Provenance | None = None  # on rank 0
-        self.frozen_names: list[str] | None = None  # from the checkpoint
+        self._frozen: list[str] | None = None  # from the checkpoint
         self._unsaved_tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the start or the last save
         self._lost: set[str] = set()
 
@@ -112,16 +112,16 @@ class Record(Callback):
             self._expect_user_calls(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._is_checkpoint_loaded, self.frozen_names = True, checkpoint.get("frozen")
+        self._is_checkpoint_loaded, self._frozen = True, checkpoint.get("frozen")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None and not self._is_checkpoint_loaded:  # Lightning 2.6 then calls no callback
             message = f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
             raise CheckpointError(message)
         check_schedules(trainer)
-        if self.frozen_names is not None:
-            restore_frozen(pl_module, self.frozen_names)
-            self.frozen_names = None
+        if self._frozen is not None:
+            restore_frozen(pl_module, self._frozen)
+            self._frozen = None
         self._unsaved_tensors = {name: seen for name, seen, _ in unsaved_tensors(pl_module)}
         self.open(trainer)
         self.has_learned = True

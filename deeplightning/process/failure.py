@@ -88,8 +88,12 @@ def location_in(frames: Iterable[tuple[str, int]]) -> str | None:
 
 
 def _frames_of(error: BaseException) -> list[tuple[str, int]]:
-    """Return file and line of each frame of an error's traceback, the innermost last."""
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    """Return file and line of each frame of an error's traceback, the innermost last, without a `__getattr__` that has
+    no such member: its caller is wrong."""
+    stack = traceback.extract_tb(error.__traceback__)
+    while isinstance(error, AttributeError) and stack and stack[-1].name == "__getattr__":
+        stack.pop()
+    frames = [(frame.filename, frame.lineno or 0) for frame in stack]
     if _IN_WORKER.match(str(error)):  # the message contains the traceback of the loader's worker
         frames += [(name, int(line)) for name, line in _FRAME.findall(str(error))]
     return frames
@@ -107,8 +111,6 @@ def exit_code_of(error: BaseException) -> int:
     if str(error).startswith("DataLoader worker (pid"):
         return 5
     frames = [name for name, _ in _frames_of(error)]
-    if isinstance(error, AttributeError) and frames and frames[-1].endswith("mlflow_store.py"):
-        frames.pop()  # a member that MLflow's client does not have
     is_from_lightning = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
     if is_from_lightning and frames and _LIGHTNING.search(frames[-1]):
         return 5

@@ -95,7 +95,8 @@ def launch(cfg: Config, folder: Path | None = None) -> RunFolder:
     record.resumption = resumed
     record.fallback = folder or record.fallback
     timeout = cfg.engine.params.get("timeout")
-    member.prepare(cfg.redact_message, lambda error: _end(record, trainer, error), timeout)
+    seconds = timeout if isinstance(timeout, int | float) else None  # else a target, or torch's
+    member.prepare(cfg.redact_message, lambda error: _end(record, trainer, error), seconds)
     if world_size(cfg.engine) > 1:
         from deeplightning.process.rendezvous import connect
         from deeplightning.run.resume import agreement

@@ -94,8 +94,9 @@ class Lazy:
         self._made: Any = None
 
     def __getattr__(self, name: str) -> Any:
+        made = self.instance()
         try:
-            return getattr(self.instance(), name)
+            return getattr(made, name)
         except AttributeError as error:  # `self.logger.experiment.add_image` of code for TensorBoard
             message = f"{error}; another `logger.type` of the config, such as TensorBoardLogger, may have it"
             raise AttributeError(message) from None

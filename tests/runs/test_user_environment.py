@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 from commands import real
 from mlflow.tracking import MlflowClient
 
+import deeplightning
 from deeplightning import own_code
 from deeplightning.process import failure
 from deeplightning.tracking.mlflow_store import Lazy
@@ -177,6 +178,9 @@ def test_an_exception_is_attributed_to_the_caller_of_the_library(tmp_path, monke
     assert failure.exit_code_of(raised(fail)) == 5
     missing = raised(lambda: Lazy(object).add_image)  # as `self.logger.experiment.add_image` of code for TensorBoard
     assert (failure.exit_code_of(missing), "another `logger.type`" in str(missing)) == (5, True)
+    assert failure.exit_code_of(raised(lambda: deeplightning.trian)) == 5
+    assert not hasattr(Lazy(object), "add_image")
+    assert str(raised(lambda: Lazy(lambda: missing.no_such).add_image)).endswith("no attribute 'no_such'")
     monkeypatch.setattr(failure, "OURS", (os.path.dirname(__file__),))  # noqa: PTH120
     monkeypatch.setattr(failure, "is_user_file", lambda file: False)
     assert failure.exit_code_of(raised(fail)) == 1

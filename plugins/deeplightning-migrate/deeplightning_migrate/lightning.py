@@ -20,7 +20,7 @@ from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, dump, entry_at, line, plain
 from deeplightning.faults import ConfigError, Fault, upwards
-from deeplightning.own_code import add_import_roots
+from deeplightning.own_code import use_import_roots
 from deeplightning.signatures import definition
 from deeplightning.signatures.signature import Undecided, factory_of
 from deeplightning_migrate import foreign_words
@@ -460,7 +460,7 @@ def convert(files: Sequence[Path], system: str) -> str:
     scripts = [file for file in files if file.suffix == ".py" and system == "lightning-cli"]
     configs = [file for file in files if file not in scripts]
     folders = [*(file.parent for file in files), Path.cwd()] if system == "lightning-cli" else []
-    add_import_roots(*folders)  # the defaults of linked arguments are read from there
+    use_import_roots(*folders)  # the defaults of linked arguments are read from there
     result = Conversion(read(configs, system), system, CliScript(folders, scripts))
     result.convert()
     if not result.faults:
