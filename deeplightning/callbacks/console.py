@@ -171,9 +171,9 @@ class Console(Callback):
         seconds, speed = time.monotonic() - self._epoch_started, self._speed(trainer)
         best = self.checkpoints.best
         is_best = best is not None and best["epoch"] == self._epoch
-        values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items()) + "  best" * is_best
+        values = "".join(f"  {name} {value:.4f}" for name, value in shown.items()) + "  best" * is_best
         pace = f", {_rate(speed)} samples/s" if speed > 0 else ""
-        log.info("epoch %d%s  %s  (%.1f s%s)", self._epoch + 1, of, values, seconds, pace)
+        log.info("epoch %d%s%s  (%.1f s%s)", self._epoch + 1, of, values, seconds, pace)
         self._epoch, self._line_at = None, time.monotonic()
 
     def _values(self, trainer: Trainer) -> dict[str, float]:

@@ -297,8 +297,9 @@ class LogSteps(Callback):
         self.every = every
         self._logged = -1  # the last logged step
 
-    def on_train_start(self, *_: object) -> None:
+    def on_train_start(self, trainer: Any, *_: object) -> None:
         self._logged = -1
+        _show_rates(trainer)  # a resumed run may have no step to log in its first epoch
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         every = self.every
@@ -310,15 +311,21 @@ class LogSteps(Callback):
         trainer.log_every_n_steps = 1 if is_due else sys.maxsize
         if is_due and step != self._logged:
             self._logged = step
-            # Without an optimizer in the task, Lightning uses one without groups.
-            groups = [optimizer.param_groups[0] for optimizer in trainer.optimizers if optimizer.param_groups]
-            named = {"lr": groups[0].get("lr")} if groups else {}
-            if len(groups) > 1:  # by the name of the first group of each, or else its number
-                named |= {f"lr-{group.get('name', number)}": group.get("lr") for number, group in enumerate(groups)}
-            points = {name: float(rate) for name, rate in named.items() if rate is not None}  # Adafactor may have none
-            trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in points.items()})
+            points = _show_rates(trainer)
             for logger in trainer.loggers:  # Lightning's `log` would cost time at each step of the epoch
                 logger.log_metrics({"epoch": trainer.current_epoch, **points}, step)
+
+
+def _show_rates(trainer: Any) -> dict[str, float]:
+    """Return the learning rates by name, and add them to the trainer's metrics."""
+    # Without an optimizer in the task, Lightning uses one without groups.
+    groups = [optimizer.param_groups[0] for optimizer in trainer.optimizers if optimizer.param_groups]
+    named = {"lr": groups[0].get("lr")} if groups else {}
+    if len(groups) > 1:  # by the name of the first group of each, or else its number
+        named |= {f"lr-{group.get('name', number)}": group.get("lr") for number, group in enumerate(groups)}
+    points = {name: float(rate) for name, rate in named.items() if rate is not None}  # Adafactor may have none
+    trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in points.items()})
+    return points
 
 
 class FiniteLoss(Callback):

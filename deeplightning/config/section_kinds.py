@@ -90,7 +90,10 @@ def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
     home = next((parts[name] for name in parts if name in names), None) or next(
         (r for r, k in KINDS.items() if (k.base.partition(".")[0], k.base.rpartition(".")[2]) in ancestors), None
     )
-    return f"is not {kind.words}" + (f"; {KINDS[home].words} belongs to {home}" if home else "")
+    hint = f"; {KINDS[home].words} belongs to {home}" if home else ""
+    if role == "model.scheduler" and not home:
+        hint = "; a task of your own can use it, in `configure_optimizers` and `lr_scheduler_step`"
+    return f"is not {kind.words}{hint}"
 
 
 def is_bound(paths: Sequence[str], is_lacking: bool, factory: Factory | None) -> bool:

@@ -201,7 +201,7 @@ def allowed_by(hint: object) -> Options:
         return inner
     if origin in (typing.Union, types.UnionType):
         if {int, float} & set(inner):
-            inner = tuple(option for option in inner if not _is_tensor(option))
+            inner = tuple(option for option in inner if repr(option) != "<class 'torch.Tensor'>")
         parts = [allowed_by(option) for option in inner]
         options = [option for part in parts if part for option in part]
         return None if None in parts else tuple({(type(option), repr(option)): option for option in options}.values())
@@ -245,7 +245,3 @@ def _collection(name: str, inner: Sequence[Any]) -> Options:
             also = () if not is_of_texts else (str,) if word == "sequence" else (str, dict)
             return (ListOf((item,), also=also),)
     return None
-
-
-def _is_tensor(hint: object) -> bool:
-    return isinstance(hint, type) and (hint.__module__.partition(".")[0], hint.__name__) == ("torch", "Tensor")

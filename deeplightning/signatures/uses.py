@@ -103,7 +103,7 @@ def _record_use(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> No
         case ast.Assign(value=ast.Name()) if above.value is not place:
             pass
         case _:
-            uses.other = uses.other or f"uses `{name}` in an unsupported way (line {place.lineno})"  # type: ignore[attr-defined]
+            uses.other = uses.other or f"uses `{name}` in a way that is not followed (line {place.lineno})"  # type: ignore[attr-defined]
 
 
 def _is_unpacked(place: ast.AST, above: ast.Dict) -> bool:

@@ -126,10 +126,7 @@ class MLflowLogger(Logger):
         self._open()
         return self._name
 
-    @property
-    def version(self) -> str | None:
-        """Lightning's name for `run_id`."""
-        return self.run_id
+    version = run_id  # Lightning's name for it
 
     @property
     def name(self) -> str | None:
@@ -276,10 +273,9 @@ class MLflowLogger(Logger):
     @rank_zero_only
     def describe(self, text: str) -> None:
         """Set the description of the run in MLflow, in Markdown, unless the user has written one."""
-        text = printable(text, "\n")[:MAX_TAG]
         self._open()  # sets `_is_described`
         if not self._is_described:
-            self.log_tags({NOTE: text})
+            self.log_tags({NOTE: printable(text, "\n")})
 
     @rank_zero_only
     def log_dataset(self, dataset: Dataset) -> None:

@@ -159,7 +159,10 @@ def test_a_package_that_is_missing_is_one_note(monkeypatch):
         ("model.network={type: torch.optim.SGD}", "torch.optim.SGD is not a network (torch.nn.Module)"),
         ("model.loss={type: torchmetrics.MeanMetric}", "torchmetrics.MeanMetric is a metric, not a loss"),
         ("data.module={type: torch.nn.Linear}", "torch.nn.Linear is not a LightningDataModule"),
-        ("model.scheduler={type: torch.optim.SGD}", "torch.optim.SGD is not a scheduler"),
+        ("model.scheduler={type: torch.optim.SGD}", "torch.optim.SGD is not a scheduler (torch.optim.lr_scheduler."
+         "LRScheduler); an optimizer (torch.optim.Optimizer) belongs to model.optimizer"),
+        ("model.scheduler={type: torch.utils.data.Dataset}",
+         "LRScheduler); a task of your own can use it, in `configure_optimizers` and `lr_scheduler_step`"),
         ("model.metrics={acc: {type: torch.nn.Linear}}", "model.metrics.acc.type: torch.nn.Linear is not a metric"),
         ("train.callbacks=[{type: torch.nn.Linear}]", "train.callbacks.0.type: torch.nn.Linear is not a Lightning"),
         ("logger={type: torch.nn.Linear}", "logger.type: torch.nn.Linear is not a Lightning logger"),

@@ -17,6 +17,7 @@ from deeplightning.batches import samples_in
 from deeplightning.callbacks import console, describe, log_lines
 from deeplightning.callbacks.console import Console
 from deeplightning.callbacks.results import Results
+from deeplightning.callbacks.steps import LogSteps
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
 from deeplightning.process.terminal import has_colour, wrapped
@@ -146,7 +147,7 @@ def trainer_of(batches=100, epochs=3, **metrics):
 
 
 def test_an_epoch_is_a_line(terminal, caplog):
-    """The line has all metrics, and none of validation after an epoch without one."""
+    """The line has all metrics, none of validation after an epoch without one, and no gap if nothing is logged."""
     caplog.set_level(logging.INFO, "deeplightning")
     shown = Console(config("lines"), None, SimpleNamespace(best={"epoch": 0}))
     trainer = trainer_of(train_loss=0.5, val_acc=0.25)
@@ -161,6 +162,17 @@ def test_an_epoch_is_a_line(terminal, caplog):
     shown.on_train_epoch_start(trainer, None)  # no validation in this one
     shown.on_train_epoch_start(trainer, None)
     assert "val_acc" not in caplog.records[-1].message
+    trainer.callback_metrics = {}
+    shown.on_train_epoch_start(trainer, None)
+    assert re.fullmatch(r"epoch 2 of 3  \(\d+\.\d s\)", caplog.records[-1].message)
+
+
+def test_an_epoch_without_a_step_to_log_has_the_learning_rates():
+    """A run resumed at step 3 that logs every tenth step has no such step in an epoch of three steps."""
+    trainer, log_steps = trainer_of(), LogSteps(10)
+    trainer.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate) for rate in (0.5, 0.25)]
+    log_steps.on_train_start(trainer, None)
+    assert trainer.callback_metrics == {"lr": 0.5, "lr-0": 0.5, "lr-1": 0.25}
 
 
 def test_an_epochs_samples_per_second_are_those_of_training_alone(caplog, monkeypatch):

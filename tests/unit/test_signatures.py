@@ -430,11 +430,11 @@ PASSED_ON = {
     "def fix(options, name):\n    options[name] = 1\ndef f(c, d=1): ...\ndef Thing(**k):\n    fix(k, 'c')\n    f(**k)":
         (["c*", "d*"], None),
     "D = {'c': 1}\ndef f(c): ...\ndef Thing(**k):\n    k = {**D, **k}\n    return f(**k)":
-        (["c*"], "unsupported way"),
+        (["c*"], "a way that is not followed"),
     # any keyword
     "def Thing(a, **k): ...": (["a!"], "it takes any other keyword and ignores it"),
-    "class Thing:\n    def __init__(self, **k):\n        self.k = k": ([], "in an unsupported way"),
-    "def Thing(**k):\n    for name in k:\n        print(name)": ([], "in an unsupported way"),
+    "class Thing:\n    def __init__(self, **k):\n        self.k = k": ([], "in a way that is not followed"),
+    "def Thing(**k):\n    for name in k:\n        print(name)": ([], "in a way that is not followed"),
     "def Thing(**k):\n    k.pop(name)": ([], "are known only at run time"),
     "def Thing(f, **k):\n    return f(**k)": (["f!"], "`f` in Thing is known only at run time"),
     "def Thing(**k):\n    return odd(k)": ([], "passes `k` to `odd`"),
