@@ -380,7 +380,8 @@ def end_with(call: Callable[[], object]) -> None:
         code = 0
     except SystemExit as ended:
         code = ended.code
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does
         traceback.print_exc()
     finally:
         atexit._run_exitfuncs()

@@ -19,6 +19,7 @@ from sklearn.datasets import load_digits
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
 NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
+SLOW = ("examples/", "configs/cifar10_vit", "configs/mnist")
 STEP = ["train.max_steps=1", "train.limit_batches={train: 1, val: 1, test: 1}", "train.export=false"]
 
 # torchvision reads CIFAR-10's files only if they have the published MD5 sums; this replaces the sums by those of the
@@ -105,7 +106,7 @@ def test_a_shipped_config_opens_with_its_command_and_loads(path, monkeypatch):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=name, marks=[pytest.mark.slow] * name.startswith("examples/"))
+        pytest.param(path, id=name, marks=[pytest.mark.slow] * name.startswith(SLOW))
         for path, name in zip(CONFIGS, NAMES, strict=True)
     ],
 )

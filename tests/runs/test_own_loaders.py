@@ -227,9 +227,7 @@ def weights(outcome):
     return digest(outcome.folder / "last.ckpt")
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in ("shorter", "stream") else pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "stream" else pytest.mark.slow) for k in KINDS])
 def test_a_resumed_run_ends_with_the_same_weights_where_the_table_says_so(kind, train):
     """A run that is interrupted after an epoch, or in the middle of the second, ends with the weights of an
     uninterrupted one, except with a sampler that counts its iterators."""

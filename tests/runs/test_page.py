@@ -430,8 +430,11 @@ COMMANDS = "[...document.querySelectorAll('figure pre')].map((one) => one.textCo
 @pytest.mark.parametrize(
     "kind",
     [
-        *("image_classification", "text_classification"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("table_regression", "array_multilabel")),
+        "image_classification",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("text_classification", "table_regression", "array_multilabel")
+        ),
     ],
 )
 def test_the_docs_show_each_address_with_a_command_that_works(open_page, serving, place, kind):

@@ -114,7 +114,7 @@ def test_errors_are_those_of_scikit_learn(tested, tracked):
         assert [v for _, v in two[name]] == pytest.approx([v for _, v in one[name]], rel=1e-5), name
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("32", marks=pytest.mark.slow), "bf16"])
 def test_one_row_may_be_all_that_validates(precision, command, tmp_path, store):
     """With ten rows one row validates, and the half width of the interval is the error of that row; also in bf16, where
     the numbers next to 200,000 are 1,024 away."""
@@ -146,7 +146,7 @@ def test_a_process_may_have_no_row_at_all(regress, tracked):
         assert tracked(two).metrics[name] == pytest.approx(tracked(one).metrics[name], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["PearsonCorrCoef", "SpearmanCorrCoef"])
+@pytest.mark.parametrize("name", ["PearsonCorrCoef", pytest.param("SpearmanCorrCoef", marks=pytest.mark.slow)])
 def test_a_correlation_survives_a_resume_inside_an_epoch(name, regress):
     """Two processes resume after three of five steps with a metric whose states cannot be added, or are lists."""
     metric = f"model.metrics={{r: {{type: torchmetrics.{name}}}}}"

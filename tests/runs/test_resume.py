@@ -571,10 +571,10 @@ def test_another_number_of_processes_resumes_between_two_steps():
 @pytest.mark.parametrize(
     ("more", "params"),
     [
-        ([], "{batch: 4}"),
+        pytest.param([], "{batch: 4}", marks=pytest.mark.slow),
         (["train.accumulator_factor=2"], "{batch: 5}"),
         (["train.accumulator_factor=3", "train.val_every_n_epoch=0.5"], "{}"),
-        (["model.module.type=own.StopsItself"], None),
+        pytest.param(["model.module.type=own.StopsItself"], None, marks=pytest.mark.slow),
         (["model.module.type=own.StopsItself", "train.val_every_n_epoch=2", "train.accumulator_factor=3"], None),
     ],
     ids=["plain", "inside a step", "in a validation inside a step", "by the module", "by the module inside a step"],
@@ -700,13 +700,13 @@ def test_a_callback_without_patience_lets_an_improving_run_resume(train):
     assert read_checkpoint(resumed.folder / "last.ckpt")["global_step"] == 2 * steps
 
 
-@pytest.mark.parametrize("line", ['{"status": "RUNNING", "run": "x"}', '{"run": {"started": "2025"}}', "[]", ""])
-def test_a_damaged_file_of_metrics_hides_no_run(train, tmp_path, line):
+def test_a_damaged_file_of_metrics_hides_no_run(train, tmp_path):
     """The newest run of a store is found whatever another run's first line says."""
     settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.num_epochs=1"]
     newest = train(*settings)
     other = newest.folder.parents[1] / ("a" * 32) / "artifacts"
     other.mkdir(parents=True)
     (other / "cfg.yaml").write_text("seed: 1\n")
-    (other / "metrics.jsonl").write_text(f"{line}\n")
-    assert train(*settings, "train.resume_ckpt=auto").folder == newest.folder
+    for line in ('{"status": "RUNNING", "run": "x"}', '{"run": {"started": "2025"}}', "[]", ""):
+        (other / "metrics.jsonl").write_text(f"{line}\n")
+        assert train(*settings, "train.resume_ckpt=auto").folder == newest.folder, line

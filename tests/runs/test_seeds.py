@@ -149,7 +149,7 @@ def test_one_run_each_is_compared_by_its_answers(group, better, command, place):
     assert "train both with `--seeds 5`" in outcome.out
 
 
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("kill", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_interrupted_group_continues(command, train, tiny, store, place, tmp_path, kill):
     """After SIGINT or SIGKILL the same command resumes the runs under the same parent; after SIGKILL, the next command
     on the store first marks the parent as failed."""

@@ -467,7 +467,7 @@ def test_sizes_that_are_given_stay():
     assert "zero_optimization" not in fitted(DeepSpeed(zero_optimization=False), 100)
 
 
-@engines("deepspeed_stage_2", "deepspeed_stage_3")
+@engines("deepspeed_stage_3", slow=["deepspeed_stage_2"])
 def test_an_optimizer_may_get_frozen_parameters(engine, trained):
     """They have no state in the checkpoint, all epochs are trained, and the head learns as under ddp."""
     settings = ["model.trainable=head", "model.module={type: sharded_own.All}", "train.num_epochs=2"]

@@ -376,26 +376,25 @@ def test_only_rank_0_tracks(tmp_path, monkeypatch):
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_a_process_that_dies_leaves_no_running_run(store, logger):
+def end_without_finalize():
+    """Track a run, and end by an exception or after a finished stage."""
+    store, how = sys.argv[1:]
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+    logger.log_metrics({"train_loss": 1.0}, 0)
+    if how == "quiet":
+        logger.finalize("success")
+        logger.log_metrics({"test_loss": 1.0}, 0)
+    print(logger.run_id)
+    if how == "raise":
+        raise RuntimeError("no memory left")
+
+
+def test_a_process_that_dies_leaves_no_running_run(store, logger, command, tmp_path):
     """An uncaught exception sets a run to FAILED with its message; a normal exit after a finished stage to FINISHED."""
     assert logger.run_id
-    code = """if True:
-        import sys
-        from deeplightning.tracking import MLflowLogger
-        crashed, quiet = (MLflowLogger(tracking_uri=sys.argv[1], system_metrics=False) for _ in range(2))
-        crashed.log_metrics({"train_loss": 1.0}, 0)
-        if sys.argv[2] == "quiet":
-            crashed.finalize("success")
-            crashed.log_metrics({"test_loss": 1.0}, 0)
-        print(crashed.run_id, flush=True)
-        if sys.argv[2] == "raise":
-            raise RuntimeError("no memory left")
-    """
-    command = [sys.executable, "-W", "ignore", "-c", code, str(store)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen([*command, how], text=True, **pipes) for how in ("raise", "quiet")]
-    crashed, quiet = (client_of(store).get_run(process.communicate()[0].strip()) for process in processes)
-    assert [process.returncode for process in processes] == [1, 0]
+    main = "test_tracking:end_without_finalize"
+    ended = [command(store, how, cwd=tmp_path, main=main, code=code) for how, code in (("raise", 1), ("quiet", 0))]
+    crashed, quiet = (client_of(store).get_run(outcome.out.strip()) for outcome in ended)
     assert (crashed.info.status, crashed.data.tags["failure"]) == ("FAILED", "RuntimeError: no memory left")
     assert crashed.data.metrics == {"train_loss": 1.0}
     assert (quiet.info.status, quiet.data.metrics["test_loss"]) == ("FINISHED", 1.0)
@@ -1114,7 +1113,7 @@ def test_a_model_has_a_name_that_mlflow_accepts(store, logger, tmp_path):
     assert client_of(store).get_logged_model(output.model_id).name == "resnet50_a1_in1k-a_b_c"
 
 
-@pytest.mark.parametrize("name", ["Default", "mine"])
+@pytest.mark.parametrize("name", [pytest.param("Default", marks=pytest.mark.slow), "mine"])
 def test_a_store_that_was_removed_is_made_again(name, tmp_path):
     """A notebook may remove the store between two runs of its process."""
     store = tmp_path / "removed"
