@@ -137,10 +137,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     return path
 
 
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of this test session, which its workers share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """`command(VERB, …, cwd=…)` runs `deeplightning VERB …` and returns its Outcome."""
-    commands = Commands(tmp_path_factory.mktemp("commands"))
+    commands = Commands(tmp_path_factory.mktemp("commands"), shared(tmp_path_factory) / "commands")
     commands("--help", cwd=commands.folder)  # returns when the server has imported everything
     yield commands
     commands.close()
@@ -173,7 +179,7 @@ def train(command: Commands, tiny: Path, place: Path) -> Any:
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory, command: Commands) -> Iterator[Commands]:
     """`jobs(VERB, …, cwd=…, ranks=2)` is `command` with DeepSpeed preloaded, whose import takes seconds."""
-    commands = Commands(tmp_path_factory.mktemp("jobs"), command, DEEPSPEED)
+    commands = Commands(tmp_path_factory.mktemp("jobs"), shared(tmp_path_factory) / "jobs", command, DEEPSPEED)
     yield commands
     commands.close()
 

@@ -8,6 +8,7 @@ A job of several ranks is one fork per rank, with the environment variables that
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -157,20 +158,33 @@ class Commands:
     """Start commands, whose stdout and stderr go to files in `folder`.
 
     Args:
-        parent: fork the server of this one; None: start a new process.
+        orders: pipe of the server, which processes share; the first one starts it, and it ends after the last.
+        parent: start the server as a fork of this one's; None: as a new process.
         preload: additional modules that the server imports.
     """
 
-    def __init__(self, folder: Path, parent: "Commands | None" = None, preload: Sequence[str] = ()):
+    def __init__(self, folder: Path, orders: Path, parent: "Commands | None" = None, preload: Sequence[str] = ()):
         self.folder = folder
-        if parent is None:
-            server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, env=environment())
-            assert server.stdin is not None
-            self._orders, self._wait = server.stdin, server.wait
-        else:
-            os.mkfifo(orders := folder / "orders")
-            parent._send({"orders": str(orders), "preload": preload})
-            self._orders, self._wait = orders.open("wb"), lambda: 0  # `open` waits for the fork
+        self._state = {name: os.environ[name] for name in ("XDG_STATE_HOME",) if name in os.environ}
+        with orders.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                pipe = os.open(orders, os.O_WRONLY | os.O_NONBLOCK)  # fails unless there is a server
+            except OSError:
+                orders.unlink(missing_ok=True)
+                os.mkfifo(orders)
+                reader = os.open(orders, os.O_RDONLY | os.O_NONBLOCK)
+                pipe = os.open(orders, os.O_WRONLY)
+                if parent is None:
+                    os.set_blocking(reader, True)
+                    subprocess.run([sys.executable, __file__], stdin=reader, env=environment(), check=True)
+                else:
+                    parent._send({"orders": str(orders), "preload": preload})
+                    wait_for((started := orders.with_suffix(".started")).exists, "a server")
+                    started.unlink()
+                os.close(reader)
+        os.set_blocking(pipe, True)
+        self._orders = os.fdopen(pipe, "wb")
 
     def start(self, *arguments: object, cwd: Path, ranks: int = 1, main: str = MAIN, **variables: str) -> Running:
         """Start a command in one process per rank, so that Lightning starts none itself.
@@ -184,13 +198,15 @@ class Commands:
         for rank, path in enumerate(files):
             own = job | {"LOCAL_RANK": str(rank)} if ranks > 1 else {}
             order = {"main": main, "argv": [str(a) for a in arguments], "cwd": str(cwd), "files": str(path)}
-            order["env"] = own | variables
+            order["env"] = self._state | own | variables
             self._send(order)
         return Running(files[0], files[1:])
 
     def _send(self, order: dict) -> None:
+        fcntl.flock(self._orders, fcntl.LOCK_EX)  # a long line is written in parts
         self._orders.write(json.dumps(order).encode() + b"\n")
         self._orders.flush()
+        fcntl.flock(self._orders, fcntl.LOCK_UN)
 
     def __call__(self, *arguments: object, cwd: Path, code: int | None = None, **options: Any) -> Outcome:
         """Run a command; `code` is the expected exit code of all its processes."""
@@ -198,14 +214,13 @@ class Commands:
 
     def close(self) -> None:
         self._orders.close()
-        self._wait()
 
 
 class Forking(Commands):
     """Start commands as forks of this process, which has called `import_all`."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self._state = folder, {}
 
     def _send(self, order: dict) -> None:
         if os.fork() == 0:
@@ -330,6 +345,7 @@ def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
             order = json.loads(line)
             if "preload" in order:
                 with Path(order["orders"]).open("rb") as others:
+                    Path(order["orders"]).with_suffix(".started").touch()
                     _serve(others, order["preload"])
             _watch(order)
     os._exit(0)  # Triton's bindings print a page about objects that still exist at exit
@@ -390,5 +406,5 @@ def end_with(call: Callable[[], object]) -> None:
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and os.fork() == 0:  # the server outlives the process that started it
     _serve(sys.stdin.buffer)
