@@ -25,7 +25,7 @@ _ADDRESS = re.compile(r"pkg:/+([^/]*)/*(.*)", re.DOTALL)  # a Path keeps one sla
 _MAX_CHARACTERS = 200  # of a shipped path
 
 
-def is_address(path: str | Path) -> bool:
+def is_package_address(path: str | Path) -> bool:
     """Return whether a path begins with `pkg:/`."""
     return _ADDRESS.fullmatch(str(path)) is not None
 

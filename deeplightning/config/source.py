@@ -174,7 +174,7 @@ def located(path: str | Path) -> Path:
     """
     if is_address(path) and not os.path.exists(path):  # noqa: PTH110
         raise ConfigError(Fault(_ADDRESS, place=address_shown(path)))
-    if packages.is_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
+    if packages.is_package_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
         return packages.locate(path)
     return Path(os.path.expanduser(path))  # noqa: PTH111  (Path's fails for an unknown ~user)
 
@@ -318,7 +318,7 @@ def _folder(path: Path) -> Path:
 
 def _base_file(name: str, path: Path, place: str) -> Path:
     """Return the file that a `_base_` in the file at `path` names."""
-    if packages.is_address(name):
+    if packages.is_package_address(name):
         return packages.locate(name, "_base_", place)
     file = path.parent / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
     if not os.path.isfile(frozen(file)):  # noqa: PTH113  (Path's fails for a name that is too long)
