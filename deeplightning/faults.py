@@ -112,7 +112,7 @@ def nearest(word: str, words: Collection[str]) -> str:
 
 
 PROJECTS = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "yaml": "PyYAML"}
-PROJECTS |= {"skimage": "scikit-image"}
+PROJECTS |= {"skimage": "scikit-image", "skbase": "scikit-base"}
 """Modules whose package has another name, and that name."""
 
 _PACKAGES = {"timm": "timm", "transformers": "'deeplightning[text]'", "deepspeed": "'deeplightning[deepspeed]'"}

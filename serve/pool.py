@@ -359,8 +359,7 @@ def _memory_limit(memory: int) -> str:
 
 
 def spare_memory() -> int:
-    """Return the memory that a model may take, in bytes: `LOAD_MEMORY_SHARE` of what this machine or container has
-    free."""
+    """Return the memory that a model may take, in bytes: `LOAD_MEMORY_SHARE` of what is free here."""
     free = free_memory()
     return int(LOAD_MEMORY_SHARE * (sys.maxsize if free is None else free))
 

@@ -91,7 +91,8 @@ class Console(Callback):
             **({"config": ", ".join(cfg.written)} if cfg.written else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
             f"{' (and as `lightning`)' if UNIFIED in sys.modules else ''}, Python {platform.python_version()}",
-            "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(set_sizes)} samples",
+            "data": cfg.data.module.type.rpartition(".")[2]
+            + (f": {', '.join(set_sizes)} samples" if set_sizes else ""),
             "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
             "batch": effective_batch(cfg, own_size, num_samples(trainer.train_dataloader)),

@@ -90,8 +90,7 @@ class Record(Callback):
         return self._folder is not None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the trainer's loggers before the setup of other callbacks and the task; they open their runs at first
-        use."""
+        """Set the trainer's loggers before the setup of callbacks and the task; they open their runs at first use."""
         for each in trainer.callbacks:  # type: ignore[attr-defined]  # those of `configure_callbacks` too
             paths = [f"{base.__module__}.{base.__qualname__}" for base in type(each).__mro__]
             if why := misfit(paths, True, "train.callbacks"):
@@ -315,8 +314,7 @@ class Record(Callback):
             self._tell("log_model", self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
 
     def publish(self) -> None:
-        """Complete the provenance after all stages, and send the run's files to remote trackers; to be called on
-        rank 0."""
+        """Complete the provenance after all stages, and send the run's files to remote trackers; call it on rank 0."""
         if self._provenance is not None:
             self._provenance.end(self._stopped)
         if self._folder is not None:

@@ -16,24 +16,30 @@ from deeplightning.runfolder import write_whole
 
 log = logging.getLogger("deeplightning")
 
+_LOADER = "dataloader_idx"
+
 
 class Results(Callback):
     """Write `<stage>_results.json` and the predictions of validate, test and predict.
 
     A step that returns a dict of columns (tensors of shape (B,) or lists of B strings) with the tensor `index` gives a
-    row per sample; the rows of all processes are sorted by `index`. Other entries are ignored.
+    row per sample; the rows of all processes are sorted by `index`. Other entries are ignored. The rows of several
+    loaders follow one another, with a column `dataloader_idx`.
     """
 
     def __init__(self, record: Record):
         self.record = record
         self._rows: list[dict[str, Any]] = []
 
-    def _collect(self, trainer: Trainer, pl_module: object, outputs: Any, *_: object) -> None:
+    def _collect(
+        self, trainer: Trainer, pl_module: object, outputs: Any, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         index = outputs.get("index") if isinstance(outputs, dict) else None
         if trainer.state.fn == "fit" or not isinstance(index, torch.Tensor) or index.ndim != 1:
             return
         lists = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in outputs.items()}
-        columns = {name: v for name, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(index)}
+        columns = {_LOADER: [dataloader_idx] * len(index)}
+        columns |= {name: v for name, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(index)}
         self._rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _collect  # type: ignore[assignment]
@@ -53,7 +59,9 @@ class Results(Callback):
             found = sorted(trainer.callback_metrics.items())
             metrics = {name: float(v) for name, v in found if torch.as_tensor(v).numel() == 1}
             write_whole(folder.results(stage), json.dumps(metrics, indent=1))
-        rows = sorted((row for row in rows if row["index"] >= 0), key=lambda row: row["index"])
+        rows = sorted((row for row in rows if row["index"] >= 0), key=lambda row: (row[_LOADER], row["index"]))
+        if not any(row[_LOADER] for row in rows):
+            rows = [{name: value for name, value in row.items() if name != _LOADER} for row in rows]
         if rows:
             path = folder.predictions if stage == "predict" else folder.stage_predictions(stage)
             text = io.StringIO(newline="")
@@ -63,7 +71,7 @@ class Results(Callback):
             write_whole(path, text.getvalue().encode(errors="backslashreplace"))  # names of files are bytes
         elif stage == "predict":
             log.info("%-10s no predictions.csv: `predict_step` returns no `index`, a tensor (B,) of positions", stage)
-        if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
+        if rows and _LOADER not in rows[0] and stage != "predict" and self.record.cfg.logger.pictures is not None:
             from deeplightning.callbacks.on_request import store_worst
 
             store_worst(self.record, trainer, stage, rows)

@@ -24,8 +24,9 @@ class SampleWeights(Callback):
     over its own batch, is weighted in the backward pass; the loss itself does not change. The weight of a batch is the
     divisor of its loss if the task has `weighed_losses`, else its number of samples.
 
-    If the loader gives the batch sizes in advance, processes need not communicate. Otherwise batches are weighted
-    relative to the first ones of the step, and the gradients are corrected when all weights are known.
+    If the loader gives the batch sizes in advance, processes need not communicate. Otherwise batches of our tasks are
+    weighted relative to the first ones of the step, and the gradients are corrected when all weights are known. Those
+    of another module count alike, as in Lightning: the first dimension of its tensors need not be that of the samples.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class SampleWeights(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
         self._passes = 0
         if self._samples_of is None:
-            self._samples = samples_in(batch) or 1
+            self._samples = (hasattr(pl_module, "weighed_losses") and samples_in(batch)) or 1
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Scale the gradient by the samples of the batch. Raise ConfigError if the optimizer calls its closure several

@@ -22,7 +22,7 @@ ROWS = by_old_word(
         "_base_": "defaults",
         ".type": "class_path _target_",
         ".params": "init_args",
-        "train (or `engine`, `logger`: each argument of a trainer has a key of its own)": "/trainer",
+        "train (or `engine`, `logger`: most arguments of a trainer have a key of their own)": "/trainer",
         "train.num_epochs": "max_epochs epochs num_train_epochs",
         "train.max_steps": "max_steps",
         "train.accumulator_factor": "train.grad_accum_every_n_batches accumulate_grad_batches "

@@ -13,8 +13,7 @@ import pkgutil
 import sys
 import types
 import typing
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from deeplightning import own_code
@@ -127,16 +126,6 @@ def path_of(found: object) -> str | None:
     if not isinstance(found, type | types.FunctionType | types.BuiltinFunctionType) or not found.__module__:
         return None
     return f"{found.__module__}.{found.__qualname__}"
-
-
-def import_again(names: Iterable[str]) -> None:
-    """Import the modules that another process of this program has imported, in the same order; skip failures."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            if name not in sys.modules:
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
 
 
 def reason(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from deeplightning.faults import RunError
+from deeplightning.private.torch import metric_by_item
 from deeplightning.process.identity import Identity, identity
 
 log = logging.getLogger("deeplightning")
@@ -128,13 +129,15 @@ class CountsOnce:
         if trainer.training or type(sampler) not in splitting or sampler.drop_last:
             return dataloader
         once = EachOnce(sampler, dataloader.batch_sampler.batch_size, dataloader.batch_sampler.drop_last)
-        if once.is_possible:
+        samples, world = len(sampler.dataset), sampler.num_replicas
+        by_item = metric_by_item(self.lightning_module) if samples % world else None
+        if once.is_possible and by_item is None:
             vars(dataloader)["batch_sampler"] = once  # torch forbids assigning it to a constructed loader
         elif trainer.is_global_zero:
             log.warning(
-                "a set of %d samples cannot be split into equally many batches of %d on each of %d processes, so some "
-                "samples count twice. Use one process or larger batches",
-                *(len(sampler.dataset), once.batch_size, sampler.num_replicas),
+                f"a set of %d samples cannot be split {'' if by_item is None else f'for {by_item} '}into equally many "
+                "batches of %d on each of %d processes, so some samples count twice. Use one process%s",
+                *(samples, once.batch_size, world, " or larger batches" if by_item is None else ""),
             )
         return dataloader
 

@@ -103,8 +103,7 @@ class Sharded(CountsOnce, ABC):
         yield
 
     def refuse_scalars(self) -> None:
-        """Raise a ConfigError if there are parameters without a dimension, which neither torch nor DeepSpeed can
-        shard."""
+        """Raise a ConfigError if there are parameters without a dimension, which torch and DeepSpeed cannot shard."""
         if scalars := [name for name, parameter in self.lightning_module.named_parameters() if not parameter.ndim]:
             message = "parameters without a dimension cannot be sharded"
             remedy = "give them the shape (1,), or use `engine.backend=ddp`"

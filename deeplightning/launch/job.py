@@ -106,23 +106,3 @@ class ProcessHooks:
 
     def before_end(self, signal: int, batches: int) -> None:
         """Prepare, on rank 0, for the end by a signal; `batches`: number trained since the process started."""
-
-
-def retry_delays(params: Mapping[str, float] | None = None) -> list[float]:
-    """Return the seconds to wait after each of `max_tries` tries except the last: `base_s`, then each time `factor`
-    times as long.
-
-    Args:
-        params: values of `base_s`, `factor` and `max_tries`; the defaults are 1 s, 2 and 10.
-
-    Raises:
-        ValueError: a number is out of range, or a name is unknown.
-    """
-    defaults: dict[str, float] = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
-    values = defaults | dict(params or {})
-    if unknown := values.keys() - defaults.keys():
-        raise ValueError(f"backoff takes {', '.join(defaults)}, not {', '.join(sorted(unknown))}")
-    for name, low in zip(defaults, (0, 1, 1), strict=True):
-        if isinstance(values[name], bool) or not values[name] >= low:
-            raise ValueError(f"backoff.{name} must be at least {low}, not {values[name]}")
-    return [values["base_s"] * values["factor"] ** number for number in range(int(values["max_tries"]) - 1)]

@@ -51,6 +51,13 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
     return True
 
 
+def start_afresh(trainer: "pl.Trainer") -> None:
+    """Keep Lightning from resuming the next training by itself, from a file of `OnExceptionCheckpoint` or of its Slurm
+    support, which our run would not record. If a name moves, it does resume."""
+    own = vars(trainer._checkpoint_connector)
+    own["_select_ckpt_path"] = lambda *_, **__: own.pop("_select_ckpt_path") and None  # for one training
+
+
 def resume_by_epochs(trainer: "pl.Trainer") -> None:
     """Make a run with `max_steps` resume like one without: Lightning 2.6 would repeat a completed epoch, without any
     batch. Call this before counters are restored. If the name moves, that epoch is counted twice."""
@@ -144,8 +151,7 @@ def batches_ahead(trainer: "pl.Trainer") -> list[Any] | None:
 
 
 def restart_validation(trainer: "pl.Trainer") -> None:
-    """Make a resumed run repeat the interrupted validation. If the name moves, the run skips that validation, without
-    an error."""
+    """Make a resumed run repeat the interrupted validation. If the name moves, the run silently skips it."""
     validation = trainer.fit_loop.epoch_loop.val_loop
     validation._restart_stage = "restarted_mid_evaluation"
     validation.batch_progress.reset()

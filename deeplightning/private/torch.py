@@ -34,6 +34,19 @@ def in_place_version(tensor: "Tensor") -> int:
     return tensor._version
 
 
+def metric_by_item(module: "nn.Module") -> str | None:
+    """Return the name of a metric of a module that gathers the items of a list one by one, such as
+    MeanAveragePrecision, or None. If a name moves, each evaluation over several processes fails."""
+    from torchmetrics import Metric
+    from torchmetrics.utilities.data import dim_zero_cat
+
+    for metric in (part for part in module.modules() if isinstance(part, Metric)):
+        lists = [name for name, value in metric._defaults.items() if isinstance(value, list)]
+        if any(metric._reductions[name] is not dim_zero_cat for name in lists):
+            return type(metric).__name__
+    return None
+
+
 def buffers_of_all(module: "nn.Module") -> "Iterator[Tensor]":
     """Return the buffers that all processes have; a module names others to torch's DDP, which ignores them too."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())

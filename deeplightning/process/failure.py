@@ -111,8 +111,8 @@ def exit_code_of(error: BaseException) -> int:
     if str(error).startswith("DataLoader worker (pid"):
         return 5
     frames = [name for name, _ in _frames_of(error)]
-    is_from_lightning = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
-    if is_from_lightning and frames and _LIGHTNING.search(frames[-1]):
+    types = {"ValueError", "TypeError", "RuntimeError", "MisconfigurationException"}
+    if types & {cls.__name__ for cls in type(error).__mro__} and frames and _LIGHTNING.search(frames[-1]):
         return 5
     of_user = [is_user_file(name) for name in frames if is_user_file(name) or name.startswith(OURS)]
     return 5 if (of_user and of_user[-1]) or _is_in_optional_library(frames) else 1

@@ -23,6 +23,7 @@ from deeplightning.config.tree import line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, SetupError, UserError
 from deeplightning.launch import apply_environment
 from deeplightning.own_code import is_user_file
+from deeplightning.private.lightning import start_afresh
 from deeplightning.private.messages import ErrorText, matches
 from deeplightning.process import member
 from deeplightning.process.identity import identity, own_rank, restarts
@@ -168,7 +169,10 @@ def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: object, resumed: R
     if cfg.train.num_epochs == 0:
         run_stage(trainer.validate, task, data, verbose=False)
         return
-    run_stage(trainer.fit, task, data, ckpt_path=resumed.checkpoint if resumed else None)
+    checkpoint = resumed.checkpoint if resumed else None
+    if checkpoint is None:
+        start_afresh(trainer)
+    run_stage(trainer.fit, task, data, ckpt_path=checkpoint)
 
 
 def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:

@@ -436,8 +436,7 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def _open(self) -> None:
-        """Open or join the run, once; raise SetupError if the store cannot be used, or does not have the run to
-        join."""
+        """Open or join the run, once; raise SetupError if the store cannot be used, or lacks the run to join."""
         if self._status is not None:
             return
         store, run_id = self._locate()

@@ -225,8 +225,7 @@ def _try_to_write(database: Path, seconds: float) -> None:
 
 
 def revision_of(database: Path) -> str | None:
-    """Return Alembic's revision of a database's schema; None if the database is missing or empty; "" if it is not
-    MLflow's."""
+    """Return Alembic's revision of a database; None if the database is missing or empty; "" if it is not MLflow's."""
     if not database.exists() or database.stat().st_size == 0:
         return None
     with closing(sqlite3.connect(database, timeout=wait_seconds())) as connection:

@@ -6,7 +6,10 @@ References are trainings in one process with one batch per step. 134 samples are
 import pytest
 import torch
 from conftest import digest
+from pytorch_lightning import LightningModule, Trainer
+from torch.utils.data import DataLoader
 
+from deeplightning.callbacks.sample_weights import SampleWeights
 from deeplightning.engine.checkpoint_reading import read_checkpoint
 
 THREE_LOSSES = (
@@ -24,6 +27,37 @@ def assert_close(gradients, expected):
 
 
 # ---- accumulated batches
+
+
+class TimeFirst(LightningModule):
+    """A module that is not ours, whose batches (T, B, 3) have as many samples each, but other lengths T."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = torch.nn.GRU(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.network(batch)[1].square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self):
+        samples = [torch.full((1 + number, 3), float(number)) for number in range(8)]
+        pairs = [[0, 1], [6, 7], [2, 3], [4, 5]]
+        return DataLoader(samples, batch_sampler=pairs, collate_fn=torch.nn.utils.rnn.pad_sequence)
+
+
+def test_batches_of_another_module_count_alike_if_the_loader_does_not_give_their_sizes():
+    """Two batches to a step end with the weights of plain Lightning, whatever the first dimension of a batch is."""
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    weights = []
+    for callbacks in ([], [SampleWeights()]):
+        task = TimeFirst()
+        Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=callbacks, **options).fit(task)
+        weights.append(torch.cat([weight.detach().flatten() for weight in task.parameters()]))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def test_four_accumulated_batches_have_the_gradient_of_one(fit):

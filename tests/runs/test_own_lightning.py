@@ -2,6 +2,7 @@
 `Trainer.fit`, and gain checkpoints that plain Lightning loads, resume and test."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset, random_split
+from torchmetrics import Metric
 
 
 class Points(pl.LightningDataModule):
@@ -101,6 +103,33 @@ class Line(pl.LightningModule):
 
     def configure_optimizers(self):
         return self.hparams.optimizer(self.parameters())
+
+
+class Shares(Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("items", default=[], dist_reduce_fx=None)
+
+    def update(self, values):
+        self.items += [value[None] for value in values]
+
+    def compute(self):
+        return torch.tensor(float(len(self.items)))
+
+
+class Counts(Line):
+    def __init__(self, net: nn.Module, losses: list[nn.Module], dropout: float, token: str):
+        super().__init__(net, losses, dropout=dropout, token=token)
+        self.shares = Shares()
+
+    def validation_step(self, batch, batch_idx):
+        self.shares.update(batch[0])
+        self.log("val_items", self.shares)
+
+
+class Odd(Points):
+    def val_dataloader(self):
+        return DataLoader([self.val[number] for number in range(19)], self.hparams.batch_size)
 
 
 class Fails(Line):
@@ -375,6 +404,26 @@ def test_the_log_reports_what_the_loaders_give(trained):
     assert "batch      16 samples a step: 16 per process" in trained.out
     assert "length     3 epochs; 15 steps" in trained.out
     assert "data       Points: 80 training, 20 validation samples" in trained.out
+
+
+def test_a_metric_that_gathers_items_one_by_one_has_as_many_in_each_process(run):
+    """As with `MeanAveragePrecision`: Lightning's sampler repeats one of 19 samples, which a warning reports."""
+    settings = ["data.module.type=own_line.Odd", "model.module.type=own_line.Counts", "train.num_epochs=1"]
+    settings += ["engine.backend=ddp", "engine.processes=2", "stages=[train]", "~train.checkpoint"]
+    settings += ["~model.module.params.optimizer"]
+    done = run(*settings, ranks=2)
+    assert "19 samples cannot be split for Shares into equally many batches of 16 on each of 2 processes" in done.err
+    assert "val_items 20.0000" in done.out
+
+
+def test_a_new_run_starts_from_scratch_whatever_an_earlier_one_saved_at_its_exception(run, trained, tmp_path):
+    """Lightning would resume from a file of `OnExceptionCheckpoint`, which the run would not record."""
+    shutil.copy(trained.folder / "last.ckpt", tmp_path / "on_exception.ckpt")
+    saves = f"{{type: pytorch_lightning.callbacks.OnExceptionCheckpoint, params: {{dirpath: '{tmp_path}'}}}}"
+    done = run(f"train.callbacks=[{saves}]", "stages=[train]")
+    assert "epoch 1 of 3" in done.out
+    assert "no last checkpoint" not in done.err
+    torch.testing.assert_close(content(done.folder)["state_dict"], content(trained.folder)["state_dict"])
 
 
 @pytest.mark.slow

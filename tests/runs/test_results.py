@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from conftest import digest
+from pytorch_lightning.trainer.states import TrainerFn
 from tiny import csv_rows
 
 from deeplightning.callbacks.results import Results
@@ -25,6 +26,24 @@ from deeplightning.runfolder import RunFolder
 
 def faults(report) -> dict[str, str]:
     return {fault.key: fault.message for fault in report.faults}
+
+
+def test_rows_of_several_loaders_can_be_told_apart(tmp_path):
+    """They follow one another, with a column of the loader's number, which those of a single loader lack."""
+    record = SimpleNamespace(folder=RunFolder(tmp_path), cfg=SimpleNamespace(logger=SimpleNamespace(pictures=None)))
+    state = SimpleNamespace(fn=TrainerFn.PREDICTING)
+    trainer = SimpleNamespace(state=state, world_size=1, is_global_zero=True, callback_metrics={})
+    results = Results(record)
+    for number, names in ((1, ["c", "d"]), (0, ["b", "a"])):
+        results.on_predict_batch_end(trainer, None, {"index": torch.tensor([1, 0]), "name": names}, None, 0, number)
+    results.on_predict_end(trainer, None)
+    written = [{"dataloader_idx": f"{n}", "index": f"{i}", "name": name} for n, i, name in zip(
+        (0, 0, 1, 1), (0, 1, 0, 1), "abdc", strict=True
+    )]  # fmt: skip
+    assert csv_rows(record.folder.predictions) == written
+    results.on_predict_batch_end(trainer, None, {"index": torch.tensor([0]), "name": ["e"]}, None, 0)
+    results.on_predict_end(trainer, None)
+    assert csv_rows(record.folder.predictions) == [{"index": "0", "name": "e"}]
 
 
 # ---- the mode of a monitored metric
@@ -363,7 +382,8 @@ def test_names_that_are_not_utf_8_are_written_escaped(tmp_path):
     """Names of files are bytes; that of one sample does not cost the rows of the others."""
     record = SimpleNamespace(folder=RunFolder(tmp_path), cfg=SimpleNamespace(logger=SimpleNamespace(pictures=None)))
     results = Results(record)
-    results._rows = [{"index": 0, "file": "Gr\udcfcn.jpg"}, {"index": 1, "file": "rot.jpg"}]
-    state = SimpleNamespace(fn=SimpleNamespace(value="predict"))
-    results._write(SimpleNamespace(state=state, world_size=1, is_global_zero=True))
+    trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.PREDICTING), world_size=1, is_global_zero=True)
+    outputs = {"index": torch.tensor([0, 1]), "file": ["Gr\udcfcn.jpg", "rot.jpg"]}
+    results.on_predict_batch_end(trainer, None, outputs, None, 0)
+    results.on_predict_end(trainer, None)
     assert [row["file"] for row in csv_rows(tmp_path / "predictions.csv")] == ["Gr\\udcfcn.jpg", "rot.jpg"]

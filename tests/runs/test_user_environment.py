@@ -186,6 +186,8 @@ def test_an_exception_is_attributed_to_the_caller_of_the_library(tmp_path, monke
     assert failure.exit_code_of(raised(fail)) == 1
     assert failure.exit_code_of(raised(lambda: pl.Trainer(max_epochs=-2))) == 5  # a MisconfigurationException
     assert failure.exit_code_of(raised(lambda: pl.Trainer(precision="none"))) == 5  # a ValueError
+    assert failure.exit_code_of(raised(lambda: pl.LightningModule().trainer)) == 5  # a RuntimeError
+    assert failure.exit_code_of(raised(lambda: pl.Trainer(logger=False).fit(missing))) == 5  # a TypeError
     for file, code in (("chosen/__init__.py", 5), ("chosen.py", 5), ("torch/optim/sgd.py", 1), ("mlflow/client.py", 1)):
         found = {}
         exec(compile("def step(): int('x')", os.path.join(sysconfig.get_path("purelib"), file), "exec"), found)  # noqa: PTH118

@@ -11,12 +11,31 @@ from typing import Any
 
 from deeplightning.config.machine import world_size
 from deeplightning.launch import Job, ProcessHooks, Start
-from deeplightning.launch.job import retry_delays
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning_ray.agent import WORKER
 from deeplightning_ray.cluster import connect
 from deeplightning_ray.storage import POOL
 from deeplightning_ray.supervise import Supervisor
+
+
+def _retry_delays(params: Mapping[str, float] | None = None) -> list[float]:
+    """Return the seconds to wait after each of `max_tries` tries except the last: `base_s`, then each time `factor`
+    times as long.
+
+    Args:
+        params: values of `base_s`, `factor` and `max_tries`; the defaults are 1 s, 2 and 10.
+
+    Raises:
+        ValueError: a number is out of range, or a name is unknown.
+    """
+    defaults: dict[str, float] = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
+    values = defaults | dict(params or {})
+    if unknown := values.keys() - defaults.keys():
+        raise ValueError(f"backoff takes {', '.join(defaults)}, not {', '.join(sorted(unknown))}")
+    for name, low in zip(defaults, (0, 1, 1), strict=True):
+        if isinstance(values[name], bool) or not values[name] >= low:
+            raise ValueError(f"backoff.{name} must be at least {low}, not {values[name]}")
+    return [values["base_s"] * values["factor"] ** number for number in range(int(values["max_tries"]) - 1)]
 
 
 class Ray:
@@ -75,7 +94,7 @@ class Ray:
             raise ValueError(f"connect_timeout_s must be more than 0, not {connect_timeout_s}")
         self.address, self.min_workers, self.max_workers = address, min_workers, max_workers
         self.cpus_per_worker, self.storage_path, self.working_dir = cpus_per_worker, storage_path, working_dir
-        self.backoff, self.resize_cooldown_s = retry_delays(backoff), resize_cooldown_s
+        self.backoff, self.resize_cooldown_s = _retry_delays(backoff), resize_cooldown_s
         self.connect_timeout_s, self.init = connect_timeout_s, dict(init or {})
 
     def bounds(self, wanted: int) -> tuple[int, int]:

@@ -6,12 +6,15 @@ The same command resumes a search from its Optuna file and its frozen code.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import shlex
 import signal
+import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +26,6 @@ from deeplightning.config.examine import load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.secrets import without_secrets
 from deeplightning.config.source import read
-from deeplightning.config.target import import_again
 from deeplightning.config.tree import dump
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, apply_environment, array_of, launcher_of
@@ -312,7 +314,7 @@ class _Search:
             "MLFLOW_RUN_ID": None,
             **self.parent.environment(number, self.sign),
         }
-        import_again(self._imports or ())
+        _import_again(self._imports or ())
         self._imports = self._imports and []
         self._start_times[number] = time.monotonic()
         from deeplightning_tune.study import plain_text
@@ -506,3 +508,13 @@ class _Search:
             if not isinstance(error, RunError):
                 self._write(pictures=False)
             self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))
+
+
+def _import_again(names: Iterable[str]) -> None:
+    """Import the modules that another process of this program has imported, in the same order; skip failures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
