@@ -271,8 +271,7 @@ class CheckpointError(UserError):
 
 
 class RunError(UserError):
-    """Raised if the run itself failed: a loss that is not finite, no memory left, a lost worker, an exception in user
-    code."""
+    """Raised if the run itself failed: a non-finite loss, no memory left, a lost worker, an exception in user code."""
 
     exit_code = 5
 

@@ -416,8 +416,7 @@ def _header_lines(content_type: str, *headers: tuple[str, str]) -> bytes:
 
 
 def _check_transfer_coding(coding: bytes, request: Request) -> None:
-    """Check that the only transfer coding is chunked (RFC 9112, sections 6.1 and 6.3); else raise Refusal, and
-    close."""
+    """Check that the only transfer coding is chunked (RFC 9112, 6.1 and 6.3); else raise Refusal, and close."""
     codings = [one.strip().lower() for one in coding.split(b",") if one.strip()]
     if codings == [b"chunked"] and request.version == "1.1":
         return
@@ -428,8 +427,7 @@ def _check_transfer_coding(coding: bytes, request: Request) -> None:
 
 
 def _parse_refusal(error: str, data: bytes) -> Refusal:
-    """Return the refusal of a request that cannot be parsed; `data`: the request from its first byte; empty if
-    unknown."""
+    """Return the refusal of a request that cannot be parsed; `data`: it, from its first byte; empty if unknown."""
     if error.startswith(_VERSION_ERRORS):
         return Refusal(*_UNKNOWN_VERSION)
     return Refusal(*(_UNKNOWN_METHOD if error.startswith(_METHOD_ERRORS) and _START_LINE.match(data) else _MALFORMED))

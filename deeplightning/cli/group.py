@@ -102,8 +102,7 @@ MAX_OFFERED_RUNS = 200
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return completions of RUN: `last`, names of runs in the current store, ids of runs that share a name, and
-    folders."""
+    """Return completions of RUN: `last`, names of runs in this store, ids of runs that share a name, and folders."""
     from deeplightning.faults import UserError
     from deeplightning.tracking.reader import DatabaseReader
     from deeplightning.tracking.store import locate

@@ -163,6 +163,14 @@ RULES = [
         other="model.module",
     ),
     Rule(
+        "train.gradient_clip",
+        "clipping, a task that steps its optimizers itself",
+        "Lightning cannot clip for it",
+        "set `train.gradient_clip=null`, and call `self.clip_gradients` in `training_step`",
+        lambda cfg, _: (clips_by(cfg, "norm") or clips_by(cfg, "value")) and steps_itself(cfg),
+        other="model.module",
+    ),
+    Rule(
         "train.seeds",
         "several seeds, a checkpoint to resume from",
         "runs that continue the same training are not independent",

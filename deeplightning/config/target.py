@@ -234,8 +234,7 @@ def _build_error(error: Exception, target: Target) -> UserError:
 
 
 def _is_config_error(error: Exception) -> bool:
-    """Return whether the config caused an error of a constructor, and not memory, a full disk or a bug in Deep
-    Lightning."""
+    """Return whether the config caused a constructor's error, not memory, a full disk or a bug in Deep Lightning."""
     if type(error).__name__ == "OutOfMemoryError" or (isinstance(error, OSError) and is_full(error)):
         return False
     is_unexpected = not isinstance(error, ImportError | OSError | TypeError | ValueError)

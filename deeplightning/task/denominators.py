@@ -104,7 +104,6 @@ def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor, weight: Ten
 
 
 def _averages(loss: Any, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a loss is a mean with the `forward` of one of these classes; a derived class may divide
-    differently."""
+    """Return whether a loss is a mean with the `forward` of one of these classes; a derived class may differ."""
     is_known = any(isinstance(loss, kind) and type(loss).forward is kind.forward for kind in kinds)
     return is_known and loss.reduction == "mean"

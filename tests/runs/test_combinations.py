@@ -62,6 +62,7 @@ BREAKING = [
     ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
     ["engine.backend=fairscale_oss", f"train.callbacks=[{LATER}]"],
     ["model.module={type: some_parts.Manual}", "train.accumulator_factor=2"],
+    ["model.module={type: some_parts.Manual}", "train.gradient_clip={value: 1}"],
     ["train.seeds=5", "train.resume_ckpt=auto"],
     ["engine.backend=deepspeed_stage_3", "engine.precision=64"],
     ["engine.backend=fsdp", "engine.precision=16", "engine.gpus=1"],
