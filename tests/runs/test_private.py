@@ -23,6 +23,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import CatMetric, MeanMetric
 
 import deeplightning.private
 from deeplightning.private import deepspeed, lightning, mlflow, omegaconf
@@ -219,6 +220,24 @@ def test_the_training_loader_is_made_again(trained):
     lightning.forget_train_loader(trained[0])
     loop.setup_data()
     assert loop._combined_loader not in (None, before)
+
+
+def test_a_training_starts_afresh():
+    """Lightning asks once for the checkpoint of a training and gets none."""
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    lightning.start_afresh(trainer)
+    connector = trainer._checkpoint_connector
+    assert connector._select_ckpt_path("fit", None, model_provided=True, model_connected=True) is None
+    assert connector._select_ckpt_path.__func__ is type(connector)._select_ckpt_path
+
+
+def test_a_metric_that_gathers_items_is_found():
+    """States in lists that are concatenated, or tensors, are gathered whole."""
+    gathers = MeanMetric()
+    gathers.add_state("boxes", default=[], dist_reduce_fx=None)
+    whole = [CatMetric(), MeanMetric()]
+    assert torchs.metric_by_item(torch.nn.ModuleList(whole)) is None
+    assert torchs.metric_by_item(torch.nn.ModuleList([*whole, gathers])) == "MeanMetric"
 
 
 def test_an_epoch_begins_again():

@@ -627,7 +627,7 @@ import os, sys
 sys.path.insert(0, sys.argv[1])
 import ray
 os.environ["PYTHONPATH"] = ""
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
 from only_here import Agent
 try:
     ray.get(ray.remote(Agent).remote().about.remote(), timeout=60)
