@@ -16,8 +16,6 @@ from deeplightning.runfolder import write_whole
 
 log = logging.getLogger("deeplightning")
 
-_LOADER = "dataloader_idx"
-
 
 class Results(Callback):
     """Write `<stage>_results.json` and the predictions of validate, test and predict.
@@ -29,7 +27,7 @@ class Results(Callback):
 
     def __init__(self, record: Record):
         self.record = record
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[tuple[int, dict[str, Any]]] = []  # each with the number of its loader
 
     def _collect(
         self, trainer: Trainer, pl_module: object, outputs: Any, batch: object, batch_idx: int, dataloader_idx: int = 0
@@ -38,30 +36,30 @@ class Results(Callback):
         if trainer.state.fn == "fit" or not isinstance(index, torch.Tensor) or index.ndim != 1:
             return
         lists = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in outputs.items()}
-        columns = {_LOADER: [dataloader_idx] * len(index)}
-        columns |= {name: v for name, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(index)}
-        self._rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        columns = {name: v for name, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(index)}
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        self._rows += [(dataloader_idx, row) for row in rows]
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _collect  # type: ignore[assignment]
 
     def _write(self, trainer: Trainer, *_: object, **__: object) -> None:
         if (stage := str(trainer.state.fn and trainer.state.fn.value)) == "fit":
             return
-        rows, self._rows = self._rows, []
+        found, self._rows = self._rows, []
         if trainer.world_size > 1:
             shares: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-            torch.distributed.gather_object(rows, shares)
-            rows = [row for share in shares or () for row in share]
+            torch.distributed.gather_object(found, shares)
+            found = [row for share in shares or () for row in share]
         if not trainer.is_global_zero:
             return
         folder = self.record.folder
         if stage != "predict":
-            found = sorted(trainer.callback_metrics.items())
-            metrics = {name: float(v) for name, v in found if torch.as_tensor(v).numel() == 1}
+            logged = sorted(trainer.callback_metrics.items())
+            metrics = {name: float(v) for name, v in logged if torch.as_tensor(v).numel() == 1}
             write_whole(folder.results(stage), json.dumps(metrics, indent=1))
-        rows = sorted((row for row in rows if row["index"] >= 0), key=lambda row: (row[_LOADER], row["index"]))
-        if not any(row[_LOADER] for row in rows):
-            rows = [{name: value for name, value in row.items() if name != _LOADER} for row in rows]
+        found = sorted((f for f in found if f[1]["index"] >= 0), key=lambda f: (f[0], f[1]["index"]))
+        several = any(loader for loader, _ in found)
+        rows = [{"dataloader_idx": loader} | row if several else row for loader, row in found]
         if rows:
             path = folder.predictions if stage == "predict" else folder.stage_predictions(stage)
             text = io.StringIO(newline="")
@@ -71,7 +69,7 @@ class Results(Callback):
             write_whole(path, text.getvalue().encode(errors="backslashreplace"))  # names of files are bytes
         elif stage == "predict":
             log.info("%-10s no predictions.csv: `predict_step` returns no `index`, a tensor (B,) of positions", stage)
-        if rows and _LOADER not in rows[0] and stage != "predict" and self.record.cfg.logger.pictures is not None:
+        if rows and not several and stage != "predict" and self.record.cfg.logger.pictures is not None:
             from deeplightning.callbacks.on_request import store_worst
 
             store_worst(self.record, trainer, stage, rows)

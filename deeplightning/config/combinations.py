@@ -42,8 +42,9 @@ def clips_by(cfg: Config, algorithm: str) -> bool:
 
 
 def steps_itself(cfg: Config) -> bool:
-    """Return whether the task steps its optimizers itself, as far as its source shows."""
-    task = Meanings().known(cfg.model.module and cfg.model.module.type)
+    """Return whether the run trains a task that steps its optimizers itself, as far as the task's source shows."""
+    trains = "train" in cfg.stages and cfg.train.num_epochs != 0
+    task = Meanings().known(cfg.model.module and cfg.model.module.type) if trains else None
     return task is not None and task.uses_manual_optimization()
 
 

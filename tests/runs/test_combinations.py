@@ -52,6 +52,8 @@ ADAM = "model.optimizer={type: torch.optim.Adam, params: {lr: 1}}"
 FUSED = ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"]
 EMA = "{type: deeplightning.callbacks.average.EMA}"
 LATER = "{type: GradientAccumulationScheduler, params: {scheduling: {1: 2}}}"
+MANUAL = ["model.module={type: some_parts.Manual}"]
+
 BREAKING = [
     ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
     ["engine.backend=fsdp", "train.gradient_clip={value: 0.1, algorithm: agc}"],
@@ -61,8 +63,8 @@ BREAKING = [
     ["engine.backend=deepspeed_stage_1", f"model.optimizer={TWO_OPTIMIZERS}"],
     ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
     ["engine.backend=fairscale_oss", f"train.callbacks=[{LATER}]"],
-    ["model.module={type: some_parts.Manual}", "train.accumulator_factor=2"],
-    ["model.module={type: some_parts.Manual}", "train.gradient_clip={value: 1}"],
+    [*MANUAL, "train.accumulator_factor=2"],
+    [*MANUAL, "train.gradient_clip={value: 1}"],
     ["train.seeds=5", "train.resume_ckpt=auto"],
     ["engine.backend=deepspeed_stage_3", "engine.precision=64"],
     ["engine.backend=fsdp", "engine.precision=16", "engine.gpus=1"],
@@ -184,6 +186,9 @@ def test_deepspeed_computes_an_optimizer_in_32_bits():
         ["engine.backend=ddp", "engine.processes=2", f"train.callbacks=[{EMA}]"],
         ["model.module={type: some_parts.Again}", "train.accumulator_factor=2", "train.gradient_clip={value: 1}"],
         ["train.accumulator_epoch=1", "train.accumulator_factor=2"],
+        [*MANUAL, "train.accumulator_factor=2", "stages=[test]", "test.ckpt=last"],  # it does not train
+        [*MANUAL, "train.gradient_clip={value: 1}", "train.num_epochs=0"],
+        [*MANUAL, "train.gradient_clip={value: 1, algorithm: agc}"],  # a callback clips
     ],
 )
 def test_what_goes_together_passes(overrides):

@@ -44,6 +44,10 @@ def test_rows_of_several_loaders_can_be_told_apart(tmp_path):
     results.on_predict_batch_end(trainer, None, {"index": torch.tensor([0]), "name": ["e"]}, None, 0)
     results.on_predict_end(trainer, None)
     assert csv_rows(record.folder.predictions) == [{"index": "0", "name": "e"}]
+    own = {"index": torch.tensor([0]), "dataloader_idx": torch.tensor([0])}
+    results.on_predict_batch_end(trainer, None, own, None, 0)
+    results.on_predict_end(trainer, None)
+    assert csv_rows(record.folder.predictions) == [{"index": "0", "dataloader_idx": "0"}]
 
 
 # ---- the mode of a monitored metric
